@@ -1,0 +1,61 @@
+# luna.h is one file and needs no build; this makes its example, its tests and its tables. GNU make and a C compiler are enough.
+#   make run                 trains a Luna language model on luna.h itself, about a minute
+#   make test                everything that is checked; last line: N passed, N failed
+#   make sanitize            the same tests under the address, undefined and thread sanitizers
+#   make golden DIR=folder   compares with a folder of golden files
+#   make headers             compiles luna.h strictly, in every language, mode and build switch
+#   make size                object sizes by build switch
+#   make bench               builds and runs tests/bench_*.c
+CC ?= cc
+CFLAGS ?= -O2
+LIBS ?= -lm -lpthread
+BUILD ?= build
+TEXT ?= luna.h
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+
+WARN = -Wall -Wextra
+NAMES = $(filter-out bench_% fuzz_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
+BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
+ASAN = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+TSAN = -O1 -g -fsanitize=thread
+
+run: $(BUILD)/lm
+	./$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
+
+programs: $(BUILD)/lm $(PROGRAMS)
+
+$(BUILD)/lm: examples/lm.c luna.h
+	@mkdir -p $(BUILD) && rm -f $@
+	$(CC) $(CFLAGS) $(WARN) -I. $< -o $@ $(LIBS)
+
+$(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
+	@mkdir -p $(BUILD)/tests && rm -f $@
+	$(CC) $(CFLAGS) $(WARN) -I. $< -o $@ $(LIBS)
+
+test:
+	-@$(MAKE) -k -j$(JOBS) programs
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) tests/cli.sh tests/compile.sh
+
+sanitize:
+	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
+	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
+	@BUILD=$(BUILD)/asan SANITIZED=1 sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads tests/cli.sh
+
+golden: $(BUILD)/tests/golden
+	./$(BUILD)/tests/golden $(DIR)
+
+headers:
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/compile.sh
+
+size:
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
+
+bench: $(BENCHES)
+	@for bench in $(BENCHES:%=./%); do $$bench || exit 1; done
+	@test -n '$(BENCHES)' || echo 'there are no benchmarks yet'
+
+clean:
+	rm -rf build $(BUILD)
+
+.PHONY: run programs test sanitize golden headers size bench clean

@@ -1,0 +1,8498 @@
+
+#ifndef LUNA_H
+#define LUNA_H
+
+/* ======================================================================================================================
+   1. Public API
+   ====================================================================================================================== */
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define LUNA_VERSION "0.1"
+
+#ifndef LUNA_API
+#if defined(LUNA_STATIC) && (defined(__GNUC__) || defined(__clang__))
+#define LUNA_API static __attribute__((unused))
+#elif defined(LUNA_STATIC)
+#define LUNA_API static
+#elif defined(__cplusplus)
+#define LUNA_API extern "C"
+#else
+#define LUNA_API extern
+#endif
+#endif
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>status
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef enum luna_status {
+  LUNA_OK = 0,
+  LUNA_BAD_ARGUMENT,                 /* a size, shape, range or null that cannot be */
+  LUNA_OUT_OF_MEMORY,                /* the allocator or the block has no more */
+  LUNA_BAD_FILE,                     /* the bytes are not what they should be */
+  LUNA_CANNOT_READ,                  /* the file is missing or unreadable */
+  LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
+  LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
+  LUNA_UNSUPPORTED                   /* this build, machine or backend does not have it */
+} luna_status;
+LUNA_API const char *luna_status_text(luna_status status);
+
+/* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). */
+typedef enum luna_isa {
+  LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM
+} luna_isa;
+LUNA_API luna_isa luna_isa_best(void);
+LUNA_API bool luna_isa_available(luna_isa isa);
+LUNA_API const char *luna_isa_name(luna_isa isa);
+
+/* Maps applied to single numbers. SOFTPLUS is ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), ELU1 elu(x) + 1, GELU the exact (erf) form. */
+typedef enum luna_activation { LUNA_NONE = 0, LUNA_RELU, LUNA_GELU, LUNA_ELU1, LUNA_SOFTPLUS, LUNA_SOFTPLUS2 } luna_activation;
+
+/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
+typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
+
+#ifndef LUNA_ONLY_STREAM
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>functions: the kernels by themselves, for somebody's own engine; no context, no allocation
+   Strides are in floats, 0 = dense. Threads: the caller's alone, or `threads` shares through parallel_for; the bits do not
+   depend on it. Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower
+   or, where that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef struct luna_run {
+  luna_isa isa;                      /* 0: best */
+  void *scratch;                     /* any alignment */
+  size_t scratch_size;
+  luna_parallel_for parallel_for;    /* null: the caller's thread */
+  void *parallel_user;
+  int threads;                       /* shares of the work; 0 = 1 */
+} luna_run;
+
+/* C = act(alpha A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
+typedef struct luna_gemm_args {
+  const float *a, *b, *bias;         /* bias [n] or null */
+  float *c;
+  int64_t m, n, k, batch;            /* batch 0 = 1 */
+  bool transpose_a, transpose_b;     /* A stored [k, m]; B stored [n, k] */
+  int64_t a_row, b_row, c_row;       /* floats from one stored row to the next */
+  int64_t a_batch, b_batch, c_batch; /* from one product to the next; LUNA_SHARED: the same for all */
+  float alpha;                       /* 0 = 1 */
+  luna_activation activation;
+  bool accumulate;                   /* add to C */
+  luna_run run;
+} luna_gemm_args;
+LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
+LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
+
+#define LUNA_SHARED (-1)             /* a batch stride that shares one array among the batch; its gradient is the sum, in order */
+
+/* softmax(scale Q K^T) V per head, online: no score is stored (spec 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
+   k and v [batch, keys, heads, dim]; packed batches instead by row offsets. */
+typedef struct luna_attention_args {
+  const float *q, *k, *v;
+  float *out;
+  float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
+  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout */
+  int64_t batch, heads, queries, keys, head_dim;
+  int64_t value_dim;                 /* 0 = head_dim */
+  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
+  const int32_t *lengths;            /* [batch] real keys; the rest are never read. null: all */
+  const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of packed sequences, or null */
+  float scale;                       /* 0 = 1/sqrt(head_dim) */
+  bool causal;                       /* query i sees keys j <= i */
+  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
+  uint64_t seed;
+  uint32_t dropout_op, step;
+  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null) */
+  float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
+  luna_run run;
+} luna_attention_args;
+LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
+LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
+LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+
+/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch, rows, heads, value_dim] */
+typedef struct luna_causal_args {
+  const float *x, *y, *z;
+  float *out;
+  int64_t batch, rows, heads, dim, value_dim;
+  const float *grad_out;             /* backward */
+  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+  luna_run run;
+} luna_causal_args;
+LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
+LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
+LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
+
+/* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
+LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>context: memory, threads, errors, the step protocol
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef struct luna_ctx luna_ctx;
+typedef struct luna_backend luna_backend;
+
+typedef struct luna_allocator {      /* both or neither; allocate may return null and need not align */
+  void *(*allocate)(void *user, size_t bytes);
+  void (*release)(void *user, void *pointer, size_t bytes);
+  void *user;
+} luna_allocator;
+
+typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_PLAIN, LUNA_FORM_FOLDED } luna_form; /* of Luna attention, spec 2 */
+
+typedef struct luna_options {
+  int threads;                       /* 0 = one a core */
+  luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
+  void *parallel_user;
+  luna_isa isa;                      /* 0 = best */
+  uint64_t seed;                     /* of initial parameters and dropout */
+  luna_allocator allocator;          /* zero = LUNA_MALLOC, LUNA_FREE */
+  void *block;                       /* all memory, once and for all: then no allocator is ever called */
+  size_t block_size;
+  bool measure;                      /* compute nothing; luna_memory().peak is the block_size the same calls need */
+  void (*log)(void *user, luna_status status, const char *sentence); /* each failure as it happens */
+  void *log_user;
+  luna_form form;                    /* 0 = by cost */
+  const luna_backend *backend;       /* 0 = this CPU */
+} luna_options;
+
+/* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves. */
+LUNA_API luna_ctx *luna_open(const luna_options *options);
+LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null is fine */
+
+LUNA_API luna_status luna_begin_step(luna_ctx *ctx);      /* training: tape and dropout on; activations freed; gradients kept */
+LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
+LUNA_API luna_status luna_state(const luna_ctx *ctx);     /* the first failure since begin */
+LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" when there is none */
+
+typedef struct luna_memory_use { size_t current, peak; } luna_memory_use; /* bytes */
+LUNA_API luna_memory_use luna_memory(const luna_ctx *ctx);
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>tensors: row-major, contiguous, up to four axes; read-only to users
+   Activations live until the next begin. Every op returns null on failure and for a null input; the context says why.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNA_MAX_RANK 4
+typedef enum luna_dtype { LUNA_F32 = 0, LUNA_F16, LUNA_BF16 } luna_dtype; /* F32 is implemented */
+
+typedef struct luna_tensor {
+  float *data;                       /* null in a context that measures */
+  float *grad;                       /* null until backward has reached it */
+  int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
+  int rank;
+  luna_dtype dtype;
+  int device;                        /* the backend's number; 0 = CPU */
+  bool needs_grad;
+  bool parameter;                    /* its grad lives until close, not with the step */
+  luna_ctx *ctx;
+  struct luna_tensor *base;          /* a view's owner, else null */
+  int64_t offset;                    /* a view's first element within base */
+} luna_tensor;
+
+LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
+LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape); /* a copy; zeros when null */
+LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a tensor just made as one whose gradient is wanted */
+LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values */
+LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
+
+/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin. */
+LUNA_API luna_status luna_backward(luna_tensor *loss);
+
+/* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
+LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);       /* view; one axis may be -1 */
+LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count); /* axis 0: view; others: copy */
+LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);                      /* out axis i is x's axes[i]; copy */
+LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
+LUNA_API luna_tensor *luna_repeat(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
+LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
+LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
+LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* the axis goes */
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
+LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
+LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
+LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
+LUNA_API luna_tensor *luna_relu(luna_tensor *x);
+LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) */
+LUNA_API luna_tensor *luna_elu1(luna_tensor *x);                    /* elu(x) + 1 [arXiv 2006.16236] */
+LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
+LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
+LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability); /* x itself outside training */
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
+LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
+
+typedef struct luna_cross_entropy_config {
+  float smoothing;                   /* label smoothing, 0..1 */
+  bool ignore;                       /* ignore labels equal to ignore_index; negative labels are ignored anyway */
+  int32_t ignore_index;
+  bool sum;                          /* default: mean over labels that count (0 when none does) */
+} luna_cross_entropy_config;
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels); /* [...,V] and one label a row -> [1] */
+LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config);
+
+typedef struct luna_attention_config {
+  int64_t heads;                     /* 0 = 1 */
+  const int32_t *lengths;            /* [batch] real keys, or null */
+  const int32_t *query_offsets, *key_offsets; /* packed: q [rows, d], k, v [rows, d]; offsets [packed + 1] */
+  int64_t packed;                    /* number of packed sequences; 0 = padded */
+  bool causal;
+  float scale;                       /* 0 = 1/sqrt(head_dim) */
+  float dropout;
+  luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
+} luna_attention_config;
+/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [spec 1] */
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
+LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads); /* [batch,n,h d1] x2, [batch,n,h d2] [eq. 7] */
+/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [spec 4] */
+LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
+
+/* Folded Luna attention [spec 2]. pack: weights [batch,r,d] and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d].
+   unpack: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums);
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout);
+/* Causal Luna attention [spec 4] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
+
+/* An op of one's own. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad. state is copied. */
+typedef struct luna_custom {
+  void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+  void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+  const void *state;
+  size_t state_size;
+} luna_custom;
+LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>params: named parameters, what optimisers and checkpoints go by
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef struct luna_params luna_params;
+typedef enum luna_init_kind { LUNA_ZEROS = 0, LUNA_ONES, LUNA_XAVIER, LUNA_NORMAL, LUNA_UNIFORM, LUNA_PRESENT } luna_init_kind;
+/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound. LUNA_PRESENT is for short convolutions:
+   uniform, and 1 more in the last column, so that at first they pass on the present. */
+typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
+
+LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
+/* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread, run one model. `from` must
+   outlive it and not be trained meanwhile. */
+LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
+/* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
+LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
+LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name); /* null when there is none */
+LUNA_API int64_t luna_params_size(const luna_params *params);        /* number of tensors */
+LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
+LUNA_API int64_t luna_params_count(const luna_params *params);       /* number of floats */
+LUNA_API luna_status luna_params_zero_grad(luna_params *params);
+/* Text pairs kept in the checkpoint's __metadata__; keys starting "luna." belong to luna.h. */
+LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
+LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
+
+/* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file whole. */
+typedef struct luna_io {
+  bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
+  bool (*write)(void *user, const void *bytes, size_t size);
+  void *user;
+  uint64_t size;                     /* bytes there are to read */
+} luna_io;
+LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
+LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
+LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size); /* copies the values */
+/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
+   Before the model's init it also spares the memory for first values. */
+LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
+#ifndef LUNA_NO_STDIO
+LUNA_API luna_status luna_save(const luna_params *params, const char *path); /* temporary file beside it, flushed, renamed */
+LUNA_API luna_status luna_load(luna_params *params, const char *path);
+#endif
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
+LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init);
+LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
+
+typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
+LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
+
+/* How the projections are shared [spec 2] */
+typedef enum luna_sharing { LUNA_TIED = 0, LUNA_FULL, LUNA_NO_KEY, LUNA_SHARED_QK } luna_sharing;
+
+/* Luna attention, eqs. 3-5 */
+typedef struct luna_nested_attention_config {
+  int64_t dim;                       /* d */
+  int64_t heads;                     /* h, of the unpack; 0 = 1 */
+  int64_t pack_heads;                /* h_p; 0 = heads */
+  luna_sharing sharing;              /* 0 = tied */
+  float dropout;                     /* on both attention matrices */
+  bool bert_init;                    /* N(0, 0.02) instead of Xavier */
+} luna_nested_attention_config;
+typedef struct luna_nested_attention_layer {
+  luna_nested_attention_config config;
+  luna_linear_layer pq, pk, pv, q, k, v, out; /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
+} luna_nested_attention_layer;
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config);
+/* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking memory slots j >= lengths[b] too
+   -> Y_X [batch,n,d]; *packed = Y_P [batch,l,d] (packed may be null) */
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed);
+
+/* Causal Luna attention, spec 4 */
+typedef struct luna_causal_attention_config {
+  int64_t dim, heads;                /* heads 0 = 1 */
+  luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
+  luna_activation omega;             /* 0 = LUNA_SOFTPLUS2, the authors'; LUNA_SOFTPLUS or LUNA_ELU1 */
+  float dropout;                     /* on the unpack matrix */
+  bool bert_init;
+} luna_causal_attention_config;
+typedef struct luna_causal_attention_layer {
+  luna_causal_attention_config config;
+  luna_linear_layer pq, pc, q, k, v, out;
+} luna_causal_attention_layer;
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config);
+/* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
+LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
+
+/* Encoder and decoder layers, eq. 6 and spec 3 */
+typedef struct luna_layer_config {
+  int64_t dim, heads;                /* heads 0 = 1 */
+  int64_t pack_heads;                /* 0 = heads */
+  int64_t ffn;                       /* 0 = 4 dim */
+  luna_sharing sharing;
+  luna_activation activation;        /* of the feed-forward; 0 = LUNA_RELU */
+  luna_activation omega;             /* of causal attention; 0 = LUNA_SOFTPLUS2 */
+  bool pre_norm;                     /* default: post-norm */
+  int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
+  float dropout;                     /* after attention, activation and feed-forward */
+  float attention_dropout;
+  float activation_dropout;
+  bool bert_init;
+} luna_layer_config;
+
+typedef struct luna_encoder_layer {
+  luna_layer_config config;
+  luna_nested_attention_layer attention;
+  luna_norm_layer attention_norm, memory_norm, final_norm;
+  luna_linear_layer fc1, fc2;
+} luna_encoder_layer;
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
+/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P' */
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths);
+
+typedef struct luna_decoder_layer {
+  luna_layer_config config;
+  luna_causal_attention_layer self_attention;
+  luna_nested_attention_layer cross_attention;
+  luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
+  luna_linear_layer fc1, fc2;
+} luna_decoder_layer;
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
+/* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
+LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths);
+
+/* Decoder-only layer: causal Luna attention with a learned memory of its own, feed-forward */
+typedef struct luna_causal_layer {
+  luna_layer_config config;
+  luna_tensor *memory;               /* "projected_embeddings" [l,d] */
+  luna_tensor *kernel;               /* "conv.weight" [d,width], null without */
+  luna_tensor *kernel_bias;          /* "conv.bias" [d] */
+  luna_causal_attention_layer attention;
+  luna_norm_layer attention_norm, final_norm;
+  luna_linear_layer fc1, fc2;
+} luna_causal_layer;
+LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config);
+LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>models
+   ---------------------------------------------------------------------------------------------------------------------- */
+/* Causal language model: embedding, causal layers, logits tied to the embedding [spec 5] */
+typedef struct luna_lm_config {
+  int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t layers;                    /* 0 = 2 */
+  int64_t memory;                    /* l; 0 = 16 */
+  luna_layer_config layer;           /* dim 0 = 128, heads 0 = 4 */
+} luna_lm_config;
+typedef struct luna_lm {
+  luna_lm_config config;
+  luna_params *params;
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_causal_layer *layers;         /* "layers.N." */
+  luna_norm_layer norm;              /* "layer_norm", pre-norm only */
+} luna_lm;
+LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n); /* logits [batch,n,vocab] */
+/* init and load in one, from a checkpoint that says its own sizes; params must be empty */
+LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
+#ifndef LUNA_NO_STDIO
+LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
+#endif
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>trainer
+   ---------------------------------------------------------------------------------------------------------------------- */
+#ifndef LUNA_NO_TRAIN
+/* A factor on the learning rate, a pure function of the step (from 1): linear warm-up, then a decay. */
+typedef enum luna_decay { LUNA_CONSTANT = 0, LUNA_INVERSE_SQRT, LUNA_LINEAR, LUNA_COSINE } luna_decay;
+typedef struct luna_schedule {
+  luna_decay decay;
+  int64_t warmup;                    /* steps from 0 to 1 */
+  int64_t total;                     /* linear, cosine: the step that reaches `floor` */
+  float floor;                       /* least factor */
+} luna_schedule;
+LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
+
+typedef struct luna_optimizer luna_optimizer;
+typedef struct luna_sgd_config {
+  float lr;                          /* 0 = 0.01 */
+  float momentum;
+  bool nesterov;
+  float weight_decay;                /* added to the gradient */
+  float clip;                        /* greatest global gradient norm; 0 = none */
+  luna_schedule schedule;
+} luna_sgd_config;
+typedef struct luna_adamw_config {   /* arXiv 1711.05101 */
+  float lr;                          /* 0 = 1e-3 */
+  float beta1, beta2;                /* 0 = 0.9, 0.999 */
+  float epsilon;                     /* 0 = 1e-8 */
+  float weight_decay;                /* decoupled */
+  float clip;
+  luna_schedule schedule;
+} luna_adamw_config;
+/* Freed with the context. Null config: defaults. */
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
+/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed. A NaN or Inf among the gradients
+   skips the update; luna_optimizer_skipped counts those. */
+LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
+LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
+LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
+LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
+LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
+#endif
+
+#endif /* !LUNA_ONLY_STREAM */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>stream: a causal language model one token at a time, in constant memory
+   A stream only reads its weights: one thread a stream, any number of streams on one model.
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef struct luna_stream luna_stream;
+typedef struct luna_stream_config {
+  int64_t batch;                     /* sequences side by side; 0 = 1 */
+  int64_t chunk;                     /* rows of a prefill done at once; 0 = 64 */
+  luna_isa isa;                      /* 0 = best */
+} luna_stream_config;
+/* From a safetensors checkpoint in memory, F32, 4-byte aligned, read in place: no context, no allocator. memory: luna_stream_size bytes.
+   Null when something is wrong: *error then says what. */
+LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
+LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config); /* memory from the model's context's allocator */
+#endif
+LUNA_API void luna_stream_close(luna_stream *stream);
+/* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
+LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
+LUNA_API const float *luna_stream_prefill(luna_stream *stream, const int32_t *tokens, int64_t n); /* tokens [batch, n] -> logits after the last */
+LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
+LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
+LUNA_API void luna_stream_reset(luna_stream *stream);
+LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from); /* sequence b continues from[b] (beam search) */
+LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);    /* the state; same model sizes and batch */
+LUNA_API size_t luna_stream_state_size(const luna_stream *stream);   /* bytes of a saved state: this machine's byte order */
+LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
+LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
+
+typedef struct luna_sampling {
+  float temperature;                 /* 0 = 1 */
+  int32_t top_k;                     /* 0 = all; 1 = greedy */
+  uint64_t seed;
+  uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
+} luna_sampling;
+LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling); /* -1 for null logits or NaN */
+
+#ifndef LUNA_ONLY_STREAM
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>backend: what a device fills in
+   A row runs one kind of op. It gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status; it takes and
+   returns no host number that changes from step to step: those are in luna_step_state, in backend memory. Tier 2 rows may be null: the
+   op is then composed from tier 1.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNA_BACKEND_ROWS(R) \
+  R(PERMUTE, 1) R(SLICE, 1) R(CONCAT, 1) R(REPEAT, 1) R(ADD, 1) R(MUL, 1) R(SCALE, 1) R(REDUCE, 1) R(MATMUL, 1) R(LINEAR, 1) \
+  R(ACTIVATION, 1) R(SOFTMAX, 1) R(DROPOUT, 1) R(LAYER_NORM, 1) R(EMBEDDING, 1) R(CROSS_ENTROPY, 1) R(SOFTMAX_ATTENTION, 1) \
+  R(CAUSAL_PRODUCT, 1) R(SHORT_CONVOLUTION, 1) R(CUSTOM, 1) R(PACK, 2) R(UNPACK, 2) R(CAUSAL_LUNA, 2)
+typedef enum luna_row_id {
+#define LUNAI_ROW(name, tier) LUNA_ROW_##name,
+  LUNA_BACKEND_ROWS(LUNAI_ROW)
+#undef LUNAI_ROW
+  LUNA_ROWS
+} luna_row_id;
+
+#define LUNA_MAX_INPUTS 8
+typedef struct luna_op {
+  luna_row_id row;
+  int inputs, outputs;
+  luna_tensor *in[LUNA_MAX_INPUTS];  /* null where an optional input is absent */
+  luna_tensor *out[2];
+  const int32_t *index;              /* tokens or labels, in backend memory */
+  const int32_t *lengths, *query_offsets, *key_offsets;
+  int64_t size[6];                   /* the row's whole numbers: axis, heads, counts, ... */
+  float number[2];                   /* the row's real numbers: factor, scale, smoothing */
+  float dropout;
+  uint32_t dropout_op;               /* this op's number among those of the step that drop */
+  bool flag[2];
+  luna_activation activation;
+  bool training;                     /* keep what backward needs */
+  void *kept;                        /* kept_size bytes, from forward to backward */
+  void *workspace;                   /* during one call */
+  size_t kept_size, workspace_size, backward_workspace_size;
+  luna_custom custom;
+  luna_ctx *ctx;
+  struct luna_op *previous;          /* the tape */
+} luna_op;
+
+typedef struct luna_row {
+  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size */
+  luna_status (*forward)(luna_op *op);
+  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad */
+} luna_row;
+
+typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
+  uint64_t seed;
+  uint64_t step;                     /* begin_step calls; the Philox counter's last word */
+  uint64_t updates, skipped;         /* optimiser steps made, and skipped for a NaN or Inf */
+  float lr, factor, norm;            /* this step's learning rate, clip factor, gradient norm */
+  int nonfinite;
+} luna_step_state;
+
+typedef struct luna_update {         /* one parameter's optimiser step; reads and writes step_state */
+  luna_tensor *parameter;
+  float *first, *second;             /* moments, or null */
+  bool adam, nesterov;
+  float momentum, beta1, beta2, epsilon, decay;
+  luna_step_state *state;
+} luna_update;
+
+struct luna_backend {
+  uint32_t version, size;            /* 1, sizeof(luna_backend) */
+  int device;
+  void *self;                        /* the backend's own */
+  void *(*allocate)(void *self, size_t bytes); /* null: the context's allocator serves */
+  void (*release)(void *self, void *pointer, size_t bytes);
+  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within, 1 to the device, 2 to the host */
+  luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
+  luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
+  luna_status (*update)(luna_ctx *ctx, const luna_update *update);
+  luna_row row[LUNA_ROWS];
+};
+LUNA_API const luna_backend *luna_cpu_backend(void);
+LUNA_API const char *luna_row_name(luna_row_id row);
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
+#endif /* !LUNA_ONLY_STREAM */
+
+#endif /* LUNA_H */
+
+/* ======================================================================================================================
+   2. Implementation
+   ====================================================================================================================== */
+#if (defined(LUNA_IMPLEMENTATION) && !defined(LUNAI_IMPLEMENTED)) || defined(LUNAI_PASS)
+
+#ifndef LUNAI_PASS
+/* >>base: what every chapter below stands on */
+
+#ifdef __FAST_MATH__
+#error "luna.h promises exact results for NaN, Inf and rounding: compile without -ffast-math"
+#endif
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define LUNAI_UNUSED __attribute__((unused))
+#define LUNAI_INLINE static inline __attribute__((always_inline, unused))
+#else
+#define LUNAI_UNUSED
+#define LUNAI_INLINE static inline
+#endif
+#define LUNAI_FN static LUNAI_UNUSED
+
+#ifndef LUNA_ASSERT
+#define LUNA_ASSERT(condition) ((void)0)
+#endif
+
+#define LUNAI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
+#define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
+#define LUNAI_CHUNK 64             /* rows of a causal chunk */
+#define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
+
+LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
+LUNAI_INLINE int64_t lunai_max(int64_t a, int64_t b) { return a > b ? a : b; }
+LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
+
+/* a * b for sizes; -1 when either is negative or the product passes 2^47 elements (so that bytes and sums never wrap) */
+LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) {
+  const int64_t most = sizeof(size_t) < 8 ? (int64_t)1 << 28 : (int64_t)1 << 47;
+  if (a < 0 || b < 0) return -1;
+  if (a == 0 || b == 0) return 0;
+  return a > most / b ? -1 : a * b;
+}
+
+/* the next `count` floats of a scratch area, kept aligned; the area was sized by the same calls on a null pointer */
+LUNAI_INLINE float *lunai_take(char **scratch, int64_t count) {
+  char *at = *scratch;
+  *scratch = at + lunai_round((size_t)count * sizeof(float));
+  return (float *)(void *)at;
+}
+LUNAI_INLINE int64_t lunai_floats(int64_t count) { return (int64_t)lunai_round((size_t)count * sizeof(float)); }
+
+/* A task runs once for each slot in [0, slots); it takes its share of the work by its number, and its own part of the
+   scratch. How work is shared out never changes a bit of the result. */
+typedef void (*lunai_task)(void *work, int64_t slot, int64_t slots);
+typedef struct lunai_parallel { luna_parallel_for run; void *user; int64_t slots; } lunai_parallel;
+typedef struct lunai_parallel_call { lunai_task task; void *work; int64_t slots; } lunai_parallel_call;
+LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
+  lunai_parallel_call *c = (lunai_parallel_call *)call;
+  c->task(c->work, index, c->slots);
+}
+LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
+  lunai_parallel_call call;
+  call.task = task;
+  call.work = work;
+  call.slots = parallel && parallel->run && parallel->slots > 1 ? parallel->slots : 1;
+  if (call.slots == 1) task(work, 0, 1);
+  else parallel->run(parallel->user, call.slots, lunai_parallel_one, &call);
+}
+/* slot's contiguous share of `count` items */
+LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t slot, int64_t slots) { return count / slots * slot + count % slots * slot / slots; }
+
+/* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step) under key
+   `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no dropout. */
+typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+
+/* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats and
+   resolved; C's columns and those of `pre` (the pre-activation, may be null, C's layout) lie one float apart. */
+typedef struct lunai_gemm {
+  const float *a, *b, *bias;
+  float *c, *pre;
+  int64_t m, n, k;
+  int64_t a_row, a_column, b_row, b_column, c_row;
+  int64_t batch[2], a_batch[2], b_batch[2], c_batch[2];
+  float alpha;
+  int activation;                    /* luna_activation */
+  bool accumulate;
+} lunai_gemm;
+
+/* Attention, spec: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0 shares.
+   Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i when packed. */
+typedef struct lunai_attention {
+  const float *q, *k, *v;
+  float *out;
+  float *lse;                        /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
+  float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
+  int64_t batch, heads, queries, keys, head_dim, value_dim;
+  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
+  const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
+  const int32_t *query_offsets, *key_offsets; /* [batch + 1] packed rows; null: padded (both or none) */
+  float scale;
+  bool causal;                       /* query i sees keys j <= i */
+  lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
+  const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
+  float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
+} lunai_attention;
+
+/* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
+   x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows, dim_out = dim], dense. */
+typedef struct lunai_unpack {
+  const float *x, *k, *bias, *v, *out_bias; /* out_bias [dim] or null */
+  float *out;
+  float *lse;                        /* [batch, rows, heads]; forward writes it unless null, backward reads it */
+  int64_t batch, rows, dim, heads, slots;
+  const int32_t *lengths;            /* [batch] real slots; null: all */
+  lunai_dropout dropout;             /* element ((b heads + head) rows + i) slots + j */
+  const float *grad_out;
+  float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias; /* backward adds; any may be null */
+} lunai_unpack;
+
+/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out [batch, rows, heads,
+   value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
+typedef struct lunai_causal {
+  const float *x, *y, *z;
+  float *out;
+  int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
+  const float *grad_out;
+  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+} lunai_causal;
+
+/* Causal Luna, spec section 4: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
+   q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
+typedef struct lunai_causal_luna {
+  const float *q, *k, *v, *s;
+  float *out, *w;                    /* w: forward writes it unless null, backward reads it */
+  int64_t batch, rows, heads, head_dim, slots;
+  const int32_t *lengths;            /* [batch] real memory slots; null: all */
+  float scale;
+  int activation;                    /* omega: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1 */
+  int64_t position;                  /* tokens before row 0 (streaming); 0 without a state */
+  double *mean_ka, *mean_av;         /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]
+                                        running means of k^T A and A^T v over the tokens so far; read and updated by forward */
+  const float *grad_out;
+  float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
+} lunai_causal_luna;
+
+/* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an argument. */
+typedef struct lunai_update {
+  float *value, *grad, *first, *second; /* moments: SGD uses first, AdamW both */
+  int64_t count;
+  float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor; /* factor: gradients times this (clipping) */
+  bool nesterov;
+} lunai_update;
+
+#if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
+#define LUNAI_TRAIN(function) NULL
+#else
+#define LUNAI_TRAIN(function) function
+#endif
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_REST(function) NULL
+#else
+#define LUNAI_REST(function) function
+#endif
+
+/* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does, R the rest. The pass
+   below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so nothing refers to it. */
+#define LUNAI_KERNELS(K, R, T) \
+  K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t slots)) \
+  K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
+  K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
+  T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
+  K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
+  R(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
+  R(void, mul_add, (int64_t n, const float *a, const float *b, float *y)) \
+  R(void, scale, (int64_t n, float factor, const float *x, float *y)) \
+  R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
+  R(double, sum, (int64_t n, const float *x)) \
+  T(double, sum_squares, (int64_t n, const float *x)) \
+  R(float, dot, (int64_t n, const float *a, const float *b)) \
+  R(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
+  T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
+  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
+  T(void, layer_norm_backward, (int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx)) \
+  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
+  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
+  R(void, cross_entropy, (int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore, float smoothing, float *loss, float *lse)) \
+  T(void, cross_entropy_backward, (int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore, float smoothing, const float *lse, float factor, float *dlogits)) \
+  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight, const float *bias, float *y)) \
+  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx)) \
+  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
+  R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate)) \
+  T(void, sgd, (const lunai_update *update)) \
+  T(void, adamw, (const lunai_update *update)) \
+  R(size_t, attention_scratch, (const lunai_attention *a, int64_t slots, bool backward)) \
+  R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
+  T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
+  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t slots, bool backward)) \
+  R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
+  T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
+  R(size_t, causal_scratch, (const lunai_causal *c, int64_t slots, bool backward)) \
+  R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
+  T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
+  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t slots, bool backward)) \
+  K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
+  T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
+
+typedef struct lunai_kernels {
+#define LUNAI_FIELD(result, name, arguments) result (*name) arguments;
+  LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
+#undef LUNAI_FIELD
+} lunai_kernels;
+
+/* Philox4x32-10 (Salmon et al. 2011): four words out of counter and key */
+LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
+  uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
+  uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+  int round;
+  for (round = 0; round < 10; round++) {
+    const uint64_t p = (uint64_t)0xD2511F53u * c0, r = (uint64_t)0xCD9E8D57u * c2;
+    c0 = (uint32_t)(r >> 32) ^ c1 ^ k0;
+    c1 = (uint32_t)r;
+    c2 = (uint32_t)(p >> 32) ^ c3 ^ k1;
+    c3 = (uint32_t)p;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
+}
+#endif /* !LUNAI_PASS */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>kernels: compiled once for each instruction set
+   luna.h includes itself with LUNAI_PASS set to one of the LUNAI_ISA_ numbers; LUNAI_K(name) is then lunai_name_<isa>.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#ifdef LUNAI_PASS
+
+/* ......................................................................................................................
+   >>vector: VF floats at a time, and the functions every kernel needs of them
+   a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
+   vf_max(a, b) is a > b ? a : b, so b when either is NaN. Guarded by tests/kernels.c.
+   ...................................................................................................................... */
+#undef VF
+#undef vf
+#undef vm
+#undef vf_zero
+#undef vf_set
+#undef vf_load
+#undef vf_store
+#undef vf_load_part
+#undef vf_store_part
+#undef vf_first
+#undef vf_add
+#undef vf_sub
+#undef vf_mul
+#undef vf_div
+#undef vf_fma
+#undef vf_fnma
+#undef vf_max
+#undef vf_min
+#undef vf_sqrt
+#undef vf_abs
+#undef vf_lt
+#undef vf_le
+#undef vf_gt
+#undef vf_select
+#undef vf_sum
+#undef vf_hmax
+#undef vf_exp
+#undef vf_log
+#undef vf_erf
+#define vf_gt(a, b) vf_lt(b, a)
+#define vf_load_part(p, n) LUNAI_K(load_part)(p, n)
+#define vf_store_part(p, v, n) LUNAI_K(store_part)(p, v, n)
+#define vf_sum(v) LUNAI_K(sum_lanes)(v)
+#define vf_hmax(v) LUNAI_K(max_lanes)(v)
+#define vf_exp(x) LUNAI_K(exp)(x)
+#define vf_log(x) LUNAI_K(log)(x)
+#define vf_erf(x) LUNAI_K(erf)(x)
+
+/* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
+   scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0 */
+#if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside its plain ones */
+#define VF 16
+#define vf __m512
+#define vm __mmask16
+#define vf_zero() _mm512_setzero_ps()
+#define vf_set(x) _mm512_set1_ps(x)
+#define vf_load(p) _mm512_loadu_ps(p)
+#define vf_store(p, v) _mm512_storeu_ps(p, v)
+#define vf_first(v) _mm512_cvtss_f32(v)
+#define vf_add(a, b) _mm512_add_ps(a, b)
+#define vf_sub(a, b) _mm512_sub_ps(a, b)
+#define vf_mul(a, b) _mm512_mul_ps(a, b)
+#define vf_div(a, b) _mm512_div_ps(a, b)
+#define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define vf_fnma(a, b, c) _mm512_fnmadd_ps(a, b, c)
+#define vf_max(a, b) _mm512_maskz_max_ps(0xFFFF, a, b)
+#define vf_min(a, b) _mm512_maskz_min_ps(0xFFFF, a, b)
+#define vf_sqrt(a) _mm512_maskz_sqrt_ps(0xFFFF, a)
+#define vf_abs(a) _mm512_abs_ps(a)
+#define vf_lt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)
+#define vf_le(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ)
+#define vf_select(m, a, b) _mm512_mask_blend_ps(m, b, a)
+LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p); }
+LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
+LUNAI_INLINE float vf_sum(vf v) {
+  const __m256 a = _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+LUNAI_INLINE float vf_hmax(vf v) {
+  const __m256 a = _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtps_epi32(0xFFFF, x)); }
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return _mm512_maskz_scalef_ps(0xFFFF, x, n); }
+LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
+  const __m512i bits = _mm512_castps_si512(x), from = _mm512_sub_epi32(bits, _mm512_set1_epi32(0x3F3504F3));
+  const __m512i n = _mm512_maskz_srai_epi32(0xFFFF, from, 23);
+  *e = _mm512_maskz_cvtepi32_ps(0xFFFF, n);
+  return _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_maskz_slli_epi32(0xFFFF, n, 23)));
+}
+
+#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#define VF 8
+#define vf __m256
+#define vm __m256
+#define vf_zero() _mm256_setzero_ps()
+#define vf_set(x) _mm256_set1_ps(x)
+#define vf_load(p) _mm256_loadu_ps(p)
+#define vf_store(p, v) _mm256_storeu_ps(p, v)
+#define vf_first(v) _mm256_cvtss_f32(v)
+#define vf_add(a, b) _mm256_add_ps(a, b)
+#define vf_sub(a, b) _mm256_sub_ps(a, b)
+#define vf_mul(a, b) _mm256_mul_ps(a, b)
+#define vf_div(a, b) _mm256_div_ps(a, b)
+#define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define vf_fnma(a, b, c) _mm256_fnmadd_ps(a, b, c)
+#define vf_max(a, b) _mm256_max_ps(a, b)
+#define vf_min(a, b) _mm256_min_ps(a, b)
+#define vf_sqrt(a) _mm256_sqrt_ps(a)
+#define vf_abs(a) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a)
+#define vf_lt(a, b) _mm256_cmp_ps(a, b, _CMP_LT_OQ)
+#define vf_le(a, b) _mm256_cmp_ps(a, b, _CMP_LE_OQ)
+#define vf_select(m, a, b) _mm256_blendv_ps(b, a, m)
+LUNAI_INLINE __m256i LUNAI_K(first_lanes)(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, LUNAI_K(first_lanes)(n)); }
+LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm256_maskstore_ps(p, LUNAI_K(first_lanes)(n), v); }
+LUNAI_INLINE float vf_sum(vf v) {
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+LUNAI_INLINE float vf_hmax(vf v) {
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
+LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
+  const __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3F3504F3)), 23);
+  *e = _mm256_cvtepi32_ps(n);
+  return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
+}
+
+#elif LUNAI_PASS == LUNAI_ISA_SSE2
+#define VF 4
+#define vf __m128
+#define vm __m128
+#define vf_zero() _mm_setzero_ps()
+#define vf_set(x) _mm_set1_ps(x)
+#define vf_load(p) _mm_loadu_ps(p)
+#define vf_store(p, v) _mm_storeu_ps(p, v)
+#define vf_first(v) _mm_cvtss_f32(v)
+#define vf_add(a, b) _mm_add_ps(a, b)
+#define vf_sub(a, b) _mm_sub_ps(a, b)
+#define vf_mul(a, b) _mm_mul_ps(a, b)
+#define vf_div(a, b) _mm_div_ps(a, b)
+#define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
+#define vf_fnma(a, b, c) _mm_sub_ps(c, _mm_mul_ps(a, b))
+#define vf_max(a, b) _mm_max_ps(a, b)
+#define vf_min(a, b) _mm_min_ps(a, b)
+#define vf_sqrt(a) _mm_sqrt_ps(a)
+#define vf_abs(a) _mm_andnot_ps(_mm_set1_ps(-0.0f), a)
+#define vf_lt(a, b) _mm_cmplt_ps(a, b)
+#define vf_le(a, b) _mm_cmple_ps(a, b)
+#define vf_select(m, a, b) LUNAI_K(select)(m, a, b)
+LUNAI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _mm_andnot_ps(m, b)); }
+LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+  if (n >= 3) return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
+  return n == 2 ? _mm_setr_ps(p[0], p[1], 0, 0) : n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
+}
+LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+  if (n >= VF) {
+    _mm_storeu_ps(p, v);
+    return;
+  }
+  if (n & 2) {
+    _mm_storel_pi((__m64 *)(void *)p, v);
+    p += 2;
+    v = _mm_movehl_ps(v, v);
+  }
+  if (n & 1) _mm_store_ss(p, v);
+}
+LUNAI_INLINE float vf_sum(vf v) {
+  const __m128 c = _mm_add_ps(v, _mm_movehl_ps(v, v));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+LUNAI_INLINE float vf_hmax(vf v) {
+  const __m128 c = _mm_max_ps(v, _mm_movehl_ps(v, v));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
+  return _mm_castsi128_ps(_mm_add_epi32(_mm_castps_si128(x), _mm_slli_epi32(_mm_cvtps_epi32(n), 23)));
+}
+LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
+  const __m128i bits = _mm_castps_si128(x), n = _mm_srai_epi32(_mm_sub_epi32(bits, _mm_set1_epi32(0x3F3504F3)), 23);
+  *e = _mm_cvtepi32_ps(n);
+  return _mm_castsi128_ps(_mm_sub_epi32(bits, _mm_slli_epi32(n, 23)));
+}
+
+#elif LUNAI_PASS == LUNAI_ISA_NEON
+#define VF 4
+#define vf float32x4_t
+#define vm uint32x4_t
+#define vf_zero() vdupq_n_f32(0.0f)
+#define vf_set(x) vdupq_n_f32(x)
+#define vf_load(p) vld1q_f32(p)
+#define vf_store(p, v) vst1q_f32(p, v)
+#define vf_first(v) vgetq_lane_f32(v, 0)
+#define vf_add(a, b) vaddq_f32(a, b)
+#define vf_sub(a, b) vsubq_f32(a, b)
+#define vf_mul(a, b) vmulq_f32(a, b)
+#define vf_div(a, b) vdivq_f32(a, b)
+#define vf_fma(a, b, c) vfmaq_f32(c, a, b)
+#define vf_fnma(a, b, c) vfmsq_f32(c, a, b)
+#define vf_max(a, b) LUNAI_K(max)(a, b)
+#define vf_min(a, b) LUNAI_K(min)(a, b)
+#define vf_sqrt(a) vsqrtq_f32(a)
+#define vf_abs(a) vabsq_f32(a)
+#define vf_lt(a, b) vcltq_f32(a, b)
+#define vf_le(a, b) vcleq_f32(a, b)
+#define vf_select(m, a, b) vbslq_f32(m, a, b)
+LUNAI_INLINE vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+LUNAI_INLINE vf vf_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+LUNAI_INLINE float vf_sum(vf v) {
+  const float32x2_t a = vadd_f32(vget_low_f32(v), vget_high_f32(v));
+  return vget_lane_f32(a, 0) + vget_lane_f32(a, 1);
+}
+LUNAI_INLINE float vf_hmax(vf v) { return vmaxvq_f32(v); }
+LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return vrndnq_f32(x); }
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
+  return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), vshlq_n_s32(vcvtq_s32_f32(n), 23)));
+}
+LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
+  const int32x4_t bits = vreinterpretq_s32_f32(x), n = vshrq_n_s32(vsubq_s32(bits, vdupq_n_s32(0x3F3504F3)), 23);
+  *e = vcvtq_f32_s32(n);
+  return vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
+}
+
+#elif LUNAI_PASS == LUNAI_ISA_WASM
+#define VF 4
+#define vf v128_t
+#define vm v128_t
+#define vf_zero() wasm_f32x4_splat(0.0f)
+#define vf_set(x) wasm_f32x4_splat(x)
+#define vf_load(p) wasm_v128_load(p)
+#define vf_store(p, v) wasm_v128_store(p, v)
+#define vf_first(v) wasm_f32x4_extract_lane(v, 0)
+#define vf_add(a, b) wasm_f32x4_add(a, b)
+#define vf_sub(a, b) wasm_f32x4_sub(a, b)
+#define vf_mul(a, b) wasm_f32x4_mul(a, b)
+#define vf_div(a, b) wasm_f32x4_div(a, b)
+#define vf_fma(a, b, c) wasm_f32x4_add(wasm_f32x4_mul(a, b), c)
+#define vf_fnma(a, b, c) wasm_f32x4_sub(c, wasm_f32x4_mul(a, b))
+#define vf_max(a, b) wasm_f32x4_pmax(b, a)
+#define vf_min(a, b) wasm_f32x4_pmin(b, a)
+#define vf_sqrt(a) wasm_f32x4_sqrt(a)
+#define vf_abs(a) wasm_f32x4_abs(a)
+#define vf_lt(a, b) wasm_f32x4_lt(a, b)
+#define vf_le(a, b) wasm_f32x4_le(a, b)
+#define vf_select(m, a, b) wasm_v128_bitselect(a, b, m)
+LUNAI_INLINE float vf_sum(vf v) {
+  const vf a = wasm_f32x4_add(v, wasm_i32x4_shuffle(v, v, 2, 3, 0, 1));
+  return wasm_f32x4_extract_lane(a, 0) + wasm_f32x4_extract_lane(a, 1);
+}
+LUNAI_INLINE float vf_hmax(vf v) {
+  const vf a = vf_max(v, wasm_i32x4_shuffle(v, v, 2, 3, 0, 1));
+  return wasm_f32x4_extract_lane(vf_max(a, wasm_i32x4_shuffle(a, a, 1, 0, 3, 2)), 0);
+}
+LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return wasm_f32x4_nearest(x); }
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return wasm_i32x4_add(x, wasm_i32x4_shl(wasm_i32x4_trunc_sat_f32x4(n), 23)); }
+LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
+  const v128_t n = wasm_i32x4_shr(wasm_i32x4_sub(x, wasm_i32x4_splat(0x3F3504F3)), 23);
+  *e = wasm_f32x4_convert_i32x4(n);
+  return wasm_i32x4_sub(x, wasm_i32x4_shl(n, 23));
+}
+
+#else
+#define VF 1
+#define vf float
+#define vm bool
+#define vf_zero() ((float)0)
+#define vf_set(x) (x)
+#define vf_load(p) (*(p))
+#define vf_store(p, v) ((void)(*(p) = (v)))
+#define vf_first(v) (v)
+#define vf_add(a, b) ((a) + (b))
+#define vf_sub(a, b) ((a) - (b))
+#define vf_mul(a, b) ((a) * (b))
+#define vf_div(a, b) ((a) / (b))
+#define vf_fma(a, b, c) ((a) * (b) + (c))
+#define vf_fnma(a, b, c) ((c) - (a) * (b))
+#define vf_max(a, b) LUNAI_K(max)(a, b)
+#define vf_min(a, b) LUNAI_K(min)(a, b)
+#ifdef LUNAI_DOUBLE
+#define vf_sqrt(a) sqrt(a)
+#define vf_abs(a) fabs(a)
+#else
+#define vf_sqrt(a) sqrtf(a)
+#define vf_abs(a) fabsf(a)
+#endif
+#define vf_lt(a, b) ((a) < (b))
+#define vf_le(a, b) ((a) <= (b))
+#define vf_select(m, a, b) ((m) ? (a) : (b))
+LUNAI_INLINE vf vf_max(vf a, vf b) { return a > b ? a : b; }
+LUNAI_INLINE vf vf_min(vf a, vf b) { return a < b ? a : b; }
+LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { if (n > 0) *p = v; }
+LUNAI_INLINE float vf_sum(vf v) { return v; }
+LUNAI_INLINE float vf_hmax(vf v) { return v; }
+#ifndef LUNAI_DOUBLE
+LUNAI_INLINE vf LUNAI_K(nearest)(vf x) {
+  return x > -1e6f && x < 1e6f ? (float)(int32_t)(x + (x < 0 ? -0.5f : 0.5f)) : 0.0f;
+}
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits += (uint32_t)(int32_t)n << 23;
+  memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
+  uint32_t bits;
+  int32_t n;
+  memcpy(&bits, &x, sizeof bits);
+  n = (int32_t)((bits - 0x3F3504F3u + (127u << 23)) >> 23) - 127;
+  *e = (float)n;
+  bits -= (uint32_t)n << 23;
+  memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+#endif
+#endif
+
+#if LUNAI_PASS == LUNAI_ISA_NEON || LUNAI_PASS == LUNAI_ISA_WASM
+LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+  float lanes[VF] = {0, 0, 0, 0};
+  int64_t i;
+  for (i = 0; i < n; i++) lanes[i] = p[i];
+  return vf_load(lanes);
+}
+LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+  float lanes[VF];
+  int64_t i;
+  vf_store(lanes, v);
+  for (i = 0; i < n; i++) p[i] = lanes[i];
+}
+#endif
+
+/* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
+LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to, int64_t step) {
+#if LUNAI_PASS == LUNAI_ISA_SCALAR
+  int i;
+  for (i = 0; i < 4; i++, to += step) {
+    to[0] = row0[i];
+    to[1] = row1[i];
+    to[2] = row2[i];
+    to[3] = row3[i];
+  }
+#elif LUNAI_PASS == LUNAI_ISA_NEON
+  const vf a = vld1q_f32(row0), b = vld1q_f32(row1), c = vld1q_f32(row2), d = vld1q_f32(row3);
+  const vf ac = vzip1q_f32(a, c), bd = vzip1q_f32(b, d), ac2 = vzip2q_f32(a, c), bd2 = vzip2q_f32(b, d);
+  vst1q_f32(to, vzip1q_f32(ac, bd));
+  vst1q_f32(to + step, vzip2q_f32(ac, bd));
+  vst1q_f32(to + 2 * step, vzip1q_f32(ac2, bd2));
+  vst1q_f32(to + 3 * step, vzip2q_f32(ac2, bd2));
+#elif LUNAI_PASS == LUNAI_ISA_WASM
+  const vf a = wasm_v128_load(row0), b = wasm_v128_load(row1), c = wasm_v128_load(row2), d = wasm_v128_load(row3);
+  const vf ac = wasm_i32x4_shuffle(a, c, 0, 4, 1, 5), bd = wasm_i32x4_shuffle(b, d, 0, 4, 1, 5);
+  const vf ac2 = wasm_i32x4_shuffle(a, c, 2, 6, 3, 7), bd2 = wasm_i32x4_shuffle(b, d, 2, 6, 3, 7);
+  wasm_v128_store(to, wasm_i32x4_shuffle(ac, bd, 0, 4, 1, 5));
+  wasm_v128_store(to + step, wasm_i32x4_shuffle(ac, bd, 2, 6, 3, 7));
+  wasm_v128_store(to + 2 * step, wasm_i32x4_shuffle(ac2, bd2, 0, 4, 1, 5));
+  wasm_v128_store(to + 3 * step, wasm_i32x4_shuffle(ac2, bd2, 2, 6, 3, 7));
+#else
+  const __m128 a = _mm_loadu_ps(row0), b = _mm_loadu_ps(row1), c = _mm_loadu_ps(row2), d = _mm_loadu_ps(row3);
+  const __m128 ac = _mm_unpacklo_ps(a, c), bd = _mm_unpacklo_ps(b, d), ac2 = _mm_unpackhi_ps(a, c), bd2 = _mm_unpackhi_ps(b, d);
+  _mm_storeu_ps(to, _mm_unpacklo_ps(ac, bd));
+  _mm_storeu_ps(to + step, _mm_unpackhi_ps(ac, bd));
+  _mm_storeu_ps(to + 2 * step, _mm_unpacklo_ps(ac2, bd2));
+  _mm_storeu_ps(to + 3 * step, _mm_unpackhi_ps(ac2, bd2));
+#endif
+}
+
+#ifdef LUNAI_DOUBLE
+LUNAI_INLINE vf vf_exp(vf x) { return exp(x); }
+LUNAI_INLINE vf vf_log(vf x) { return log(x); }
+LUNAI_INLINE vf vf_erf(vf x) { return erf(x); }
+LUNAI_INLINE vf LUNAI_K(exp2)(vf x) { return exp2(x); }
+LUNAI_INLINE vf LUNAI_K(log1p)(vf x) { return log1p(x); }
+LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
+#else
+/* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
+LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
+  vf p = vf_fma(vf_set(1.381422187e-03f), r, vf_set(8.368898669e-03f));
+  p = vf_fma(p, r, vf_set(4.166840572e-02f));
+  p = vf_fma(p, r, vf_set(1.666651913e-01f));
+  p = vf_fma(p, r, vf_set(4.999999335e-01f));
+  p = vf_fma(p, vf_mul(r, r), r);
+  return LUNAI_K(scale2)(vf_add(p, vf_set(1.0f)), n);
+}
+LUNAI_INLINE vf vf_exp(vf x) {
+  const vf n = LUNAI_K(nearest)(vf_mul(x, vf_set(1.44269504f)));
+  const vf r = vf_fnma(n, vf_set(-2.12194440e-4f), vf_fnma(n, vf_set(0.693359375f), x));
+  const vf y = vf_select(vf_lt(x, vf_set(-87.3365402f)), vf_zero(), LUNAI_K(exp_of)(r, n));
+  return vf_select(vf_le(x, vf_set(88.7228317f)), y, vf_mul(x, vf_set((float)INFINITY)));
+}
+LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
+  const vf n = LUNAI_K(nearest)(x);
+  const vf y = vf_select(vf_lt(x, vf_set(-126.0f)), vf_zero(), LUNAI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
+  return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
+}
+/* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
+LUNAI_INLINE vf LUNAI_K(log_of)(vf x) {
+  vf e, p;
+  const vf f = vf_sub(LUNAI_K(split)(x, &e), vf_set(1.0f)), square = vf_mul(f, f);
+  p = vf_fma(vf_set(-7.634496512e-02f), f, vf_set(1.276157704e-01f));
+  p = vf_fma(p, f, vf_set(-1.316018240e-01f));
+  p = vf_fma(p, f, vf_set(1.420175800e-01f));
+  p = vf_fma(p, f, vf_set(-1.662335734e-01f));
+  p = vf_fma(p, f, vf_set(2.000122688e-01f));
+  p = vf_fma(p, f, vf_set(-2.500082103e-01f));
+  p = vf_fma(p, f, vf_set(3.333333171e-01f));
+  p = vf_fma(e, vf_set(-2.12194440e-4f), vf_mul(vf_mul(p, f), square));
+  p = vf_fnma(vf_set(0.5f), square, p);
+  return vf_fma(e, vf_set(0.693359375f), vf_add(p, f));
+}
+/* x > 0; 0 and below give -Inf */
+LUNAI_INLINE vf vf_log(vf x) {
+  const vm tiny = vf_lt(x, vf_set(1.17549435e-38f));
+  const vf y = LUNAI_K(log_of)(vf_select(tiny, vf_mul(x, vf_set(8388608.0f)), x));
+  const vf z = vf_sub(y, vf_select(tiny, vf_set(15.9423851f), vf_zero()));
+  return vf_select(vf_le(x, vf_zero()), vf_set(-(float)INFINITY), vf_select(vf_lt(x, vf_set((float)INFINITY)), z, x));
+}
+/* ln(1 + x), 0 <= x <= 1: what the sum rounds away is put back to first order */
+LUNAI_INLINE vf LUNAI_K(log1p)(vf x) {
+  const vf one = vf_set(1.0f), u = vf_add(one, x);
+  return vf_add(LUNAI_K(log_of)(u), vf_div(vf_sub(x, vf_sub(u, one)), u));
+}
+/* erfc(a) for a >= 0 with e = exp(-a^2): e times a polynomial in t = 1/(1 + 0.4 a) */
+LUNAI_INLINE vf LUNAI_K(erfc_of)(vf a, vf e) {
+  const vf t = vf_div(vf_set(1.0f), vf_fma(a, vf_set(0.4f), vf_set(1.0f)));
+  vf p = vf_fma(vf_set(4.125306336e-02f), t, vf_set(-1.403193500e-01f));
+  p = vf_fma(p, t, vf_set(8.398751562e-02f));
+  p = vf_fma(p, t, vf_set(8.796408696e-02f));
+  p = vf_fma(p, t, vf_set(7.975665838e-02f));
+  p = vf_fma(p, t, vf_set(1.933931405e-01f));
+  p = vf_fma(p, t, vf_set(2.018876065e-01f));
+  p = vf_fma(p, t, vf_set(2.264431092e-01f));
+  p = vf_fma(p, t, vf_set(2.256342313e-01f));
+  return vf_mul(vf_mul(p, t), e);
+}
+LUNAI_INLINE vf vf_erf(vf x) {
+  const vf a = vf_abs(x), square = vf_mul(x, x);
+  const vf c = LUNAI_K(erfc_of)(a, vf_exp(vf_sub(vf_zero(), square))), large = vf_sub(vf_set(1.0f), c);
+  vf p = vf_fma(vf_set(7.853882574e-05f), square, vf_set(-8.010200583e-04f));
+  p = vf_fma(p, square, vf_set(5.188328565e-03f));
+  p = vf_fma(p, square, vf_set(-2.685381247e-02f));
+  p = vf_fma(p, square, vf_set(1.128358516e-01f));
+  p = vf_fma(p, square, vf_set(-3.761262583e-01f));
+  p = vf_mul(vf_fma(p, square, vf_set(1.128379166e+00f)), x);
+  return vf_select(vf_lt(a, vf_set(1.0f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
+}
+/* P(X <= x) of a standard normal X with e = exp(-x^2/2): the smaller tail is computed, so that neither loses digits */
+LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
+  const vf tail = vf_mul(vf_set(0.5f), LUNAI_K(erfc_of)(vf_mul(vf_abs(x), vf_set(0.707106781f)), e));
+  return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(vf_set(1.0f), tail));
+}
+#endif
+LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
+LUNAI_INLINE float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
+
+/* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 + 2^x),
+   the last two as max(x, 0) + log(1 + small), which never overflows. NaN goes through all of them. */
+LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
+LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+  const vf zero = vf_zero(), one = vf_set((float)1);
+  switch (kind) {
+    case LUNA_RELU: return vf_max(zero, x);
+    case LUNA_GELU: return vf_mul(x, LUNAI_K(normal_cdf)(x, LUNAI_K(half_gauss)(x)));
+    case LUNA_ELU1: return vf_select(vf_gt(x, zero), vf_add(x, one), vf_exp(x));
+    case LUNA_SOFTPLUS: return vf_add(vf_max(zero, x), LUNAI_K(log1p)(vf_exp(vf_sub(zero, vf_abs(x)))));
+    case LUNA_SOFTPLUS2:
+      return vf_fma(LUNAI_K(log1p)(LUNAI_K(exp2)(vf_sub(zero, vf_abs(x)))), vf_set((float)1.44269504088896340736), vf_max(zero, x));
+    default: return x;
+  }
+}
+LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
+  const vf zero = vf_zero(), one = vf_set((float)1);
+  switch (kind) {
+    case LUNA_RELU: return vf_select(vf_gt(x, zero), one, vf_select(vf_le(x, zero), zero, x));
+    case LUNA_GELU: {
+      const vf e = LUNAI_K(half_gauss)(x);
+      return vf_fma(vf_mul(x, vf_set((float)0.39894228040143267794)), e, LUNAI_K(normal_cdf)(x, e));
+    }
+    case LUNA_ELU1: return vf_select(vf_gt(x, zero), one, vf_exp(x));
+    case LUNA_SOFTPLUS: return vf_div(one, vf_add(one, vf_exp(vf_sub(zero, x))));
+    case LUNA_SOFTPLUS2: return vf_div(one, vf_add(one, LUNAI_K(exp2)(vf_sub(zero, x))));
+    default: return one;
+  }
+}
+
+/* ......................................................................................................................
+   >>gemm: C = act(alpha A B + bias) (+ C), A [m, k], B [k, n], any strides
+   B is packed into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives in
+   registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an element, so its
+   bits depend on its row of A, its column of B and k alone. Guarded by tests/gemm.c.
+   ...................................................................................................................... */
+#undef LUNAI_MR
+#undef LUNAI_NV
+#undef LUNAI_NR
+#undef LUNAI_KC
+#undef LUNAI_MC
+#undef LUNAI_NC
+#if LUNAI_PASS == LUNAI_ISA_AVX512
+#define LUNAI_MR 14
+#define LUNAI_NV 2
+#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#define LUNAI_MR 6
+#define LUNAI_NV 2
+#elif LUNAI_PASS == LUNAI_ISA_NEON
+#define LUNAI_MR 8
+#define LUNAI_NV 3
+#elif LUNAI_PASS == LUNAI_ISA_SCALAR
+#define LUNAI_MR 4
+#define LUNAI_NV 4
+#else
+#define LUNAI_MR 4
+#define LUNAI_NV 2
+#endif
+#define LUNAI_NR (LUNAI_NV * VF)
+#define LUNAI_KC 256
+#define LUNAI_MC (256 / LUNAI_MR * LUNAI_MR) /* rows of A packed at a time: with KC, half of a small L2 */
+#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR)
+
+LUNAI_FN int64_t LUNAI_K(packed_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
+
+/* one panel, `columns` of it real */
+LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
+  int64_t j = 0, p;
+  if (b_column == 1 && columns == LUNAI_NR) {
+    for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
+    return;
+  }
+  if (b_row == 1)
+    for (; j + 4 <= columns; j += 4) {
+      const float *x = b + j * b_column;
+      for (p = 0; p + 4 <= k; p += 4)
+        LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j, LUNAI_NR);
+      for (; p < k; p++) {
+        int64_t i;
+        for (i = 0; i < 4; i++) to[p * LUNAI_NR + j + i] = x[p + i * b_column];
+      }
+    }
+  for (p = 0; p < k; p++) {
+    int64_t i;
+    for (i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
+  }
+}
+LUNAI_FN void LUNAI_K(pack_b)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *packed) {
+  int64_t j;
+  for (j = 0; j < n; j += LUNAI_NR)
+    LUNAI_K(pack_panel)(lunai_min(n - j, LUNAI_NR), k, b + j * b_column, b_row, b_column, packed + j * k);
+}
+
+/* `rows` <= MR rows of A as [k][MR]; what lies beyond `rows` is not read by a tile */
+LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
+  int64_t i, p = 0;
+  if (a_row == 1 && rows == LUNAI_MR)
+    for (; p < k; p++) memcpy(to + p * LUNAI_MR, a + p * a_column, LUNAI_MR * sizeof(float));
+  if (a_column == 1)
+    for (; p + 4 <= k; p += 4)
+      for (i = 0; i < rows; i += 4) {
+        const int64_t first = lunai_min(i, LUNAI_MR - 4), last = rows - 1; /* the last four rows overlap the ones before */
+        LUNAI_K(turn4)(a + lunai_min(first, last) * a_row + p, a + lunai_min(first + 1, last) * a_row + p,
+                       a + lunai_min(first + 2, last) * a_row + p, a + lunai_min(first + 3, last) * a_row + p, to + p * LUNAI_MR + first, LUNAI_MR);
+      }
+  for (; p < k; p++)
+    for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
+}
+
+/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant. `rows` is one wherever it is
+   inlined. Rows of A are reached from every third one, for x86 adds a stride once or twice within an address. */
+#undef LUNAI_ROWS
+#undef LUNAI_TILE_ZERO
+#undef LUNAI_TILE_STEP
+#undef LUNAI_TILE_STORE
+#undef LUNAI_TILE_CASE
+#define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
+#define LUNAI_TILE_ZERO(i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero();
+#define LUNAI_TILE_STEP(i) \
+  if (rows > i) { \
+    const vf x = vf_set(at[i / 3][i % 3 * a_row]); \
+    sum[i][0] = vf_fma(x, panel[0], sum[i][0]); \
+    sum[i][1] = vf_fma(x, panel[1], sum[i][1]); \
+    if (LUNAI_NV > 2) sum[i][2] = vf_fma(x, panel[2], sum[i][2]); \
+    if (LUNAI_NV > 3) sum[i][3] = vf_fma(x, panel[3], sum[i][3]); \
+  }
+#define LUNAI_TILE_STORE(i) \
+  if (rows > i) { \
+    LUNAI_K(tile_store)(sum[i][0], scale, c + i * c_row, add); \
+    LUNAI_K(tile_store)(sum[i][1], scale, c + i * c_row + VF, add); \
+    if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, c + i * c_row + 2 * VF, add); \
+    if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, c + i * c_row + 3 * VF, add); \
+  }
+#define LUNAI_TILE_CASE(i) \
+  case i + 1: \
+    if (i < LUNAI_MR && a_packed) LUNAI_K(tile_rows)(i + 1, k, a, 1, LUNAI_MR, b, LUNAI_NR, alpha, c, c_row, add); \
+    else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, alpha, c, c_row, add); \
+    break;
+LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, float *c, bool add) {
+  vf v = vf_mul(scale, sum);
+  if (add) v = vf_add(vf_load(c), v);
+  vf_store(c, v);
+}
+LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, float alpha,
+                                     float *c, int64_t c_row, bool add) {
+  const vf scale = vf_set(alpha);
+  const float *at[5];
+  vf sum[14][4], panel[4];
+  at[0] = a;
+  at[1] = a + 3 * a_row;
+  at[2] = a + 6 * a_row;
+  at[3] = a + 9 * a_row;
+  at[4] = a + 12 * a_row;
+  LUNAI_ROWS(LUNAI_TILE_ZERO)
+  for (; k > 0; k--) {
+    panel[0] = vf_load(b);
+    panel[1] = vf_load(b + VF);
+    if (LUNAI_NV > 2) panel[2] = vf_load(b + 2 * VF);
+    if (LUNAI_NV > 3) panel[3] = vf_load(b + 3 * VF);
+    LUNAI_ROWS(LUNAI_TILE_STEP)
+    b += b_row;
+    at[0] += a_column;
+    at[1] += a_column;
+    at[2] += a_column;
+    at[3] += a_column;
+    at[4] += a_column;
+  }
+  LUNAI_ROWS(LUNAI_TILE_STORE)
+}
+LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, bool a_packed, const float *b, int64_t b_row,
+                            float alpha, float *c, int64_t c_row, bool add) {
+  switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
+}
+
+/* Where a block of columns goes: partial sums over k to `sum` (C itself where that does no harm), the finished ones to C */
+typedef struct LUNAI_K(target) {
+  float *sum, *c, *pre;
+  const float *bias;
+  int64_t sum_row, c_row;
+  float alpha;
+  int activation;
+  bool add, finish, late;            /* add to sum; this is the last block over k and has an epilogue; which adds C at the end */
+} LUNAI_K(target);
+
+LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t j, int64_t rows, int64_t columns, const float *tile) {
+  int64_t r, l;
+  for (r = 0; r < rows; r++)
+    for (l = 0; l < columns; l += VF) {
+      const int64_t lanes = lunai_min(columns - l, VF), at = (i + r) * t->c_row + j + l;
+      float *sum = t->sum + (i + r) * t->sum_row + j + l;
+      vf v = vf_load(tile + r * LUNAI_NR + l);
+      if (t->add) v = vf_add(vf_load_part(sum, lanes), v);
+      if (!t->finish) {
+        vf_store_part(sum, v, lanes);
+        continue;
+      }
+      if (t->bias) v = vf_add(v, vf_load_part(t->bias + j + l, lanes));
+      if (t->pre) vf_store_part(t->pre + at, v, lanes);
+      v = LUNAI_K(activation1)(t->activation, v);
+      if (t->late) v = vf_add(v, vf_load_part(t->c + at, lanes));
+      vf_store_part(t->c + at, v, lanes);
+    }
+}
+
+/* m rows of A, as they lie or packed in tiles, by the panels of a block */
+LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, bool a_packed, const float *panel,
+                              int64_t panel_step, int64_t b_row, int64_t first_row, const LUNAI_K(target) *t) {
+  const int64_t tiles = lunai_divide_up(m, LUNAI_MR);
+  float edge[LUNAI_MR * LUNAI_NR];
+  int64_t i, j;
+  for (j = 0; j < n; j += LUNAI_NR, panel += panel_step)
+    for (i = 0; i < tiles; i++) {
+      const int64_t row = lunai_share(m, i, tiles), rows = lunai_share(m, i + 1, tiles) - row, columns = lunai_min(n - j, LUNAI_NR);
+      const float *at = a_packed ? a + i * LUNAI_MR * k : a + row * a_row;
+      if (columns == LUNAI_NR && !t->finish) {
+        float *sum = t->sum + (first_row + row) * t->sum_row + j;
+        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed, panel, b_row, t->alpha, sum, t->sum_row, t->add);
+      } else {
+        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed, panel, b_row, t->alpha, edge, LUNAI_NR, false);
+        LUNAI_K(finish_tile)(t, first_row + row, j, rows, columns, edge);
+      }
+    }
+}
+
+/* C = alpha A B (+ C) with n columns of B in panels: packed ones (b_row NR), or B's own columns where n is a multiple of NR */
+LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *panel,
+                                      int64_t panel_step, int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
+  LUNAI_K(target) t;
+  int64_t p = 0;
+  memset(&t, 0, sizeof t);
+  t.sum = c;
+  t.sum_row = c_row;
+  t.alpha = alpha;
+  t.add = accumulate;
+  do {
+    LUNAI_K(panels)(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, false, panel + p * b_row, panel_step, b_row, 0, &t);
+    t.add = true;
+    p += LUNAI_KC;
+  } while (p < k);
+}
+LUNAI_FN void LUNAI_K(product_packed)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *packed,
+                                      float alpha, float *c, int64_t c_row, bool accumulate) {
+  LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, packed, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
+}
+LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+                               int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *packed_scratch) {
+  /* packing pays when a panel is read more than twice */
+  const int64_t whole = b_column == 1 && m <= 2 * LUNAI_MR ? n / LUNAI_NR * LUNAI_NR : 0;
+  if (whole) LUNAI_K(product_panels)(m, whole, k, a, a_row, a_column, b, LUNAI_NR, b_row, alpha, c, c_row, accumulate);
+  if (whole == n) return;
+  LUNAI_K(pack_b)(n - whole, k, b + whole * b_column, b_row, b_column, packed_scratch);
+  LUNAI_K(product_packed)(m, n - whole, k, a, a_row, a_column, packed_scratch, alpha, c + whole, c_row, accumulate);
+}
+
+/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with its own packing, so that slots never
+   wait for each other; and the scratch of a slot. `late`: C is added after the activation, so partial sums need their own place. */
+typedef struct LUNAI_K(gemm_plan) {
+  const lunai_gemm *g;
+  char *scratch;
+  int64_t row_parts, column_parts, rows, columns; /* rows, columns: of a block */
+  int64_t a_size, b_size, sum_size;               /* floats */
+  bool late;
+} LUNAI_K(gemm_plan);
+
+LUNAI_FN int64_t LUNAI_K(gemm_plan_slot)(const LUNAI_K(gemm_plan) *p) {
+  return lunai_floats(p->a_size) + lunai_floats(p->b_size) + lunai_floats(p->sum_size);
+}
+LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t slots) {
+  const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC);
+  const int64_t tiles = lunai_max(lunai_divide_up(g->m, LUNAI_MR), 1), panels = lunai_max(lunai_divide_up(g->n, LUNAI_NR), 1);
+  const int64_t parts = batch % slots == 0 || batch >= 4 * slots ? 1 : slots;
+  LUNAI_K(gemm_plan) p;
+  memset(&p, 0, sizeof p);
+  p.g = g;
+  if (g->m >= g->n) {
+    p.row_parts = lunai_min(parts, tiles);
+    p.column_parts = lunai_min(parts / p.row_parts, panels);
+  } else {
+    p.column_parts = lunai_min(parts, panels);
+    p.row_parts = lunai_min(parts / p.column_parts, tiles);
+  }
+  p.late = g->accumulate && (g->activation != LUNA_NONE || g->pre);
+  p.rows = LUNAI_MC;
+  p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: what is packed is read at once, keep it near */
+  p.columns = lunai_min(p.columns, panels * LUNAI_NR);
+  p.b_size = p.columns * block_k;
+  if (g->n > 2 * LUNAI_NR && g->m > 1) p.a_size = lunai_min(LUNAI_MC, tiles * LUNAI_MR) * block_k;
+  if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_MC, g->m) * p.columns;
+  return p;
+}
+
+/* a slot's own memory, and which block of B it holds packed: batch items often share B */
+typedef struct LUNAI_K(gemm_slot) {
+  float *a, *b, *sum;
+  const float *held;
+  int64_t held_n, held_k;
+} LUNAI_K(gemm_slot);
+
+/* m rows by the n columns of a block, over all of k */
+LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t m, int64_t n, const float *a, const float *b,
+                                  LUNAI_K(target) *t) {
+  const lunai_gemm *g = plan->g;
+  int64_t p = 0;
+  do {
+    const int64_t k = lunai_min(g->k - p, LUNAI_KC);
+    const float *from = b + p * g->b_row;
+    int64_t i, tile, rows;
+    if (slot->held != from || slot->held_n != n || slot->held_k != k) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, slot->b);
+    slot->held = from;
+    slot->held_n = n;
+    slot->held_k = k;
+    t->add = p > 0 || (g->accumulate && !plan->late);
+    t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_NONE || plan->late);
+    for (i = 0; i < m; i += rows) {
+      const float *at = a + i * g->a_row + p * g->a_column;
+      rows = lunai_min(m - i, LUNAI_MC);
+      if (plan->a_size) {
+        const int64_t tiles = lunai_divide_up(rows, LUNAI_MR);
+        for (tile = 0; tile < tiles; tile++) {
+          const int64_t first = lunai_share(rows, tile, tiles);
+          LUNAI_K(pack_a)(lunai_share(rows, tile + 1, tiles) - first, k, at + first * g->a_row, g->a_row, g->a_column, slot->a + tile * LUNAI_MR * k);
+        }
+        at = slot->a;
+      }
+      LUNAI_K(panels)(rows, n, k, at, g->a_row, g->a_column, plan->a_size > 0, slot->b, LUNAI_NR * k, LUNAI_NR, i, t);
+    }
+    p += LUNAI_KC;
+  } while (p < g->k);
+}
+
+/* rows [row, row_end) by columns [column, column_end) of one batch item */
+LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t item, int64_t row, int64_t row_end, int64_t column,
+                                 int64_t column_end) {
+  const lunai_gemm *g = plan->g;
+  const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_MC : row_end - row;
+  const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
+  LUNAI_K(target) t;
+  int64_t j;
+  memset(&t, 0, sizeof t);
+  t.c_row = g->c_row;
+  t.alpha = g->alpha;
+  t.activation = g->activation;
+  t.late = plan->late;
+  for (; row < row_end; row += step)
+    for (j = column; j < column_end; j += plan->columns) {
+      const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + j;
+      t.c = g->c + at;
+      t.pre = g->pre ? g->pre + at : NULL;
+      t.bias = g->bias ? g->bias + j : NULL;
+      t.sum = plan->sum_size ? slot->sum : plan->late && t.pre ? t.pre : t.c;
+      t.sum_row = plan->sum_size ? plan->columns : g->c_row;
+      LUNAI_K(gemm_block)(plan, slot, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), a + row * g->a_row,
+                          b + j * g->b_column, &t);
+    }
+}
+LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t slot, int64_t slots) {
+  const LUNAI_K(gemm_plan) *p = (const LUNAI_K(gemm_plan) *)work;
+  const int64_t parts = p->row_parts * p->column_parts, units = p->g->batch[0] * p->g->batch[1] * parts, end = lunai_share(units, slot + 1, slots);
+  const int64_t tiles = lunai_divide_up(p->g->m, LUNAI_MR), panels = lunai_divide_up(p->g->n, LUNAI_NR);
+  char *scratch = p->scratch + slot * LUNAI_K(gemm_plan_slot)(p);
+  LUNAI_K(gemm_slot) own;
+  int64_t unit;
+  memset(&own, 0, sizeof own);
+  own.a = lunai_take(&scratch, p->a_size);
+  own.b = lunai_take(&scratch, p->b_size);
+  own.sum = lunai_take(&scratch, p->sum_size);
+  for (unit = lunai_share(units, slot, slots); unit < end; unit++) {
+    const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
+    LUNAI_K(gemm_part)(p, &own, unit / parts, lunai_min(p->g->m, lunai_share(tiles, r, p->row_parts) * LUNAI_MR),
+                       lunai_min(p->g->m, lunai_share(tiles, r + 1, p->row_parts) * LUNAI_MR),
+                       lunai_share(panels, c, p->column_parts) * LUNAI_NR, lunai_min(p->g->n, lunai_share(panels, c + 1, p->column_parts) * LUNAI_NR));
+  }
+}
+LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t slots) {
+  const LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, lunai_max(slots, 1));
+  return (size_t)(LUNAI_K(gemm_plan_slot)(&p) * lunai_max(slots, 1));
+}
+LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
+  LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->slots, 1) : 1);
+  p.scratch = (char *)scratch;
+  if (g->m > 0 && g->n > 0) lunai_run(parallel, LUNAI_K(gemm_task), &p);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
+   All arrays dense, of any size and alignment; a map's result may lie where an argument lies.
+   Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
+   not depend on which columns are computed with it. Test: tests/elementwise.c
+   ---------------------------------------------------------------------------------------------------------------------- */
+static const float LUNAI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* the vector at p of which `left` > 0 floats exist; the rest of it is 0, or `fill` */
+LUNAI_INLINE vf LUNAI_K(get)(const float *p, int64_t left) { return left >= VF ? vf_load(p) : vf_load_part(p, left); }
+LUNAI_INLINE vf LUNAI_K(get_filled)(const float *p, int64_t left, vf fill) {
+  if (left >= VF) return vf_load(p);
+  return vf_select(vf_lt(vf_load(LUNAI_K(lanes)), vf_set((float)left)), vf_load_part(p, left), fill);
+}
+LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
+  if (left >= VF) vf_store(p, v);
+  else vf_store_part(p, v, left);
+}
+#undef LUNAI_GET
+#undef LUNAI_PUT
+#define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
+#define LUNAI_PUT(p, v) LUNAI_K(put)((p) + i, v, n - i)
+
+/* ---- maps ---- */
+#undef LUNAI_MAP
+#define LUNAI_MAP(name, arguments, y, value) \
+  LUNAI_FN void LUNAI_K(name) arguments { \
+    int64_t i; \
+    for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
+  }
+LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(activation1)(kind, LUNAI_GET(x)))
+LUNAI_MAP(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
+          vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), LUNAI_GET(dx)))
+LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_MAP(mul_add, (int64_t n, const float *a, const float *b, float *y), y, vf_fma(LUNAI_GET(a), LUNAI_GET(b), LUNAI_GET(y)))
+LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
+LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
+#undef LUNAI_MAP
+
+/* ---- sums along a row ---- */
+#undef LUNAI_SUM
+#undef LUNAI_PRODUCT
+#undef LUNAI_EXP
+#undef LUNAI_MOMENTS
+#undef LUNAI_NORM
+#define LUNAI_SUM 0                /* a */
+#define LUNAI_PRODUCT 1            /* a b */
+#define LUNAI_EXP 2                /* exp(a - shift) */
+#define LUNAI_MOMENTS 3            /* d and d^2, where d = a - shift */
+#define LUNAI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
+
+/* p += and q += the terms of the vector at i, of which `left` floats exist: what is missing adds 0 */
+LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c, vf shift, vf factor,
+                                vf *p, vf *q) {
+  if (kind == LUNAI_SUM) *p = vf_add(*p, LUNAI_K(get)(a + i, left));
+  if (kind == LUNAI_PRODUCT) *p = vf_fma(LUNAI_K(get)(a + i, left), LUNAI_K(get)(b + i, left), *p);
+  if (kind == LUNAI_EXP) *p = vf_add(*p, vf_exp(vf_sub(LUNAI_K(get_filled)(a + i, left, vf_set((float)-INFINITY)), shift)));
+  if (kind == LUNAI_MOMENTS) {
+    const vf d = vf_sub(LUNAI_K(get_filled)(a + i, left, shift), shift);
+    *p = vf_add(*p, d);
+    *q = vf_fma(d, d, *q);
+  }
+  if (kind == LUNAI_NORM) {
+    vf g = LUNAI_K(get)(b + i, left);
+    if (c) g = vf_mul(g, LUNAI_K(get)(c + i, left));
+    *p = vf_add(*p, g);
+    *q = vf_fma(g, vf_mul(vf_sub(LUNAI_K(get)(a + i, left), shift), factor), *q);
+  }
+}
+
+/* the first sum; *second gets the other one of a kind that has two. Four chains of sixteen float terms, then double */
+LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift, float factor,
+                                    double *second) {
+  const vf s = vf_set(shift), f = vf_set(factor);
+  double sum = 0, other = 0;
+  int64_t i = 0;
+  while (i < n) {
+    const int64_t end = lunai_min(n, i + 64 * VF);
+    vf p0 = vf_zero(), p1 = p0, p2 = p0, p3 = p0, q0 = p0, q1 = p0, q2 = p0, q3 = p0;
+    for (; i + 4 * VF <= end; i += 4 * VF) {
+      LUNAI_K(term)(kind, i, VF, a, b, c, s, f, &p0, &q0);
+      LUNAI_K(term)(kind, i + VF, VF, a, b, c, s, f, &p1, &q1);
+      LUNAI_K(term)(kind, i + 2 * VF, VF, a, b, c, s, f, &p2, &q2);
+      LUNAI_K(term)(kind, i + 3 * VF, VF, a, b, c, s, f, &p3, &q3);
+    }
+    for (; i < end; i += VF) LUNAI_K(term)(kind, i, end - i, a, b, c, s, f, &p0, &q0);
+    sum += (double)vf_sum(vf_add(vf_add(p0, p1), vf_add(p2, p3)));
+    if (second) other += (double)vf_sum(vf_add(vf_add(q0, q1), vf_add(q2, q3)));
+  }
+  if (second) *second = other;
+  return sum;
+}
+
+LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL); }
+LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_PRODUCT, n, x, x, NULL, 0, 0, NULL); }
+LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
+  return (float)LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
+}
+
+/* ---- softmax: y = exp(x - max) / sum ---- */
+
+/* what to subtract before exp: the largest x, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
+LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x) {
+  vf most = vf_set((float)-INFINITY);
+  float largest;
+  int64_t i;
+  for (i = 0; i < n; i += VF) most = vf_max(most, LUNAI_K(get_filled)(x + i, n - i, most));
+  largest = vf_hmax(most);
+  return largest > (float)-INFINITY ? largest : 0;
+}
+
+LUNAI_FN void LUNAI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y) {
+  int64_t row, i;
+  for (row = 0; row < rows; row++, x += n, y += n) {
+    const vf shift = vf_set(LUNAI_K(softmax_shift)(n, x));
+    double sum;
+    for (i = 0; i < n; i += VF) LUNAI_PUT(y, vf_exp(vf_sub(LUNAI_GET(x), shift)));
+    sum = LUNAI_K(sum)(n, y);
+    LUNAI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* an empty row stays 0, a NaN spreads */
+  }
+}
+
+LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y, const float *dy, float *dx) {
+  int64_t row, i;
+  for (row = 0; row < rows; row++, y += n, dy += n, dx += n) {
+    const vf mean = vf_set(LUNAI_K(dot)(n, y, dy));
+    for (i = 0; i < n; i += VF) LUNAI_PUT(dx, vf_fma(LUNAI_GET(y), vf_sub(LUNAI_GET(dy), mean), LUNAI_GET(dx)));
+  }
+}
+
+/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) ---- */
+LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y,
+                                  float *mean, float *rstd) {
+  int64_t row, i;
+  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+    /* the second pass also finds by how much the rounded mean is off */
+    const float center = (float)(LUNAI_K(sum)(n, x) / (double)n);
+    double squares, off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
+    const double variance = squares / (double)n - off * off;
+    const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)epsilon));
+    const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
+    for (i = 0; i < n; i += VF) {
+      vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
+      if (weight) v = vf_mul(v, LUNAI_GET(weight));
+      if (bias) v = vf_add(v, LUNAI_GET(bias));
+      LUNAI_PUT(y, v);
+    }
+    if (mean) mean[row] = (float)((double)center + off);
+    if (rstd) rstd[row] = r;
+  }
+}
+
+/* dx += rstd (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) rstd */
+LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float *x, const float *weight, const float *mean,
+                                           const float *rstd, const float *dy, float *dx) {
+  int64_t row, i;
+  for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
+    double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean[row], rstd[row], &moment);
+    const vf center = vf_set(mean[row]), r = vf_set(rstd[row]);
+    const vf mean_g = vf_set((float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
+    for (i = 0; i < n; i += VF) {
+      const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
+      vf g = LUNAI_GET(dy);
+      if (weight) g = vf_mul(g, LUNAI_GET(weight));
+      LUNAI_PUT(dx, vf_fma(r, vf_fnma(xhat, mean_moment, vf_sub(g, mean_g)), LUNAI_GET(dx)));
+    }
+  }
+}
+
+/* ---- sums along columns, over rows in order ---- */
+#undef LUNAI_SUM_ROWS
+#undef LUNAI_SUM_COLUMNS
+#define LUNAI_SUM_ROWS 64         /* rows summed in float before double takes over */
+#define LUNAI_SUM_COLUMNS 128      /* columns at a time: what fits the stack */
+
+/* y[j y_column] += factor * sum over rows of a (b - mean) rstd; null b: of a; null mean and rstd: of a b */
+LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b, int64_t b_row,
+                                   const float *mean, const float *rstd, float factor, float *y, int64_t y_column) {
+  float part[LUNAI_SUM_COLUMNS];
+  double total[LUNAI_SUM_COLUMNS];
+  int64_t first, r, end, i;
+  for (first = 0; first < columns; first += LUNAI_SUM_COLUMNS) {
+    const int64_t n = lunai_min(columns - first, LUNAI_SUM_COLUMNS);
+    for (i = 0; i < n; i++) total[i] = 0;
+    for (r = 0; r < rows;) {
+      for (i = 0; i < n; i += VF) vf_store(part + i, vf_zero());
+      for (end = lunai_min(rows, r + LUNAI_SUM_ROWS); r < end; r++) {
+        const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL;
+        const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
+        for (i = 0; i < n; i += VF) {
+          const vf sum = vf_load(part + i), v = LUNAI_GET(a_at);
+          vf_store(part + i, b_at ? vf_fma(v, vf_mul(vf_sub(LUNAI_GET(b_at), center), scale), sum) : vf_add(sum, v));
+        }
+      }
+      for (i = 0; i < n; i++) total[i] += (double)part[i];
+    }
+    for (i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
+  }
+}
+
+LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean,
+                                          const float *rstd, const float *dy, float *dweight, float *dbias) {
+  if (dweight) LUNAI_K(column_sums)(rows, last - first, dy + first, n, x + first, n, mean, rstd, 1, dweight + first, 1);
+  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+}
+
+LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x,
+                                float *y) {
+  last = lunai_min(last, n);
+  LUNAI_K(column_sums)(rows, last - first, x + first, row_stride, NULL, 0, NULL, NULL, factor, y + first, 1);
+}
+
+/* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n ---- */
+LUNAI_FN void LUNAI_K(cross_entropy)(int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore, float smoothing,
+                                     float *loss, float *lse) {
+  int64_t row;
+  for (row = 0; row < rows; row++, logits += n) {
+    float total = 0, value = 0;
+    if (labels[row] != ignore) {
+      const float shift = LUNAI_K(softmax_shift)(n, logits);
+      const double sum = LUNAI_K(reduce)(LUNAI_EXP, n, logits, NULL, NULL, shift, 0, NULL);
+      const double log_sum = sum > 0 ? (double)LUNAI_K(log1)((float)sum) : sum == 0 ? -(double)INFINITY : sum;
+      const double off = (double)shift - (double)logits[labels[row]];
+      double result = log_sum + off;
+      if (smoothing > 0) result += (double)smoothing * ((double)logits[labels[row]] - LUNAI_K(sum)(n, logits) / (double)n);
+      total = (float)((double)shift + log_sum);
+      value = (float)result;
+    }
+    if (lse) lse[row] = total;
+    loss[row] = value;
+  }
+}
+
+LUNAI_FN void LUNAI_K(cross_entropy_backward)(int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore,
+                                              float smoothing, const float *lse, float factor, float *dlogits) {
+  int64_t row, i;
+  for (row = 0; row < rows; row++, logits += n, dlogits += n) {
+    if (labels[row] != ignore) {
+      const vf total = vf_set(lse[row]), f = vf_set(factor), base = vf_set(smoothing / (float)n);
+      for (i = 0; i < n; i += VF)
+        LUNAI_PUT(dlogits, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base), LUNAI_GET(dlogits)));
+      dlogits[labels[row]] -= factor * (1 - smoothing);
+    }
+  }
+}
+
+/* ---- short convolution over time, each channel alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) ---- */
+#undef LUNAI_TAPS
+#undef LUNAI_TAP_COLUMNS
+#define LUNAI_TAPS 8               /* taps and channels transposed at a time: what fits the stack */
+#define LUNAI_TAP_COLUMNS 64
+
+/* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
+   A row that does not exist has no term: in both directions that is a lower bound on i */
+LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x, const float *history,
+                                    const float *weight, const float *bias, float *y) {
+  float taps[LUNAI_TAPS * LUNAI_TAP_COLUMNS];
+  const float *from[LUNAI_TAPS];
+  int64_t first, base, t, i, k;
+  for (first = 0; first < channels; first += LUNAI_TAP_COLUMNS) {
+    const int64_t n = lunai_min(channels - first, LUNAI_TAP_COLUMNS);
+    for (base = 0; base < width; base += LUNAI_TAPS) {
+      const int64_t count = lunai_min(width - base, LUNAI_TAPS);
+      for (k = 0; k < count; k++)
+        for (i = 0; i < n; i++) taps[k * LUNAI_TAP_COLUMNS + i] = weight[(first + i) * width + base + k];
+      for (t = 0; t < rows; t++) {
+        const int64_t low = lunai_max(0, (backward ? t + width - rows : history ? 0 : width - 1 - t) - base);
+        float *y_at = y + t * channels + first;
+        for (k = low; k < count; k++) {
+          const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
+          from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
+        }
+        for (i = 0; i < n; i += VF) {
+          vf sum = backward || base > 0 ? LUNAI_GET(y_at) : bias ? LUNAI_GET(bias + first) : vf_zero();
+          for (k = low; k < count; k++) sum = vf_fma(LUNAI_GET(taps + k * LUNAI_TAP_COLUMNS), LUNAI_GET(from[k]), sum);
+          LUNAI_PUT(y_at, sum);
+        }
+      }
+    }
+  }
+}
+
+LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight,
+                                         const float *bias, float *y) {
+  LUNAI_K(convolve)(false, rows, n, width, x, history, weight, bias, y);
+}
+
+LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx) {
+  LUNAI_K(convolve)(true, rows, n, width, dy, NULL, weight, NULL, dx);
+}
+
+LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x,
+                                                 const float *dy, float *dweight, float *dbias) {
+  int64_t i;
+  for (i = 0; dweight && i < width; i++) {
+    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no partner */
+    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1, dweight + first * width + i,
+                         width);
+  }
+  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+}
+
+/* ---- dropout ---- */
+
+/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b side by side.
+   VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd ones', lie in order */
+#undef VU
+#undef VU_ORDER
+#undef vu
+#undef vu_load
+#undef vu_store
+#undef vu_set
+#undef vu_add
+#undef vu_xor
+#undef vu_mul
+#undef vu_high
+#undef vu_up
+#undef vu_join
+#undef vu_even
+#undef vu_odd
+#undef LUNAI_OP
+#undef LUNAI_SI
+#if LUNAI_PASS == LUNAI_ISA_SSE2
+#define VU 2
+#define VU_ORDER {0, 1}
+#define vu __m128i
+#define vu_set(x) _mm_set1_epi64x((long long)(x))
+#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm_, name)(a, b)
+#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm_, name), _si128)
+#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#define VU 4
+#define VU_ORDER {0, 2, 1, 3}
+#define vu __m256i
+#define vu_set(x) _mm256_set1_epi64x((long long)(x))
+#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm256_, name)(a, b)
+#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm256_, name), _si256)
+#elif LUNAI_PASS == LUNAI_ISA_AVX512
+#define VU 8
+#define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
+#define vu __m512i
+#define vu_set(x) _mm512_set1_epi64((long long)(x))
+#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm512_maskz_, name)(0xFF, a, b) /* the plain forms make g++ 12 warn */
+#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm512_, name), _si512)
+#else
+#define VU 1
+#define VU_ORDER {0}
+#define vu uint64_t
+#define vu_set(x) ((uint64_t)(x))
+#define vu_load(p) (*(p))
+#define vu_store(p, v) \
+  ((p)[0] = (uint16_t)(v), (p)[1] = (uint16_t)((v) >> 16), (p)[2] = (uint16_t)((v) >> 32), (p)[3] = (uint16_t)((v) >> 48))
+#define vu_add(a, b) ((a) + (b))
+#define vu_xor(a, b) ((a) ^ (b))
+#define vu_mul(a, b) ((uint64_t)(uint32_t)(a) * (uint32_t)(b))
+#define vu_high(a) ((a) >> 32)
+#define vu_up(a) ((a) << 32)
+#define vu_even(a, b) (a)
+#define vu_odd(a, b) (b)
+#endif
+#ifdef LUNAI_OP
+#define vu_load(p) LUNAI_SI(loadu)((const vu *)(const void *)(p))
+#define vu_store(p, v) LUNAI_SI(storeu)((vu *)(void *)(p), v)
+#define vu_add(a, b) LUNAI_OP(add_epi64, a, b)
+#define vu_xor(a, b) LUNAI_SI(xor)(a, b)
+#define vu_mul(a, b) LUNAI_OP(mul_epu32, a, b)
+#define vu_high(a) LUNAI_OP(srli_epi64, a, 32)
+#define vu_up(a) LUNAI_OP(slli_epi64, a, 32)
+#define vu_even(a, b) LUNAI_OP(unpacklo_epi64, a, b)
+#define vu_odd(a, b) LUNAI_OP(unpackhi_epi64, a, b)
+#endif
+#define vu_join(a, b) vu_xor(vu_high(vu_up(a)), vu_up(b))
+
+/* lunai_philox for counters [at, at + 8): mask gets keep or 0 for each of their 64 elements */
+LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float *mask) {
+  static const uint64_t order[VU] = VU_ORDER;
+  uint16_t half[64];
+  const int32_t threshold = (int32_t)d->threshold;
+  const float keep = d->keep;
+  int round, i;
+  for (i = 0; i < 8; i += VU) {
+    vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op), c3 = vu_set(d->step);
+    vu k0 = vu_set(d->seed), k1 = vu_set(d->seed >> 32);
+    for (round = 0; round < 10; round++) {
+      const vu p = vu_mul(c0, vu_set(0xD2511F53u)), r = vu_mul(c2, vu_set(0xCD9E8D57u));
+      c0 = vu_xor(vu_xor(vu_high(r), c1), k0);
+      c1 = r;
+      c2 = vu_xor(vu_xor(vu_high(p), c3), k1);
+      c3 = p;
+      k0 = vu_add(k0, vu_set(0x9E3779B9u));
+      k1 = vu_add(k1, vu_set(0xBB67AE85u));
+    }
+    c0 = vu_join(c0, c1);
+    c2 = vu_join(c2, c3);
+    vu_store(half + 8 * i, vu_even(c0, c2));
+    vu_store(half + 8 * i + 4 * VU, vu_odd(c0, c2));
+  }
+  for (i = 0; i < 64; i++) mask[i] = half[i] < threshold ? 0 : keep;
+}
+
+/* mask[i] = keep or 0 for element first + i */
+LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64_t n, float *mask) {
+  float block[64];
+  while (n > 0) {
+    const int64_t skip = first % 8, count = lunai_min(n, 64 - skip);
+    const bool whole = count == 64;
+    LUNAI_K(dropout_block)(d, (uint64_t)first / 8, whole ? mask : block);
+    if (!whole) memcpy(mask, block + skip, (size_t)count * sizeof(float));
+    first += count;
+    mask += count;
+    n -= count;
+  }
+}
+
+LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate) {
+  float mask[512];
+  int64_t at, i;
+  for (at = 0; at < n; at += 512) {
+    const int64_t count = lunai_min(n - at, 512);
+    LUNAI_K(dropout_mask)(dropout, first + at, count, mask);
+    for (i = 0; i < count; i += VF) {
+      const vf m = LUNAI_K(get)(mask + i, count - i), v = vf_mul(LUNAI_K(get)(x + at + i, count - i), m);
+      const vf kept = vf_select(vf_gt(m, vf_zero()), v, vf_zero()); /* a dropped NaN is 0 */
+      LUNAI_K(put)(y + at + i, accumulate ? vf_add(LUNAI_K(get)(y + at + i, count - i), kept) : kept, count - i);
+    }
+  }
+}
+
+/* ---- optimisers: consume the gradient and clear it ---- */
+LUNAI_FN void LUNAI_K(sgd)(const lunai_update *update) {
+  const int64_t n = update->count;
+  const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum), factor = vf_set(update->factor);
+  const bool moving = update->momentum != 0, nesterov = update->nesterov;
+  float *value = update->value, *grad = update->grad, *first = update->first;
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf v = LUNAI_GET(value);
+    vf g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v));
+    if (moving) {
+      const vf m = vf_fma(momentum, LUNAI_GET(first), g);
+      LUNAI_PUT(first, m);
+      g = nesterov ? vf_fma(momentum, m, g) : m;
+    }
+    LUNAI_PUT(value, vf_fnma(lr, g, v));
+    LUNAI_PUT(grad, vf_zero());
+  }
+}
+
+LUNAI_FN void LUNAI_K(adamw)(const lunai_update *update) {
+  const int64_t n = update->count;
+  const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
+  const vf beta2 = vf_set(update->beta2), rest2 = vf_set(1 - update->beta2);
+  const vf factor = vf_set(update->factor), decay = vf_set(update->lr * update->decay), epsilon = vf_set(update->epsilon);
+  const vf step = vf_set((float)((double)update->lr / (double)update->correction1));
+  const vf root = vf_set((float)(1 / sqrt((double)update->correction2)));
+  float *value = update->value, *grad = update->grad, *first = update->first, *second = update->second;
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf g = vf_mul(LUNAI_GET(grad), factor), v = LUNAI_GET(value);
+    const vf m = vf_fma(beta1, LUNAI_GET(first), vf_mul(rest1, g));
+    const vf s = vf_fma(beta2, LUNAI_GET(second), vf_mul(rest2, vf_mul(g, g)));
+    const vf move = vf_div(vf_mul(step, m), vf_fma(vf_sqrt(s), root, epsilon));
+    LUNAI_PUT(first, m);
+    LUNAI_PUT(second, s);
+    LUNAI_PUT(value, vf_sub(vf_fnma(decay, v, v), move));
+    LUNAI_PUT(grad, vf_zero());
+  }
+}
+#undef LUNAI_GET
+#undef LUNAI_PUT
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>attention: out = softmax(scale Q K^T) V for every head (spec 1), and the folded unpack (spec 2), forward and backward
+   Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial result
+   (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later where the
+   blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
+   Test: tests/attention.c
+   ---------------------------------------------------------------------------------------------------------------------- */
+#if LUNAI_PASS == LUNAI_ISA_SCALAR /* what all passes share */
+#define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
+#define LUNAI_RUN 256              /* most queries an item of the forward work holds */
+
+/* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query lie side by
+   side, so that the queries are read as they lie and the keys are packed; otherwise the scores of a key, and the converse. */
+typedef struct lunai_head {
+  int64_t queries, keys, q, k, v, out, row, element;
+  bool across;
+} lunai_head;
+
+typedef struct lunai_tile {
+  int64_t query, key, width, depth;     /* first query and key; how many */
+  int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
+  int64_t lines, length, step;          /* the same as it lies in memory: lines of `length` scores, `step` apart */
+} lunai_tile;
+
+typedef struct lunai_attention_work {
+  const lunai_attention *a;
+  char *scratch;                        /* the slots' parts, then `partial` */
+  size_t slot_bytes;
+  int64_t queries, keys;                /* the most of any batch row */
+  int64_t pairs, blocks, run;           /* (batch row, head) pairs; key blocks of a pair; queries of an item */
+  int64_t query_blocks, wave, first, last; /* backward: units (pair, key block) at a time, and those of this wave */
+  int64_t unit;                         /* floats a unit keeps in `partial` */
+  float *partial;
+  bool split, backward;                 /* split: blocks of a tile go to several threads */
+} lunai_attention_work;
+
+typedef struct lunai_attention_space {  /* a slot's part of the scratch; see LUNAI_K(attention_space) */
+  float *scores, *slopes, *mask, *mask_row, *clean, *sides, *other_sides, *values, *product, *part, *stats, *state;
+} lunai_attention_space;
+
+LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
+  const int64_t b = pair / a->heads, h = pair % a->heads;
+  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
+  lunai_head r;
+  r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
+  r.keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
+  if (a->lengths) r.keys = lunai_min(r.keys, lunai_max(a->lengths[b], 0));
+  if (a->causal) r.keys = lunai_min(r.keys, r.queries);
+  r.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + h * a->q_head;
+  r.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + h * a->out_head;
+  r.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
+  r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
+  r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
+  r.element = pair * a->queries * a->keys;
+  r.across = r.queries >= r.keys;
+  return r;
+}
+
+/* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
+LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end, int64_t key, int64_t depth) {
+  lunai_tile t;
+  t.query = query;
+  t.key = key;
+  t.width = lunai_min(LUNAI_TILE, end - query);
+  t.depth = a->causal ? lunai_min(depth, query + t.width - key) : depth;
+  t.lines = head->across ? t.width : t.depth;
+  t.length = head->across ? t.depth : t.width;
+  t.step = ((head->across ? depth : t.width) + 15) / 16 * 16 + (head->across ? 16 : 0); /* no power of two: lines would share cache sets */
+  t.q_step = head->across ? t.step : 1;
+  t.k_step = head->across ? 1 : t.step;
+  return t;
+}
+
+LUNAI_FN void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
+  int64_t i, j;
+  for (i = 0; t->length % 16 != 0 && i < t->lines; i++)
+    for (j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
+}
+
+/* the keys after each query */
+LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
+  int64_t i, j;
+  for (i = 0; i < t->width; i++)
+    for (j = lunai_max(t->query + i + 1 - t->key, 0); j < t->depth; j++) x[i * t->q_step + j * t->k_step] = value;
+}
+
+/* The largest sizes, and how to share the work among `slots`: which way never changes a bit. */
+LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attention *a, int64_t slots, bool backward) {
+  int64_t b, tiles;
+  memset(w, 0, sizeof *w);
+  w->a = a;
+  w->backward = backward;
+  w->pairs = a->batch * a->heads;
+  w->queries = a->query_offsets ? 0 : a->queries;
+  w->keys = a->key_offsets ? 0 : a->keys;
+  for (b = 0; b < a->batch; b++) {
+    if (a->query_offsets) w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
+    if (a->key_offsets) w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
+  }
+  if (a->causal) w->keys = lunai_min(w->keys, w->queries);
+  w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
+  tiles = lunai_divide_up(w->queries, LUNAI_TILE);
+  w->split = !backward && slots > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * slots;
+  w->run = LUNAI_RUN;
+  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * slots) w->run /= 2;
+  w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
+  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * slots, lunai_max(w->query_blocks, 1)));
+  if (backward) w->unit = w->queries * a->head_dim + w->query_blocks * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (a->head_dim + a->value_dim);
+  else w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
+}
+
+/* how many keys of a block the queries before `last` see */
+LUNAI_FN int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, int64_t block, int64_t last) {
+  const int64_t key = block * LUNAI_KEY_BLOCK;
+  return lunai_min(lunai_min(LUNAI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LUNAI_KEY_BLOCK);
+}
+
+/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each query block */
+LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
+  return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
+         query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
+}
+
+LUNAI_INLINE int64_t lunai_slots(const lunai_parallel *parallel) {
+  return parallel && parallel->run && parallel->slots > 1 ? parallel->slots : 1;
+}
+#endif
+
+/* a slot's part of the scratch, from `scratch` on; returns its end */
+LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), tiles = w->run / LUNAI_TILE;
+  const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
+  const int64_t dropped = a->dropout.threshold ? 1 : 0, most = lunai_max(d, dv);
+  m->scores = lunai_take(&scratch, scores);
+  m->slopes = lunai_take(&scratch, back * scores);
+  m->mask = lunai_take(&scratch, dropped * scores);
+  m->mask_row = lunai_take(&scratch, dropped * depth);
+  m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
+  m->sides = lunai_take(&scratch, lunai_max(LUNAI_K(packed_size)(depth, d), (back ? 1 : tiles) * LUNAI_K(packed_size)(LUNAI_TILE, d)));
+  m->other_sides = lunai_take(&scratch, back * lunai_max(LUNAI_K(packed_size)(depth, dv), LUNAI_K(packed_size)(LUNAI_TILE, dv)));
+  m->values = lunai_take(&scratch, LUNAI_K(packed_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
+  m->product = lunai_take(&scratch, back ? LUNAI_K(packed_size)(most, lunai_max(depth, LUNAI_TILE)) : a->causal ? LUNAI_K(packed_size)(dv, depth) : 0);
+  m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
+  m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);
+  m->state = lunai_take(&scratch, back ? 0 : tiles * 3 * LUNAI_TILE);
+  return scratch;
+}
+
+LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t slots, bool backward, void *scratch) {
+  lunai_attention_space space;
+  char *zero = (char *)w; /* only distances count */
+  int64_t units;
+  lunai_attention_plan(w, a, slots, backward);
+  w->slot_bytes = (size_t)(LUNAI_K(attention_space)(w, zero, &space) - zero);
+  units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
+  w->scratch = (char *)scratch;
+  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)slots * w->slot_bytes);
+  return (size_t)slots * w->slot_bytes + (size_t)lunai_floats(units * w->unit);
+}
+
+LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t slots, bool backward) {
+  lunai_attention_work w;
+  return LUNAI_K(attention_start)(&w, a, lunai_max(slots, 1), backward, NULL);
+}
+
+/* s = factor x y^T for the tile's queries x and keys y; `packed` holds y (across) or x */
+LUNAI_FN void LUNAI_K(tile_product)(const lunai_tile *t, int64_t dim, const float *x, int64_t x_row, const float *y, int64_t y_row,
+                                    const float *packed, float factor, float *s) {
+  if (t->k_step == 1) LUNAI_K(product_packed)(t->width, t->depth, dim, x, x_row, 1, packed, factor, s, t->step, false);
+  else LUNAI_K(product_packed)(t->depth, t->width, dim, y, y_row, 1, packed, factor, s, t->step, false);
+  lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
+}
+
+/* keep or 0 for each score of the tile */
+LUNAI_FN void LUNAI_K(tile_mask)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *row, float *mask) {
+  int64_t i, j;
+  for (i = 0; i < t->width; i++) {
+    float *to = t->k_step == 1 ? mask + i * t->q_step : row;
+    LUNAI_K(dropout_mask)(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
+  }
+  lunai_tile_pad(t, mask, 0);
+}
+
+/* s becomes exp(s - maximum), times the mask; stats: each query's maximum, sum before the mask, sum after it */
+LUNAI_FN void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  int64_t i, j;
+  for (i = 0; i < t->width; i++) {
+    float *row = s + i * t->step;
+    vf top = vf_set(-INFINITY), sum = vf_zero(), kept = vf_zero(), x;
+    for (j = 0; j < t->length; j += VF) top = vf_max(top, vf_load(row + j));
+    stats[i] = vf_hmax(top);
+    top = vf_set(stats[i]);
+    for (j = 0; j < t->length; j += VF) {
+      x = vf_exp(vf_sub(vf_load(row + j), top));
+      sum = vf_add(sum, x);
+      if (mask) {
+        x = vf_mul(x, vf_load(mask + i * t->step + j));
+        kept = vf_add(kept, x);
+      }
+      vf_store(row + j, x);
+    }
+    stats[LUNAI_TILE + i] = vf_sum(sum);
+    stats[2 * LUNAI_TILE + i] = vf_sum(kept);
+  }
+}
+
+/* the same where the scores of a key lie side by side; the sums go by 32 keys, for rounding */
+LUNAI_FN void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  int64_t i, j, end;
+  for (i = 0; i < t->length; i += VF) {
+    vf top = vf_set(-INFINITY), sum = vf_zero(), kept = vf_zero(), x;
+    for (j = 0; j < t->lines; j++) top = vf_max(top, vf_load(s + j * t->step + i));
+    for (j = 0; j < t->lines; j = end) {
+      vf some = vf_zero(), some_kept = vf_zero();
+      for (end = lunai_min(j + 32, t->lines); j < end; j++) {
+        x = vf_exp(vf_sub(vf_load(s + j * t->step + i), top));
+        some = vf_add(some, x);
+        if (mask) {
+          x = vf_mul(x, vf_load(mask + j * t->step + i));
+          some_kept = vf_add(some_kept, x);
+        }
+        vf_store(s + j * t->step + i, x);
+      }
+      sum = vf_add(sum, some);
+      kept = vf_add(kept, some_kept);
+    }
+    vf_store(stats + i, top);
+    vf_store(stats + LUNAI_TILE + i, sum);
+    vf_store(stats + 2 * LUNAI_TILE + i, kept);
+  }
+}
+
+/* y = x with 0 for NaN and Inf; whether there were any. So a weight of 0 hides them, as it must: 0 * NaN is NaN. */
+LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
+  const vf most = vf_set(INFINITY);
+  vf odd = vf_zero();
+  int64_t i, j;
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < n; j += VF) {
+      const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
+      const vm finite = vf_lt(vf_abs(v), most);
+      LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
+      odd = vf_select(finite, odd, vf_set(1));
+    }
+  return vf_hmax(odd) > 0;
+}
+
+/* adds what finite_copy left out, where it is seen */
+LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row, float *part, int64_t part_row) {
+  int64_t i, j, c;
+  for (j = 0; j < t->depth; j++)
+    for (c = 0; c < n; c++)
+      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
+        for (i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
+          part[i * part_row + c] += s[i * t->q_step + j * t->k_step] * v[j * v_row + c];
+}
+
+/* takes a block's partial result into that of the blocks before it */
+LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out, int64_t out_row) {
+  int64_t i, j;
+  for (i = 0; i < width; i++) {
+    const float top = state[i] > stats[i] ? state[i] : stats[i];
+    const float old = LUNAI_K(exp1)(state[i] - top), add = LUNAI_K(exp1)(stats[i] - top);
+    float *row = out + i * out_row;
+    state[i] = top;
+    for (j = 1; j < 3; j++) state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
+    for (j = 0; j < dim; j += VF) {
+      const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
+      LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part + i * dim + j, dim - j), vf_set(add), x), dim - j);
+    }
+  }
+}
+
+/* divides by the sums; without a key all is 0 */
+LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_head *head, int64_t query, const float *state) {
+  const int64_t width = lunai_min(LUNAI_TILE, head->queries - query), n = a->value_dim;
+  int64_t i, j;
+  for (i = 0; i < width; i++) {
+    const int64_t at = head->row + (query + i) * a->heads;
+    const float factor = head->keys ? 1 / state[LUNAI_TILE + i] : 0;
+    float *row = a->out + head->out + (query + i) * a->out_row;
+    for (j = 0; j < n; j += VF)
+      LUNAI_K(put)(row + j, head->keys ? vf_mul(LUNAI_K(get)(row + j, n - j), vf_set(factor)) : vf_zero(), n - j);
+    if (a->lse) a->lse[at] = head->keys ? state[i] + LUNAI_K(log1)(state[LUNAI_TILE + i]) : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] * factor : 1;
+  }
+}
+
+/* queries [first, last) of a head against key blocks [block, end), into out, or into `partial` where split */
+LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai_attention_space *m, const lunai_head *head, int64_t first,
+                                      int64_t last, int64_t block, int64_t end, float *partial) {
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, side = LUNAI_K(packed_size)(LUNAI_TILE, d);
+  const float *q = a->q + head->q;
+  float *out = a->out + head->out;
+  int64_t query, i;
+  for (query = first; !head->across && query < last; query += LUNAI_TILE)
+    LUNAI_K(pack_b)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, m->sides + (query - first) / LUNAI_TILE * side);
+  for (; block < end; block++) {
+    const int64_t key = block * LUNAI_KEY_BLOCK, depth = lunai_depth(a, head, block, last);
+    const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
+    const bool edge = a->causal && key + depth > first + 1;
+    bool odd = false;
+    if (depth <= 0) break;
+    if (edge) odd = LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
+    else LUNAI_K(pack_b)(dv, depth, v, a->v_row, 1, m->values);
+    if (head->across) LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
+    for (query = first; query < last; query += LUNAI_TILE) {
+      const lunai_tile t = lunai_tile_at(a, head, query, last, key, depth);
+      float *state = m->state + 3 * (query - first), *stats = block == 0 ? state : m->stats;
+      float *part = block == 0 ? out + query * a->out_row : m->part, *mask = a->dropout.threshold ? m->mask : NULL;
+      const int64_t part_row = block == 0 && !partial ? a->out_row : dv;
+      if (partial) {
+        part = partial + query * dv;
+        stats = partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * dv + 3 * query;
+      }
+      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row,
+                            head->across ? m->sides : m->sides + (query - first) / LUNAI_TILE * side, a->scale, m->scores);
+      if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
+      if (mask) LUNAI_K(tile_mask)(a, head, &t, m->mask_row, mask);
+      if (head->across) LUNAI_K(softmax_across)(&t, m->scores, mask, stats);
+      else LUNAI_K(softmax_down)(&t, m->scores, mask, stats);
+      if (edge) LUNAI_K(product)(t.width, dv, t.depth, m->scores, t.q_step, t.k_step, m->clean, dv, 1, 1, part, part_row, false, m->product);
+      else LUNAI_K(product_packed)(t.width, dv, t.depth, m->scores, t.q_step, t.k_step, m->values, 1, part, part_row, false);
+      if (odd) LUNAI_K(add_infinite)(&t, m->scores, dv, v, a->v_row, part, part_row);
+      if (!partial && block > 0) LUNAI_K(attention_merge)(t.width, dv, stats, part, state, out + query * a->out_row, a->out_row);
+    }
+  }
+  for (i = first; !partial && i < last; i += LUNAI_TILE) LUNAI_K(attention_finish)(a, head, i, m->state + 3 * (i - first));
+}
+
+/* items (pair, run of queries), or (pair, run of queries, key block); every slots-th one, for under `causal` the later have more to do */
+LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t slot, int64_t slots) {
+  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1, items = w->pairs * runs * blocks;
+  lunai_attention_space space;
+  int64_t item;
+  LUNAI_K(attention_space)(w, w->scratch + (size_t)slot * w->slot_bytes, &space);
+  for (item = slot; item < items; item += slots) {
+    const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
+    const lunai_head head = lunai_head_at(w->a, pair);
+    const int64_t last = lunai_min(first + w->run, head.queries);
+    if (first >= last) continue;
+    if (w->split) LUNAI_K(attention_item)(w, &space, &head, first, last, block, block + 1, w->partial + (pair * blocks + block) * w->unit);
+    else LUNAI_K(attention_item)(w, &space, &head, first, last, 0, w->blocks, NULL);
+  }
+}
+
+/* merges what the split left, by tiles */
+LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t slot, int64_t slots) {
+  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  const lunai_attention *a = w->a;
+  const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE), dv = a->value_dim;
+  int64_t item, block, i;
+  for (item = slot; item < w->pairs * tiles; item += slots) {
+    const int64_t pair = item / tiles, query = item % tiles * LUNAI_TILE;
+    const lunai_head head = lunai_head_at(a, pair);
+    const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
+    float *state = w->partial + pair * w->blocks * w->unit + tiles * LUNAI_TILE * dv + 3 * query; /* block 0's */
+    float *out = a->out + head.out + query * a->out_row;
+    if (width <= 0) continue;
+    for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++) {
+      const float *part = w->partial + (pair * w->blocks + block) * w->unit + query * dv;
+      const float *stats = w->partial + (pair * w->blocks + block) * w->unit + tiles * LUNAI_TILE * dv + 3 * query;
+      if (block > 0) LUNAI_K(attention_merge)(width, dv, stats, part, state, out, a->out_row);
+      for (i = 0; block == 0 && i < width; i++) memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
+    }
+    LUNAI_K(attention_finish)(a, &head, query, state);
+  }
+}
+
+LUNAI_FN void LUNAI_K(attention)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  lunai_attention_work w;
+  LUNAI_K(attention_start)(&w, a, lunai_slots(parallel), false, scratch);
+  lunai_run(parallel, LUNAI_K(attention_task), &w);
+  if (w.split) lunai_run(parallel, LUNAI_K(attention_merge_task), &w);
+}
+
+/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale */
+LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask, const float *lse, const float *delta, const float *add) {
+  const bool across = t->k_step == 1;
+  int64_t i, j;
+  for (i = 0; i < t->lines; i++)
+    for (j = 0; j < t->length; j += VF) {
+      const int64_t at = i * t->step + j;
+      const vf p = vf_exp(vf_sub(vf_load(s + at), across ? vf_set(lse[i]) : vf_load(lse + j)));
+      const vf shift = across ? vf_set(delta[i]) : vf_load(delta + j);
+      vf g = vf_load(slopes + at), kept = p;
+      if (mask) {
+        const vf m = vf_load(mask + at);
+        g = vf_mul(vf_add(g, across ? vf_set(add[i]) : vf_load(add + j)), m);
+        kept = vf_mul(p, m);
+      }
+      vf_store(s + at, kept);
+      vf_store(slopes + at, vf_mul(p, vf_sub(g, shift)));
+    }
+}
+
+/* What each query of a tile brings: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that vary) */
+LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *lse, float *delta, float *add) {
+  int64_t i;
+  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
+  for (i = 0; i < t->width; i++) {
+    const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
+    lse[i] = a->lse[at];
+    delta[i] = LUNAI_K(dot)(a->value_dim, a->grad_out + row, a->out + row);
+    if (!a->grad_sums || !a->dropout.threshold) continue;
+    add[i] = a->grad_sums[at];
+    delta[i] += add[i] * a->sums[at];
+  }
+}
+
+/* the partial gradients of unit (pair, key block) from one query block */
+LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, const lunai_attention_space *m, int64_t unit, int64_t query_block) {
+  const lunai_attention *a = w->a;
+  const lunai_head head = lunai_head_at(a, unit / w->blocks);
+  const int64_t d = a->head_dim, dv = a->value_dim, block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
+  const int64_t first = query_block * LUNAI_KEY_BLOCK, last = lunai_min(first + LUNAI_KEY_BLOCK, head.queries);
+  const int64_t depth = lunai_depth(a, &head, block, last);
+  const float *k = a->k + head.k + key * a->k_row, *v = a->v + head.v + key * a->v_row;
+  const bool edge = a->causal && key + depth > first + 1;
+  float *dq = w->partial + (unit - w->first) * w->unit, *dk = lunai_grad_part(w, unit, query_block), *dvalue = dk + depth * d;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  int64_t query;
+  if (first >= last || depth <= 0) return;
+  memset(dk, 0, (size_t)(depth * (d + dv)) * sizeof(float));
+  if (edge) LUNAI_K(finite_copy)(depth, d, k, a->k_row, m->clean);
+  else LUNAI_K(pack_b)(d, depth, k, a->k_row, 1, m->values);
+  if (head.across) {
+    LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
+    LUNAI_K(pack_b)(depth, dv, v, 1, a->v_row, m->other_sides);
+  }
+  for (query = first; query < last; query += LUNAI_TILE) {
+    const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
+    const float *q = a->q + head.q + query * a->q_row, *grad = a->grad_out + head.out + query * a->out_row;
+    if (!head.across) {
+      LUNAI_K(pack_b)(t.width, d, q, 1, a->q_row, m->sides);
+      LUNAI_K(pack_b)(t.width, dv, grad, 1, a->out_row, m->other_sides);
+    }
+    LUNAI_K(tile_product)(&t, d, q, a->q_row, k, a->k_row, m->sides, a->scale, m->scores);
+    LUNAI_K(tile_product)(&t, dv, grad, a->out_row, v, a->v_row, m->other_sides, 1, m->slopes);
+    LUNAI_K(attention_rows)(a, &head, &t, lse, delta, add);
+    if (mask) LUNAI_K(tile_mask)(a, &head, &t, m->mask_row, mask);
+    LUNAI_K(softmax_slopes)(&t, m->scores, m->slopes, mask, lse, delta, add);
+    if (edge) lunai_tile_hide(&t, m->scores, 0);
+    if (edge) lunai_tile_hide(&t, m->slopes, 0);
+    if (a->grad_v) LUNAI_K(product)(t.depth, dv, t.width, m->scores, t.k_step, t.q_step, grad, a->out_row, 1, 1, dvalue, dv, true, m->product);
+    if (a->grad_k) LUNAI_K(product)(t.depth, d, t.width, m->slopes, t.k_step, t.q_step, q, a->q_row, 1, a->scale, dk, d, true, m->product);
+    if (!a->grad_q) continue;
+    if (edge) LUNAI_K(product)(t.width, d, t.depth, m->slopes, t.q_step, t.k_step, m->clean, d, 1, a->scale, dq + query * d, d, false, m->product);
+    else LUNAI_K(product_packed)(t.width, d, t.depth, m->slopes, t.q_step, t.k_step, m->values, a->scale, dq + query * d, d, false);
+  }
+}
+
+LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t slot, int64_t slots) {
+  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  const int64_t items = (w->last - w->first) * w->query_blocks;
+  lunai_attention_space space;
+  int64_t item;
+  LUNAI_K(attention_space)(w, w->scratch + (size_t)slot * w->slot_bytes, &space);
+  for (item = slot; item < items; item += slots)
+    LUNAI_K(attention_backward_item)(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
+}
+
+/* y += x, both [rows, n] */
+LUNAI_FN void LUNAI_K(add_rows)(int64_t rows, int64_t n, const float *x, float *y, int64_t y_row) {
+  int64_t i;
+  for (i = 0; i < rows; i++) LUNAI_K(add)(n, y + i * y_row, x + i * n, y + i * y_row);
+}
+
+/* this wave's dK and dV of `unit`, query block after query block */
+LUNAI_FN void LUNAI_K(attention_merge_keys)(const lunai_attention_work *w, int64_t unit, bool keys) {
+  const lunai_attention *a = w->a;
+  const lunai_head head = lunai_head_at(a, unit / w->blocks);
+  const int64_t block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
+  int64_t i;
+  for (i = 0; i * LUNAI_KEY_BLOCK < head.queries; i++) {
+    const int64_t depth = lunai_depth(a, &head, block, lunai_min((i + 1) * LUNAI_KEY_BLOCK, head.queries));
+    const float *part = lunai_grad_part(w, unit, i);
+    if (depth <= 0) continue;
+    if (keys) LUNAI_K(add_rows)(depth, a->head_dim, part, a->grad_k + head.k + key * a->k_row, a->k_row);
+    else LUNAI_K(add_rows)(depth, a->value_dim, part + depth * a->head_dim, a->grad_v + head.v + key * a->v_row, a->v_row);
+  }
+}
+
+/* Adds this wave's partial gradients, in the order of its units whatever the wave: a tensor that the batch shares gets its sum
+   in batch order. Items: each unit's keys, and each tile of queries; the first of those that share a place does all. */
+LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t slots) {
+  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  const lunai_attention *a = w->a;
+  const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE), same = a->heads * w->blocks;
+  const bool q_shared = !a->query_offsets && a->q_batch == 0, k_shared = !a->key_offsets && a->k_batch == 0;
+  const bool v_shared = !a->key_offsets && a->v_batch == 0;
+  const int64_t groups = q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
+  int64_t item, unit;
+  for (item = slot; item < units; item += slots) {
+    const bool opens = item < same; /* no unit before it in this wave has its head and key block */
+    for (unit = w->first + item; unit < w->last; unit += same) {
+      const bool own = unit == w->first + item;
+      if (a->grad_k && (k_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, true);
+      if (a->grad_v && (v_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, false);
+    }
+  }
+  for (item = slot; a->grad_q && item < groups * tiles; item += slots)
+    for (unit = w->first; unit < w->last; unit++) {
+      const int64_t pair = unit / w->blocks, query = item % tiles * LUNAI_TILE;
+      const lunai_head head = lunai_head_at(a, pair);
+      const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
+      if ((q_shared ? pair % a->heads : pair - w->first / w->blocks) != item / tiles || width <= 0) continue;
+      if (lunai_depth(a, &head, unit % w->blocks, query + width) > 0)
+        LUNAI_K(add_rows)(width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
+                          a->grad_q + head.q + query * a->q_row, a->q_row);
+    }
+}
+
+LUNAI_FN void LUNAI_K(attention_backward)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  lunai_attention_work w;
+  LUNAI_K(attention_start)(&w, a, lunai_slots(parallel), true, scratch);
+  for (; w.first < w.pairs * w.blocks; w.first = w.last) {
+    w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
+    lunai_run(parallel, LUNAI_K(attention_backward_task), &w);
+    lunai_run(parallel, LUNAI_K(attention_gather_task), &w);
+  }
+}
+
+/* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
+#if LUNAI_PASS == LUNAI_ISA_SCALAR
+typedef struct lunai_unpack_work {
+  const lunai_unpack *u;
+  char *scratch;
+  size_t slot_bytes;
+  int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
+  float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+  bool backward;
+} lunai_unpack_work;
+
+/* One batch row's side of the products, its real slots close together; each slot of the work packs for itself. */
+typedef struct lunai_unpack_side {
+  int64_t slots, n;                     /* real slots; heads of them */
+  float *k, *v, *bias, *packed_k, *packed_v, *keys, *values; /* packed_: for scores and for out; keys, values: for dX and dP */
+  float *scores, *slopes, *mask, *product;
+} lunai_unpack_side;
+
+LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
+  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
+}
+#endif
+
+LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char *scratch, lunai_unpack_side *m) {
+  const int64_t n = u->heads * u->slots, back = backward ? 1 : 0;
+  m->k = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
+  m->v = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
+  m->bias = lunai_take(&scratch, n);
+  m->packed_k = lunai_take(&scratch, LUNAI_K(packed_size)(n, u->dim));
+  m->packed_v = lunai_take(&scratch, back ? 0 : LUNAI_K(packed_size)(u->dim, n));
+  m->keys = lunai_take(&scratch, back * LUNAI_K(packed_size)(u->dim, n));
+  m->values = lunai_take(&scratch, back * LUNAI_K(packed_size)(n, u->dim));
+  m->scores = lunai_take(&scratch, LUNAI_TILE * n);
+  m->slopes = lunai_take(&scratch, back * LUNAI_TILE * n);
+  m->mask = lunai_take(&scratch, u->dropout.threshold ? u->slots : 0);
+  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(u->dim, LUNAI_TILE));
+  return scratch;
+}
+
+LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t slots, bool backward, void *scratch) {
+  lunai_unpack_side side;
+  char *zero = (char *)w; /* only distances count */
+  memset(w, 0, sizeof *w);
+  w->u = u;
+  w->backward = backward;
+  w->scratch = (char *)scratch;
+  w->slot_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &side) - zero);
+  w->blocks = lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
+  w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
+  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)slots * w->slot_bytes);
+  return (size_t)slots * w->slot_bytes + (size_t)lunai_floats(2 * slots * w->unit);
+}
+
+LUNAI_FN size_t LUNAI_K(unpack_scratch)(const lunai_unpack *u, int64_t slots, bool backward) {
+  lunai_unpack_work w;
+  return LUNAI_K(unpack_start)(&w, u, lunai_max(slots, 1), backward, NULL);
+}
+
+LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool backward, lunai_unpack_side *m) {
+  const int64_t at = b * u->heads * u->slots, d = u->dim;
+  const float *k = u->k + at * d, *v = u->v + at * d;
+  int64_t h;
+  m->slots = lunai_unpack_slots(u, b);
+  m->n = u->heads * m->slots;
+  for (h = 0; h < u->heads; h++) memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
+  if (m->slots < u->slots) {
+    for (h = 0; h < u->heads; h++) {
+      memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
+      memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
+    }
+    k = m->k;
+    v = m->v;
+  }
+  LUNAI_K(pack_b)(m->n, d, k, 1, d, m->packed_k);
+  if (!backward) LUNAI_K(pack_b)(d, m->n, v, d, 1, m->packed_v);
+  else {
+    LUNAI_K(pack_b)(d, m->n, k, d, 1, m->keys);
+    LUNAI_K(pack_b)(m->n, d, v, 1, d, m->values);
+  }
+}
+
+/* a group's scores s (+ bias) become its softmax; returns the log-sum-exp */
+LUNAI_FN float LUNAI_K(unpack_softmax)(int64_t n, const float *bias, float *s) {
+  const vf lowest = vf_set(-INFINITY);
+  vf top = lowest, sum = vf_zero(), factor;
+  int64_t i;
+  for (i = 0; i < n; i += VF) top = vf_max(top, vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)));
+  top = vf_set(vf_hmax(top));
+  for (i = 0; i < n; i += VF) {
+    const vf x = vf_exp(vf_sub(vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)), top));
+    sum = vf_add(sum, x);
+    LUNAI_K(put)(s + i, x, n - i);
+  }
+  sum = vf_set(vf_sum(sum));
+  factor = vf_div(vf_set(1), sum);
+  for (i = 0; i < n; i += VF) LUNAI_K(put)(s + i, vf_mul(LUNAI_K(get)(s + i, n - i), factor), n - i);
+  return vf_first(vf_add(top, vf_log(sum)));
+}
+
+LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows) {
+  const int64_t d = u->dim, row = b * u->rows + first;
+  float *out = u->out + row * d;
+  int64_t i, h, j;
+  LUNAI_K(product_packed)(rows, m->n, d, u->x + row * d, d, 1, m->packed_k, 1, m->scores, m->n, false);
+  for (i = 0; i < rows; i++)
+    for (h = 0; h < u->heads; h++) {
+      float *s = m->scores + i * m->n + h * m->slots;
+      const float lse = m->slots ? LUNAI_K(unpack_softmax)(m->slots, m->bias + h * m->slots, s) : 0;
+      if (u->lse) u->lse[(row + i) * u->heads + h] = lse;
+      if (!u->dropout.threshold) continue;
+      LUNAI_K(dropout_mask)(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots, m->mask);
+      for (j = 0; j < m->slots; j++) s[j] *= m->mask[j];
+    }
+  for (i = 0; u->out_bias && i < rows; i++) memcpy(out + i * d, u->out_bias, (size_t)d * sizeof(float));
+  LUNAI_K(product_packed)(rows, d, m->n, m->scores, m->n, 1, m->packed_v, 1, out, d, u->out_bias != NULL);
+}
+
+LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t slot, int64_t slots) {
+  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  const lunai_unpack *u = w->u;
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), last = lunai_share(u->batch * panels, slot + 1, slots);
+  lunai_unpack_side side;
+  int64_t item = lunai_share(u->batch * panels, slot, slots), prepared = -1;
+  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)slot * w->slot_bytes, &side);
+  for (; item < last; item++) {
+    const int64_t first = item % panels * LUNAI_TILE;
+    if (item / panels != prepared) LUNAI_K(unpack_prepare)(u, prepared = item / panels, false, &side);
+    LUNAI_K(unpack_panel)(u, &side, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+  }
+}
+
+LUNAI_FN void LUNAI_K(unpack)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+  lunai_unpack_work w;
+  LUNAI_K(unpack_start)(&w, u, lunai_slots(parallel), false, scratch);
+  lunai_run(parallel, LUNAI_K(unpack_task), &w);
+}
+
+/* a group's scores s become P m, its slopes dP become dS = P (dP m - sum of P dP m) */
+LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t n, const float *bias, const float *mask, float lse, float *s, float *slopes) {
+  vf delta = vf_zero();
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf p = vf_exp(vf_sub(vf_add(LUNAI_K(get)(s + i, n - i), LUNAI_K(get)(bias + i, n - i)), vf_set(lse)));
+    vf g = LUNAI_K(get)(slopes + i, n - i);
+    if (mask) g = vf_mul(g, LUNAI_K(get)(mask + i, n - i));
+    delta = vf_fma(p, g, delta);
+    LUNAI_K(put)(s + i, p, n - i);
+    LUNAI_K(put)(slopes + i, g, n - i);
+  }
+  delta = vf_set(vf_sum(delta));
+  for (i = 0; i < n; i += VF) {
+    const vf p = LUNAI_K(get)(s + i, n - i);
+    LUNAI_K(put)(slopes + i, vf_mul(p, vf_sub(LUNAI_K(get)(slopes + i, n - i), delta)), n - i);
+    if (mask) LUNAI_K(put)(s + i, vf_mul(p, LUNAI_K(get)(mask + i, n - i)), n - i);
+  }
+}
+
+/* a panel's dX, and its share of the unit's partial gradients */
+LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows, float *part) {
+  const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
+  const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
+  float *bias = part + 2 * n * d;
+  int64_t i, h;
+  LUNAI_K(product_packed)(rows, n, d, x, d, 1, m->packed_k, 1, m->scores, n, false);
+  LUNAI_K(product_packed)(rows, n, d, grad, d, 1, m->values, 1, m->slopes, n, false);
+  for (i = 0; i < rows; i++) {
+    for (h = 0; h < u->heads; h++) {
+      const int64_t at = i * n + h * m->slots;
+      if (mask) LUNAI_K(dropout_mask)(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots, m->mask);
+      LUNAI_K(unpack_slopes)(m->slots, m->bias + h * m->slots, mask, u->lse[(row + i) * u->heads + h], m->scores + at, m->slopes + at);
+    }
+    LUNAI_K(add)(n, bias, m->slopes + i * n, bias);
+    LUNAI_K(add)(d, bias + n, grad + i * d, bias + n);
+  }
+  if (u->grad_x) LUNAI_K(product_packed)(rows, d, n, m->slopes, n, 1, m->keys, 1, u->grad_x + row * d, d, true);
+  if (u->grad_k) LUNAI_K(product)(n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
+  if (u->grad_v) LUNAI_K(product)(n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
+}
+
+LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t slot, int64_t slots) {
+  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  const lunai_unpack *u = w->u;
+  const int64_t last = w->first + lunai_share(w->last - w->first, slot + 1, slots);
+  lunai_unpack_side side;
+  int64_t unit = w->first + lunai_share(w->last - w->first, slot, slots), prepared = -1, row;
+  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)slot * w->slot_bytes, &side);
+  for (; unit < last; unit++) {
+    const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK, end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
+    float *part = w->partial + (unit - w->first) * w->unit;
+    if (b != prepared) LUNAI_K(unpack_prepare)(u, prepared = b, true, &side);
+    memset(part, 0, (size_t)w->unit * sizeof(float));
+    for (row = first; row < end; row += LUNAI_TILE) LUNAI_K(unpack_backward_panel)(u, &side, b, row, lunai_min(LUNAI_TILE, end - row), part);
+  }
+}
+
+/* adds this wave's partial gradients in order; items: each memory slot of each head, and dout_bias */
+LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t slot, int64_t slots) {
+  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  const lunai_unpack *u = w->u;
+  const int64_t d = u->dim, items = u->heads * u->slots;
+  int64_t item, unit;
+  for (item = slot; item <= items; item += slots)
+    for (unit = w->first; unit < w->last; unit++) {
+      const int64_t b = unit / w->blocks, real = lunai_unpack_slots(u, b), n = u->heads * real, at = b * items + item;
+      const float *part = w->partial + (unit - w->first) * w->unit;
+      const int64_t from = item < items ? item / u->slots * real + item % u->slots : 0;
+      if (item == items) {
+        if (u->grad_out_bias) LUNAI_K(add)(d, u->grad_out_bias, part + 2 * n * d + n, u->grad_out_bias);
+      } else if (item % u->slots < real) {
+        if (u->grad_k) LUNAI_K(add)(d, u->grad_k + at * d, part + from * d, u->grad_k + at * d);
+        if (u->grad_v) LUNAI_K(add)(d, u->grad_v + at * d, part + (n + from) * d, u->grad_v + at * d);
+        if (u->grad_bias) u->grad_bias[at] += part[2 * n * d + from];
+      }
+    }
+}
+
+LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+  const int64_t slots = lunai_slots(parallel), units = u->batch * lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
+  lunai_unpack_work w;
+  LUNAI_K(unpack_start)(&w, u, slots, true, scratch);
+  for (; w.first < units; w.first = w.last) {
+    w.last = lunai_min(w.first + 2 * slots, units);
+    lunai_run(parallel, LUNAI_K(unpack_backward_task), &w);
+    lunai_run(parallel, LUNAI_K(unpack_gather_task), &w);
+  }
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [spec 4]
+     F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
+   What passes from chunk to chunk is double: S going up, as the running mean M = S / t, and R coming down; inside a chunk all is
+   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order, so the
+   bits are the same whether one thread sweeps a head or many share its chunks. Test: tests/causal.c
+   ---------------------------------------------------------------------------------------------------------------------- */
+
+/* one chunk of one (batch, head), and the room to work on it */
+typedef struct LUNAI_K(chunk) {
+  int64_t item, first, rows;
+  double before;                     /* tokens before the first row */
+  bool begins, last;                 /* the state before it is empty; the state after it is not wanted */
+  float *state, *kept;               /* `sum` leaves the chunk's own sum in state, and what it likes in kept; `output` finds there the
+                                        state before the chunk, and kept as it was */
+  float *scores, *packed, *room[3];  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
+} LUNAI_K(chunk);
+
+typedef struct LUNAI_K(sweep) {
+  const void *args;
+  void (*sum)(const void *args, const LUNAI_K(chunk) *c);
+  void (*output)(const void *args, const LUNAI_K(chunk) *c);
+  void (*exchange)(const void *args, int64_t item, double *state, bool store); /* loads or stores the caller's state; null: starts at 0 */
+  int64_t items, heads, rows, position, dim, value_dim;
+  const int32_t *lengths;            /* [batch] of `slots`; null: all */
+  int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
+  bool reverse;                      /* from the last chunk to the first, with plain sums for means */
+  int64_t chunks, window, start;     /* chunks of every item in flight between two barriers; 1: none, each slot sweeps items of its own */
+  int64_t slot_bytes, state_bytes, record_bytes;
+  char *slot_at, *state_at, *record_at;
+} LUNAI_K(sweep);
+
+LUNAI_INLINE int64_t LUNAI_K(real_slots)(const int32_t *lengths, int64_t b, int64_t slots) {
+  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
+}
+
+/* threads, when the work is worth waking them */
+LUNAI_INLINE const lunai_parallel *LUNAI_K(worth)(const lunai_parallel *parallel, int64_t products) {
+  return products >= (int64_t)1 << 18 ? parallel : NULL;
+}
+
+/* room for any product between a chunk's rows, dim and value_dim */
+LUNAI_FN int64_t LUNAI_K(chunk_packed)(int64_t dim, int64_t value_dim) {
+  const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
+  int64_t most = LUNAI_K(packed_size)(LUNAI_CHUNK, LUNAI_CHUNK);
+  int i, j;
+  for (i = 0; i < 3; i++)
+    for (j = 0; j < 3; j++)
+      if (i != j) most = lunai_max(most, LUNAI_K(packed_size)(size[i], size[j]));
+  return most;
+}
+
+/* the bytes a sweep needs; with a null memory that is all */
+LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t slots, void *memory) {
+  const int64_t wide = lunai_max(s->dim, s->value_dim), state = s->unit * s->slots;
+  int64_t states, records;
+  s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
+  s->window = 1;
+  if (s->chunks > 1 && s->items > 0 && s->items % slots != 0 && s->items < 8 * slots) /* else whole items keep the slots busy */
+    s->window = lunai_min(s->chunks, lunai_divide_up(16 * slots, s->items));
+  states = s->window > 1 ? s->items : slots;
+  records = s->window > 1 ? s->items * s->window : slots;
+  s->slot_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) + lunai_floats(LUNAI_K(chunk_packed)(s->dim, s->value_dim)) +
+                  3 * lunai_floats(LUNAI_CHUNK * wide);
+  s->state_bytes = (int64_t)lunai_round((size_t)state * sizeof(double));
+  s->record_bytes = lunai_floats(state) + lunai_floats(s->kept);
+  if (memory) {
+    s->slot_at = (char *)memory;
+    s->state_at = s->slot_at + slots * s->slot_bytes;
+    s->record_at = s->state_at + states * s->state_bytes;
+  }
+  return (size_t)(slots * s->slot_bytes + states * s->state_bytes + records * s->record_bytes);
+}
+
+LUNAI_INLINE int64_t LUNAI_K(sweep_state)(const LUNAI_K(sweep) *s, int64_t item) {
+  return s->unit * LUNAI_K(real_slots)(s->lengths, item / s->heads, s->slots);
+}
+LUNAI_INLINE double *LUNAI_K(sweep_carried)(const LUNAI_K(sweep) *s, int64_t place) {
+  return (double *)(void *)(s->state_at + place * s->state_bytes);
+}
+
+/* the k-th chunk of an item in the sweep's order, with the record at `place` and the room of `slot` */
+LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place, int64_t slot) {
+  const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
+  char *record = s->record_at + place * s->record_bytes, *room = s->slot_at + slot * s->slot_bytes;
+  LUNAI_K(chunk) c;
+  int i;
+  c.item = item;
+  c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
+  c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
+  c.before = (double)(s->position + c.first);
+  c.begins = k == 0 && s->position == 0;
+  c.last = k == s->chunks - 1 && !s->exchange;
+  c.state = lunai_take(&record, s->unit * s->slots);
+  c.kept = lunai_take(&record, s->kept);
+  c.scores = lunai_take(&room, LUNAI_CHUNK * LUNAI_CHUNK);
+  c.packed = lunai_take(&room, LUNAI_K(chunk_packed)(s->dim, s->value_dim));
+  for (i = 0; i < 3; i++) c.room[i] = lunai_take(&room, wide);
+  return c;
+}
+
+/* the state before the chunk takes the place of the chunk's sum, which joins the state. n is a constant: compilers make vectors of it */
+LUNAI_INLINE void LUNAI_K(scan_block)(int64_t n, double joins, double leaves, float *state, double *carried) {
+  double old[8], sum[8];
+  int64_t i;
+  for (i = 0; i < n; i++) old[i] = carried[i];
+  for (i = 0; i < n; i++) sum[i] = (double)state[i];
+  for (i = 0; i < n; i++) state[i] = (float)old[i];
+  for (i = 0; i < n; i++) carried[i] = old[i] + (joins * sum[i] - leaves * old[i]);
+}
+LUNAI_FN void LUNAI_K(sweep_scan)(const LUNAI_K(sweep) *s, const LUNAI_K(chunk) *c, double *carried, int64_t first, int64_t end) {
+  const double t = c->before + (double)c->rows;
+  const double joins = s->reverse ? 1 : 1 / t, leaves = s->reverse ? 0 : (double)c->rows / t;
+  int64_t i;
+  for (i = first; c->last && i < end; i++) c->state[i] = (float)carried[i];
+  for (; i + 8 <= end; i += 8) LUNAI_K(scan_block)(8, joins, leaves, c->state + i, carried + i);
+  for (; i < end; i++) LUNAI_K(scan_block)(1, joins, leaves, c->state + i, carried + i);
+}
+
+LUNAI_FN void LUNAI_K(sweep_start)(const LUNAI_K(sweep) *s, int64_t item, double *carried) {
+  if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
+  else memset(carried, 0, (size_t)LUNAI_K(sweep_state)(s, item) * sizeof(double));
+}
+
+/* each slot sweeps whole items */
+LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t slot, int64_t slots) {
+  const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
+  const int64_t end = lunai_share(s->items, slot + 1, slots);
+  double *carried = LUNAI_K(sweep_carried)(s, slot);
+  int64_t item, k;
+  for (item = lunai_share(s->items, slot, slots); item < end; item++) {
+    LUNAI_K(sweep_start)(s, item, carried);
+    for (k = 0; k < s->chunks; k++) {
+      const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, k, slot, slot);
+      s->sum(s->args, &c);
+      LUNAI_K(sweep_scan)(s, &c, carried, 0, LUNAI_K(sweep_state)(s, item));
+      s->output(s->args, &c);
+    }
+    if (s->exchange) s->exchange(s->args, item, carried, true);
+  }
+}
+
+/* or the slots share a window of chunks: their sums, the scan (each slot its elements of every state), their outputs */
+LUNAI_INLINE void LUNAI_K(sweep_window)(const LUNAI_K(sweep) *s, int64_t slot, int64_t slots, bool output) {
+  const int64_t window = lunai_min(s->window, s->chunks - s->start), end = lunai_share(s->items * window, slot + 1, slots);
+  int64_t i;
+  for (i = lunai_share(s->items * window, slot, slots); i < end; i++) {
+    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, i / window, s->start + i % window, i, slot);
+    if (output) s->output(s->args, &c);
+    else s->sum(s->args, &c);
+  }
+}
+LUNAI_FN void LUNAI_K(sweep_sums)(void *work, int64_t slot, int64_t slots) {
+  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, slot, slots, false);
+}
+LUNAI_FN void LUNAI_K(sweep_outputs)(void *work, int64_t slot, int64_t slots) {
+  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, slot, slots, true);
+}
+LUNAI_FN void LUNAI_K(sweep_scans)(void *work, int64_t slot, int64_t slots) {
+  const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
+  const int64_t window = lunai_min(s->window, s->chunks - s->start);
+  int64_t i;
+  for (i = 0; i < s->items * window; i++) {
+    const int64_t item = i / window, n = LUNAI_K(sweep_state)(s, item);
+    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, s->start + i % window, i, slot);
+    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, slot, slots), lunai_share(n, slot + 1, slots));
+  }
+}
+
+LUNAI_FN void LUNAI_K(sweep_run)(LUNAI_K(sweep) *s, const lunai_parallel *parallel, void *scratch) {
+  const int64_t work = s->items * s->rows * s->dim * s->value_dim;
+  int64_t item;
+  parallel = LUNAI_K(worth)(parallel, work);
+  (void)LUNAI_K(sweep_plan)(s, parallel && parallel->run ? lunai_max(1, parallel->slots) : 1, scratch);
+  if (s->window == 1) {
+    lunai_run(parallel, LUNAI_K(sweep_items), s);
+    return;
+  }
+  for (item = 0; item < s->items; item++) LUNAI_K(sweep_start)(s, item, LUNAI_K(sweep_carried)(s, item));
+  for (s->start = 0; s->start < s->chunks; s->start += s->window) {
+    lunai_run(parallel, LUNAI_K(sweep_sums), s);
+    lunai_run(parallel, LUNAI_K(sweep_scans), s);
+    lunai_run(parallel, LUNAI_K(sweep_outputs), s);
+  }
+  for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, LUNAI_K(sweep_carried)(s, item), true);
+}
+
+/* ---- what a chunk is computed with ---- */
+
+/* scores = (X Y^T) o L: what lies above the diagonal is written as 0, whatever it was */
+LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, const float *x, int64_t x_row, const float *y, int64_t y_row) {
+  int64_t t;
+  LUNAI_K(product)(c->rows, c->rows, depth, x, x_row, 1, y, 1, y_row, 1, c->scores, LUNAI_CHUNK, false, c->packed);
+  for (t = 0; t + 1 < c->rows; t++) memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(c->rows - t - 1) * sizeof(float));
+}
+
+LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
+  vf sum = vf_zero();                /* of 0 x: 0 as long as every x is finite */
+  int64_t t, i;
+  for (t = 0; t < rows; t++, x += x_row)
+    for (i = 0; i < n; i += VF) sum = vf_fma(LUNAI_K(get)(x + i, n - i), vf_zero(), sum);
+  return vf_sum(sum) == 0;
+}
+
+/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
+   but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
+LUNAI_FN void LUNAI_K(causal_mix)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, float factor, const float *x, int64_t x_row,
+                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row, float *room) {
+  const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
+  const bool clean = LUNAI_K(all_finite)(c->rows, n, z, z_row);
+  const float *finite = clean ? z : room;
+  int64_t t, i, j;
+  if (!clean)
+    for (t = 0; t < c->rows; t++)
+      for (i = 0; i < n; i++) room[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
+  if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->packed);
+  LUNAI_K(product)(c->rows, n, c->rows, c->scores, LUNAI_CHUNK, 1, finite, clean ? z_row : n, 1, (float)(1 / base), out, out_row,
+                   !c->begins, c->packed);
+  if (!clean)
+    for (j = 0; j < c->rows; j++)
+      for (i = 0; i < n; i++)
+        if (!(z[j * z_row + i] - z[j * z_row + i] == 0))
+          for (t = j; t < c->rows; t++) out[t * out_row + i] += c->scores[t * LUNAI_CHUNK + j] * z[j * z_row + i];
+  for (t = 0; t < c->rows; t++) {
+    const vf scale = vf_set((float)((double)factor * base / (c->before + (double)(t + 1))));
+    float *at = out + t * out_row;
+    for (i = 0; i < n; i += VF) LUNAI_K(put)(at + i, vf_add(vf_mul(LUNAI_K(get)(at + i, n - i), scale), vf_zero()), n - i);
+  }
+}
+
+/* y = diag(factor / t) x, dense */
+LUNAI_FN void LUNAI_K(causal_divide)(const LUNAI_K(chunk) *c, int64_t n, float factor, const float *x, int64_t x_row, float *y) {
+  int64_t t;
+  for (t = 0; t < c->rows; t++)
+    LUNAI_K(scale)(n, (float)((double)factor / (c->before + (double)(t + 1))), x + t * x_row, y + t * n);
+}
+
+/* y = rows of x, dense */
+LUNAI_FN void LUNAI_K(gather)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
+  int64_t t;
+  for (t = 0; t < rows; t++) memcpy(y + t * n, x + t * x_row, (size_t)n * sizeof(float));
+}
+
+/* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
+LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *g, int64_t g_row, const float *mean,
+                                     const float *y, int64_t y_row, float *grad, int64_t grad_row, bool accumulate) {
+  if (!c->begins)
+    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate, c->packed);
+  LUNAI_K(product)(c->rows, n, c->rows, c->scores, LUNAI_CHUNK, 1, y, y_row, 1, 1, grad, grad_row, accumulate || !c->begins, c->packed);
+}
+
+/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B = R^T) and of Z
+   (A = Y, B = R, X = G) */
+LUNAI_FN void LUNAI_K(causal_grad_yz)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *a, int64_t a_row, const float *b,
+                                      int64_t b_row, int64_t b_column, const float *x, int64_t x_row, float *grad, int64_t grad_row) {
+  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true, c->packed);
+  LUNAI_K(product)(c->rows, n, c->rows, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, grad, grad_row, true, c->packed);
+}
+
+/* state = Y^T Z */
+LUNAI_FN void LUNAI_K(causal_sum)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, const float *y, int64_t y_row, const float *z,
+                                  int64_t z_row, float *state) {
+  if (!c->last) LUNAI_K(product)(dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->packed);
+}
+
+/* ---- the causal product ---- */
+LUNAI_INLINE int64_t LUNAI_K(causal_xy)(const lunai_causal *a, const LUNAI_K(chunk) *c) {
+  return c->item / a->heads * a->xy_batch + c->item % a->heads * a->xy_head + c->first * a->xy_row;
+}
+LUNAI_INLINE int64_t LUNAI_K(causal_z)(const lunai_causal *a, const LUNAI_K(chunk) *c) {
+  return c->item / a->heads * a->z_batch + c->item % a->heads * a->z_head + c->first * a->z_row;
+}
+
+LUNAI_FN void LUNAI_K(causal_sum_yz)(const void *args, const LUNAI_K(chunk) *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c);
+  LUNAI_K(causal_sum)(c, a->dim, a->value_dim, a->y + xy, a->xy_row, a->z + z, a->z_row, c->state);
+}
+
+LUNAI_FN void LUNAI_K(causal_out)(const void *args, const LUNAI_K(chunk) *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c);
+  LUNAI_K(causal_scores)(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
+  LUNAI_K(causal_mix)(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z, a->z_row, c->room[0]);
+}
+
+LUNAI_FN void LUNAI_K(causal_out_x)(const void *args, const LUNAI_K(chunk) *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c), n = a->value_dim;
+  float *g = c->room[0];
+  LUNAI_K(causal_divide)(c, n, 1, a->grad_out + z, a->z_row, g);
+  LUNAI_K(causal_scores)(c, n, g, n, a->z + z, a->z_row);
+  LUNAI_K(causal_grad_x)(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
+}
+
+/* down: kept = G, the state is R */
+LUNAI_FN void LUNAI_K(causal_sum_xg)(const void *args, const LUNAI_K(chunk) *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  LUNAI_K(causal_divide)(c, a->value_dim, 1, a->grad_out + LUNAI_K(causal_z)(a, c), a->z_row, c->kept);
+  LUNAI_K(causal_sum)(c, a->dim, a->value_dim, a->x + LUNAI_K(causal_xy)(a, c), a->xy_row, c->kept, a->value_dim, c->state);
+}
+
+LUNAI_FN void LUNAI_K(causal_out_yz)(const void *args, const LUNAI_K(chunk) *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c), n = a->value_dim;
+  if (a->grad_y) {
+    LUNAI_K(causal_scores)(c, n, c->kept, n, a->z + z, a->z_row);
+    LUNAI_K(causal_grad_yz)(c, a->dim, n, a->z + z, a->z_row, c->state, 1, n, a->x + xy, a->xy_row, a->grad_y + xy, a->xy_row);
+  }
+  if (a->grad_z) {
+    LUNAI_K(causal_scores)(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
+    LUNAI_K(causal_grad_yz)(c, n, a->dim, a->y + xy, a->xy_row, c->state, n, 1, c->kept, n, a->grad_z + z, a->z_row);
+  }
+}
+
+LUNAI_FN void LUNAI_K(causal_sweep)(LUNAI_K(sweep) *s, const lunai_causal *a, bool reverse) {
+  memset(s, 0, sizeof *s);
+  s->args = a;
+  s->items = a->batch * a->heads;
+  s->heads = a->heads;
+  s->rows = a->rows;
+  s->dim = a->dim;
+  s->value_dim = a->value_dim;
+  s->slots = 1;
+  s->unit = a->dim * a->value_dim;
+  s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
+  s->reverse = reverse;
+}
+
+LUNAI_FN size_t LUNAI_K(causal_scratch)(const lunai_causal *a, int64_t slots, bool backward) {
+  LUNAI_K(sweep) s;
+  LUNAI_K(causal_sweep)(&s, a, backward); /* coming down takes more than going up */
+  return LUNAI_K(sweep_plan)(&s, lunai_max(1, slots), NULL);
+}
+
+LUNAI_FN void LUNAI_K(causal)(const lunai_causal *a, const lunai_parallel *parallel, void *scratch) {
+  LUNAI_K(sweep) s;
+  LUNAI_K(causal_sweep)(&s, a, false);
+  s.sum = LUNAI_K(causal_sum_yz);
+  s.output = LUNAI_K(causal_out);
+  LUNAI_K(sweep_run)(&s, parallel, scratch);
+}
+
+LUNAI_FN void LUNAI_K(causal_backward)(const lunai_causal *a, const lunai_parallel *parallel, void *scratch) {
+  LUNAI_K(sweep) s;
+  if (a->grad_x) {
+    LUNAI_K(causal_sweep)(&s, a, false);
+    s.sum = LUNAI_K(causal_sum_yz);
+    s.output = LUNAI_K(causal_out_x);
+    LUNAI_K(sweep_run)(&s, parallel, scratch);
+  }
+  if (a->grad_y || a->grad_z) {
+    LUNAI_K(causal_sweep)(&s, a, true);
+    s.sum = LUNAI_K(causal_sum_xg);
+    s.output = LUNAI_K(causal_out_yz);
+    LUNAI_K(sweep_run)(&s, parallel, scratch);
+  }
+}
+
+/* ---- causal Luna: masked slots are left out of every product, so nothing of theirs is read ---- */
+
+/* a chunk's place in q, k, v, out (wide), in s and w (narrow), and its real slots */
+typedef struct LUNAI_K(luna_place) { int64_t wide, wide_row, narrow, narrow_row, slots; } LUNAI_K(luna_place);
+LUNAI_FN LUNAI_K(luna_place) LUNAI_K(luna_at)(const lunai_causal_luna *a, const LUNAI_K(chunk) *c) {
+  const int64_t b = c->item / a->heads, head = c->item % a->heads, row = (b * a->rows + c->first) * a->heads + head;
+  LUNAI_K(luna_place) p;
+  p.wide = row * a->head_dim;
+  p.wide_row = a->heads * a->head_dim;
+  p.narrow = row * a->slots;
+  p.narrow_row = a->heads * a->slots;
+  p.slots = LUNAI_K(real_slots)(a->lengths, b, a->slots);
+  return p;
+}
+
+/* kept = A [rows, slots]; the states are k^T A and A^T v */
+LUNAI_FN void LUNAI_K(luna_sum)(const void *args, const LUNAI_K(chunk) *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const int64_t d = a->head_dim, l = p.slots;
+  LUNAI_K(gather)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept);
+  LUNAI_K(activate)(a->activation, c->rows * l, c->kept, c->kept);
+  LUNAI_K(causal_sum)(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
+  LUNAI_K(causal_sum)(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
+}
+
+LUNAI_FN void LUNAI_K(luna_out)(const void *args, const LUNAI_K(chunk) *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
+  float *w = c->room[0];
+  int64_t t;
+  LUNAI_K(causal_scores)(c, d, a->q + p.wide, row, a->k + p.wide, row);
+  LUNAI_K(causal_mix)(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->room[1]);
+  LUNAI_K(softmax)(c->rows, l, w, w);
+  for (t = 0; a->w && t < c->rows; t++) {
+    float *to = a->w + p.narrow + t * p.narrow_row;
+    memcpy(to, w + t * l, (size_t)l * sizeof(float));
+    memset(to + l, 0, (size_t)(a->slots - l) * sizeof(float));
+  }
+  LUNAI_K(causal_scores)(c, l, w, l, c->kept, l);
+  LUNAI_K(causal_mix)(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->room[1]);
+}
+
+LUNAI_FN void LUNAI_K(luna_exchange)(const void *args, int64_t item, double *state, bool store) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const int64_t d = a->head_dim, l = LUNAI_K(real_slots)(a->lengths, item / a->heads, a->slots);
+  double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
+  int64_t i;
+  for (i = 0; i < d; i++) {
+    double *mine = state + i * l, *theirs = ka + i * a->slots;
+    memcpy(store ? theirs : mine, store ? mine : theirs, (size_t)l * sizeof(double));
+  }
+  memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
+}
+
+/* n columns of M <- M + (y^T z - M) / t, then result = x M; n is a constant */
+LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z, const float *x, double *mean,
+                                      int64_t mean_row, double *result) {
+  double wide[8], sum[8];
+  int64_t i, j;
+  for (j = 0; j < n; j++) sum[j] = 0;
+  for (j = 0; j < n; j++) wide[j] = (double)z[j];
+  for (i = 0; i < dim; i++, mean += mean_row) {
+    const double yi = (double)y[i], xi = (double)x[i];
+    for (j = 0; j < n; j++) {
+      const double m = mean[j] + (yi * wide[j] - mean[j]) * share;
+      sum[j] += xi * m;
+      mean[j] = m;
+    }
+  }
+  for (j = 0; j < n; j++) result[j] = sum[j];
+}
+LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, double *mean,
+                                  int64_t mean_row, double *result) {
+  int64_t j;
+  for (j = 0; j + 8 <= n; j += 8) LUNAI_K(step_block)(8, dim, share, y, z + j, x, mean + j, mean_row, result + j);
+  for (; j < n; j++) LUNAI_K(step_block)(1, dim, share, y, z + j, x, mean + j, mean_row, result + j);
+}
+
+typedef struct LUNAI_K(luna_steps) { const lunai_causal_luna *args; char *scratch; } LUNAI_K(luna_steps);
+LUNAI_INLINE int64_t LUNAI_K(step_bytes)(const lunai_causal_luna *a) {
+  return 2 * lunai_floats(a->slots) + (int64_t)lunai_round((size_t)lunai_max(a->slots, a->head_dim) * sizeof(double));
+}
+
+/* one row: no chunk */
+LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t slot, int64_t slots) {
+  const LUNAI_K(luna_steps) *s = (const LUNAI_K(luna_steps) *)work;
+  const lunai_causal_luna *a = s->args;
+  const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, slot + 1, slots);
+  const double share = 1 / (double)(a->position + 1);
+  char *scratch = s->scratch + slot * LUNAI_K(step_bytes)(a);
+  float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
+  double *sum = (double *)(void *)scratch;
+  int64_t item, i;
+  for (item = lunai_share(items, slot, slots); item < end; item++) {
+    const int64_t l = LUNAI_K(real_slots)(a->lengths, item / a->heads, a->slots), wide = item * d, narrow = item * a->slots;
+    double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
+    if (a->position == 0) {
+      for (i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
+      memset(av, 0, (size_t)(l * d) * sizeof(double));
+    }
+    LUNAI_K(activate)(a->activation, l, a->s + narrow, omega);
+    LUNAI_K(step_state)(d, l, share, a->k + wide, omega, a->q + wide, ka, a->slots, sum);
+    for (i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
+    LUNAI_K(softmax)(1, l, w, w);
+    LUNAI_K(step_state)(l, d, share, omega, a->v + wide, w, av, d, sum);
+    for (i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
+    for (i = 0; a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
+  }
+}
+
+/* ---- causal Luna, backward ----
+   G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the sweep up leaves for the sweep down. */
+typedef struct LUNAI_K(luna_grads) { const lunai_causal_luna *args; float *h; } LUNAI_K(luna_grads);
+LUNAI_INLINE float *LUNAI_K(luna_h)(const LUNAI_K(luna_grads) *g, const LUNAI_K(chunk) *c) {
+  return g->h + (c->item * g->args->rows + c->first) * g->args->slots;
+}
+LUNAI_FN void LUNAI_K(luna_sum_up)(const void *args, const LUNAI_K(chunk) *c) {
+  LUNAI_K(luna_sum)(((const LUNAI_K(luna_grads) *)args)->args, c);
+}
+
+/* H, and the gradient of q */
+LUNAI_FN void LUNAI_K(luna_out_up)(const void *args, const LUNAI_K(chunk) *c) {
+  const LUNAI_K(luna_grads) *grads = (const LUNAI_K(luna_grads) *)args;
+  const lunai_causal_luna *a = grads->args;
+  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
+  float *g = c->room[0], *w = c->room[0], *dw = c->room[1], *du = c->room[2], *h = LUNAI_K(luna_h)(grads, c);
+  LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, row, g);
+  LUNAI_K(causal_scores)(c, d, g, d, a->v + p.wide, row);
+  LUNAI_K(causal_grad_x)(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
+  LUNAI_K(gather)(c->rows, l, a->w + p.narrow, p.narrow_row, w);
+  memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
+  LUNAI_K(softmax_backward)(c->rows, l, w, dw, du);
+  LUNAI_K(causal_divide)(c, l, a->scale, du, l, h);
+  if (!a->grad_q) return;
+  LUNAI_K(causal_scores)(c, l, h, l, c->kept, l);
+  LUNAI_K(causal_grad_x)(c, d, l, h, l, c->state, a->k + p.wide, row, a->grad_q + p.wide, row, true);
+}
+
+/* kept = A, then G; the states are q^T H and W^T G */
+LUNAI_FN void LUNAI_K(luna_sum_down)(const void *args, const LUNAI_K(chunk) *c) {
+  const LUNAI_K(luna_grads) *grads = (const LUNAI_K(luna_grads) *)args;
+  const lunai_causal_luna *a = grads->args;
+  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const int64_t d = a->head_dim, l = p.slots;
+  float *g = c->kept + LUNAI_CHUNK * l;
+  LUNAI_K(gather)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept);
+  LUNAI_K(activate)(a->activation, c->rows * l, c->kept, c->kept);
+  LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
+  LUNAI_K(causal_sum)(c, d, l, a->q + p.wide, p.wide_row, LUNAI_K(luna_h)(grads, c), l, c->state);
+  LUNAI_K(causal_sum)(c, l, d, a->w + p.narrow, p.narrow_row, g, d, c->state + d * l);
+}
+
+LUNAI_FN void LUNAI_K(luna_out_down)(const void *args, const LUNAI_K(chunk) *c) {
+  const LUNAI_K(luna_grads) *grads = (const LUNAI_K(luna_grads) *)args;
+  const lunai_causal_luna *a = grads->args;
+  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row, narrow_row = p.narrow_row;
+  const float *omega = c->kept, *g = c->kept + LUNAI_CHUNK * l, *h = LUNAI_K(luna_h)(grads, c), *r = c->state, *r2 = c->state + d * l;
+  const float *q = a->q + p.wide, *k = a->k + p.wide, *v = a->v + p.wide, *w = a->w + p.narrow;
+  if (a->grad_k) {
+    LUNAI_K(causal_scores)(c, l, h, l, omega, l);
+    LUNAI_K(causal_grad_yz)(c, d, l, omega, l, r, 1, l, q, row, a->grad_k + p.wide, row);
+  }
+  if (a->grad_v) {
+    LUNAI_K(causal_scores)(c, l, w, narrow_row, omega, l);
+    LUNAI_K(causal_grad_yz)(c, d, l, omega, l, r2, d, 1, g, d, a->grad_v + p.wide, row);
+  }
+  if (a->grad_s) {
+    float *domega = c->room[0], *s = c->room[1], *ds = c->room[2];
+    int64_t t;
+    memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
+    LUNAI_K(causal_scores)(c, d, q, row, k, row);
+    LUNAI_K(causal_grad_yz)(c, l, d, k, row, r, l, 1, h, l, domega, l);
+    LUNAI_K(causal_scores)(c, d, g, d, v, row);
+    LUNAI_K(causal_grad_yz)(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
+    LUNAI_K(gather)(c->rows, l, a->s + p.narrow, narrow_row, s);
+    LUNAI_K(gather)(c->rows, l, a->grad_s + p.narrow, narrow_row, ds);
+    LUNAI_K(activate_backward)(a->activation, c->rows * l, s, domega, ds);
+    for (t = 0; t < c->rows; t++) memcpy(a->grad_s + p.narrow + t * narrow_row, ds + t * l, (size_t)l * sizeof(float));
+  }
+}
+
+LUNAI_FN void LUNAI_K(luna_sweep)(LUNAI_K(sweep) *s, const lunai_causal_luna *a, bool reverse) {
+  memset(s, 0, sizeof *s);
+  s->items = a->batch * a->heads;
+  s->heads = a->heads;
+  s->rows = a->rows;
+  s->position = a->position;
+  s->dim = a->head_dim;
+  s->value_dim = s->slots = a->slots;
+  s->lengths = a->lengths;
+  s->unit = 2 * a->head_dim;
+  s->kept = LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
+  s->reverse = reverse;
+}
+
+LUNAI_FN size_t LUNAI_K(causal_luna_scratch)(const lunai_causal_luna *a, int64_t slots, bool backward) {
+  LUNAI_K(sweep) s;
+  slots = lunai_max(1, slots);
+  if (a->mean_ka && a->rows == 1) return (size_t)(slots * LUNAI_K(step_bytes)(a));
+  LUNAI_K(luna_sweep)(&s, a, backward);
+  return LUNAI_K(sweep_plan)(&s, slots, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
+}
+
+LUNAI_FN void LUNAI_K(causal_luna)(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
+  LUNAI_K(sweep) s;
+  if (a->mean_ka && a->rows == 1) {
+    LUNAI_K(luna_steps) steps;
+    steps.args = a;
+    steps.scratch = (char *)scratch;
+    lunai_run(LUNAI_K(worth)(parallel, a->batch * a->heads * a->head_dim * a->slots), LUNAI_K(luna_step), &steps);
+    return;
+  }
+  LUNAI_K(luna_sweep)(&s, a, false);
+  s.args = a;
+  s.sum = LUNAI_K(luna_sum);
+  s.output = LUNAI_K(luna_out);
+  if (a->mean_ka && a->rows > 0) s.exchange = LUNAI_K(luna_exchange);
+  LUNAI_K(sweep_run)(&s, parallel, scratch);
+}
+
+LUNAI_FN void LUNAI_K(causal_luna_backward)(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
+  LUNAI_K(luna_grads) grads;
+  LUNAI_K(sweep) s;
+  char *rest = (char *)scratch;
+  grads.args = a;
+  grads.h = lunai_take(&rest, a->batch * a->heads * a->rows * a->slots);
+  LUNAI_K(luna_sweep)(&s, a, false);
+  s.args = &grads;
+  s.sum = LUNAI_K(luna_sum_up);
+  s.output = LUNAI_K(luna_out_up);
+  LUNAI_K(sweep_run)(&s, parallel, rest);
+  if (!a->grad_k && !a->grad_v && !a->grad_s) return;
+  LUNAI_K(luna_sweep)(&s, a, true);
+  s.args = &grads;
+  s.sum = LUNAI_K(luna_sum_down);
+  s.output = LUNAI_K(luna_out_down);
+  LUNAI_K(sweep_run)(&s, parallel, rest);
+}
+
+static const lunai_kernels LUNAI_K(kernels) = {
+#define LUNAI_FIELD(result, name, arguments) LUNAI_K(name),
+#define LUNAI_FIELD_REST(result, name, arguments) LUNAI_REST(LUNAI_K(name)),
+#define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(LUNAI_K(name)),
+  LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD_REST, LUNAI_FIELD_TRAIN)
+#undef LUNAI_FIELD
+#undef LUNAI_FIELD_REST
+#undef LUNAI_FIELD_TRAIN
+};
+
+#else /* !LUNAI_PASS */
+#define LUNAI_IMPLEMENTED
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>dispatch: one pass an instruction set, and the choice among them at run time
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNAI_JOIN2(a, b) a##b
+#define LUNAI_JOIN(a, b) LUNAI_JOIN2(a, b)
+#define LUNAI_K(name) LUNAI_JOIN(LUNAI_JOIN(lunai_, name), LUNAI_SUFFIX)
+#ifndef LUNA_HEADER_FILENAME
+#define LUNA_HEADER_FILENAME "luna.h"
+#endif
+
+#define LUNAI_ISA_SCALAR 1
+#define LUNAI_ISA_SSE2 2
+#define LUNAI_ISA_AVX2 3
+#define LUNAI_ISA_AVX512 4
+#define LUNAI_ISA_NEON 5
+#define LUNAI_ISA_WASM 6
+
+#if !defined(LUNA_NO_SIMD) && !defined(LUNAI_DOUBLE) && !defined(__CUDACC__)
+#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
+#define LUNAI_X86
+#include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define LUNAI_NEON
+#include <arm_neon.h>
+#elif defined(__wasm_simd128__)
+#define LUNAI_WASM
+#include <wasm_simd128.h>
+#endif
+#endif
+
+#define LUNAI_PASS LUNAI_ISA_SCALAR
+#define LUNAI_SUFFIX _scalar
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#undef LUNAI_SUFFIX
+
+#ifdef LUNAI_X86
+#define LUNAI_PASS LUNAI_ISA_SSE2
+#define LUNAI_SUFFIX _sse2
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#undef LUNAI_SUFFIX
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define LUNAI_PASS LUNAI_ISA_AVX2
+#define LUNAI_SUFFIX _avx2
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#undef LUNAI_SUFFIX
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#endif
+#define LUNAI_PASS LUNAI_ISA_AVX512
+#define LUNAI_SUFFIX _avx512
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#undef LUNAI_SUFFIX
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif /* LUNAI_X86 */
+
+#if defined(LUNAI_NEON)
+#define LUNAI_PASS LUNAI_ISA_NEON
+#define LUNAI_SUFFIX _neon
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#undef LUNAI_SUFFIX
+#elif defined(LUNAI_WASM)
+#define LUNAI_PASS LUNAI_ISA_WASM
+#define LUNAI_SUFFIX _wasm
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#undef LUNAI_SUFFIX
+#endif
+
+#ifdef LUNAI_X86
+LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
+  __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(part));
+}
+/* what the processor has and the operating system saves: xgetbv says whether the wide registers survive a task switch */
+LUNAI_FN int lunai_isa_detect(void) {
+  uint32_t r[4], low, high;
+  lunai_cpuid(0, 0, r);
+  if (r[0] < 7) return LUNA_ISA_SSE2;
+  lunai_cpuid(1, 0, r);
+  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNA_ISA_SSE2; /* OSXSAVE, FMA */
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  lunai_cpuid(7, 0, r);
+  if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNA_ISA_SSE2;
+  if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
+    return LUNA_ISA_AVX2;
+  return LUNA_ISA_AVX512;
+}
+#else
+LUNAI_FN int lunai_isa_detect(void) {
+#if defined(LUNAI_NEON)
+  return LUNA_ISA_NEON;
+#elif defined(LUNAI_WASM)
+  return LUNA_ISA_WASM;
+#else
+  return LUNA_ISA_SCALAR;
+#endif
+}
+#endif
+
+/* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
+LUNA_API luna_isa luna_isa_best(void) {
+#if defined(__GNUC__) || defined(__clang__)
+  static int known;
+  int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
+  if (isa == 0) {
+    isa = lunai_isa_detect();
+    __atomic_store_n(&known, isa, __ATOMIC_RELAXED);
+  }
+  return (luna_isa)isa;
+#else
+  return (luna_isa)lunai_isa_detect();
+#endif
+}
+
+/* the kernels of an instruction set; null when this build or this machine lacks it. LUNA_ISA_BEST: the best there is */
+LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
+  const luna_isa best = luna_isa_best();
+  if (isa == LUNA_ISA_BEST) isa = best;
+  if (isa == LUNA_ISA_SCALAR) return &lunai_kernels_scalar;
+#ifdef LUNAI_X86
+  if (isa > best) return NULL;
+  if (isa == LUNA_ISA_SSE2) return &lunai_kernels_sse2;
+  if (isa == LUNA_ISA_AVX2) return &lunai_kernels_avx2;
+  if (isa == LUNA_ISA_AVX512) return &lunai_kernels_avx512;
+#elif defined(LUNAI_NEON)
+  if (isa == LUNA_ISA_NEON) return &lunai_kernels_neon;
+#elif defined(LUNAI_WASM)
+  if (isa == LUNA_ISA_WASM) return &lunai_kernels_wasm;
+#endif
+  return NULL;
+}
+
+LUNA_API bool luna_isa_available(luna_isa isa) { return lunai_kernels_of(isa) != NULL; }
+
+LUNA_API const char *luna_isa_name(luna_isa isa) {
+  switch (isa) {
+    case LUNA_ISA_BEST: return "best";
+    case LUNA_ISA_SCALAR: return "scalar";
+    case LUNA_ISA_SSE2: return "SSE2";
+    case LUNA_ISA_AVX2: return "AVX2";
+    case LUNA_ISA_AVX512: return "AVX-512";
+    case LUNA_ISA_NEON: return "NEON";
+    case LUNA_ISA_WASM: return "WASM SIMD128";
+  }
+  return "unknown";
+}
+
+#ifndef LUNA_ONLY_STREAM
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>functions: the context-free calls
+   Each has a plain form of a few loops, which is the reference and what runs without scratch, and the kernel. Guarded by tests/ops.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { lunai_philox(counter, key, out); }
+
+LUNA_API const char *luna_status_text(luna_status status) {
+  switch (status) {
+    case LUNA_OK: return "ok";
+    case LUNA_BAD_ARGUMENT: return "bad argument";
+    case LUNA_OUT_OF_MEMORY: return "out of memory";
+    case LUNA_BAD_FILE: return "bad file";
+    case LUNA_CANNOT_READ: return "cannot read";
+    case LUNA_CANNOT_WRITE: return "cannot write";
+    case LUNA_MISMATCH: return "names or shapes differ";
+    case LUNA_UNSUPPORTED: return "unsupported";
+  }
+  return "unknown status";
+}
+
+LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
+  lunai_parallel p;
+  p.run = run->parallel_for;
+  p.user = run->parallel_user;
+  p.slots = run->parallel_for && run->threads > 1 ? run->threads : 1;
+  return p;
+}
+
+/* the aligned scratch of a run when it holds `need` bytes, else null */
+LUNAI_FN void *lunai_scratch_of(const luna_run *run, size_t need) {
+  const uintptr_t at = (uintptr_t)run->scratch, aligned = (at + (LUNAI_ALIGN - 1)) & ~(uintptr_t)(LUNAI_ALIGN - 1);
+  if (!run->scratch || run->scratch_size < aligned - at || run->scratch_size - (aligned - at) < need) return NULL;
+  return (void *)aligned;
+}
+
+LUNAI_INLINE int64_t lunai_stride(int64_t given, int64_t dense) { return given == LUNA_SHARED ? 0 : given == 0 ? dense : given; }
+
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
+LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
+  uint32_t counter[4], word[4];
+  if (d->threshold == 0) return 1.0f;
+  counter[0] = (uint32_t)(element / 8);
+  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
+  counter[2] = d->op;
+  counter[3] = d->step;
+  lunai_philox(counter, d->seed, word);
+  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
+}
+
+/* --- gemm --- */
+LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
+  const int64_t a_width = args->transpose_a ? args->m : args->k, b_width = args->transpose_b ? args->k : args->n;
+  const int64_t a_height = args->transpose_a ? args->k : args->m, b_height = args->transpose_b ? args->n : args->k;
+  memset(g, 0, sizeof *g);
+  if (args->m < 0 || args->n < 0 || args->k < 0 || args->batch < 0) return LUNA_BAD_ARGUMENT;
+  if (args->activation < LUNA_NONE || args->activation > LUNA_SOFTPLUS2) return LUNA_BAD_ARGUMENT;
+  if (args->m * args->n > 0 && (!args->c || (args->k > 0 && (!args->a || !args->b)))) return LUNA_BAD_ARGUMENT;
+  g->a = args->a; g->b = args->b; g->c = args->c; g->bias = args->bias;
+  g->m = args->m; g->n = args->n; g->k = args->k;
+  g->a_row = lunai_stride(args->a_row, a_width);
+  g->b_row = lunai_stride(args->b_row, b_width);
+  g->c_row = lunai_stride(args->c_row, args->n);
+  g->batch[0] = 1;
+  g->batch[1] = args->batch ? args->batch : 1;
+  g->a_batch[1] = lunai_stride(args->a_batch, g->a_row * a_height);
+  g->b_batch[1] = lunai_stride(args->b_batch, g->b_row * b_height);
+  g->c_batch[1] = lunai_stride(args->c_batch, g->c_row * args->m);
+  g->a_column = args->transpose_a ? g->a_row : 1;
+  if (args->transpose_a) g->a_row = 1;
+  g->b_column = args->transpose_b ? g->b_row : 1;
+  if (args->transpose_b) g->b_row = 1;
+  g->alpha = args->alpha == 0 ? 1.0f : args->alpha;
+  g->activation = (int)args->activation;
+  g->accumulate = args->accumulate;
+  return LUNA_OK;
+}
+
+LUNAI_FN void lunai_gemm_plain(const lunai_kernels *kernels, const lunai_gemm *g) {
+  int64_t s, i, j, p;
+  for (s = 0; s < g->batch[1]; s++) {
+    const float *a = g->a + s * g->a_batch[1], *b = g->b + s * g->b_batch[1];
+    for (i = 0; i < g->m; i++) {
+      float *c = g->c + s * g->c_batch[1] + i * g->c_row;
+      for (j = 0; j < g->n; j++) {
+        float sum = 0, y;
+        for (p = 0; p < g->k; p++) sum += a[i * g->a_row + p * g->a_column] * b[p * g->b_row + j * g->b_column];
+        sum = g->alpha * sum + (g->bias ? g->bias[j] : 0);
+        kernels->activate(g->activation, 1, &sum, &y);
+        c[j] = g->accumulate ? c[j] + y : y;
+      }
+    }
+  }
+}
+
+LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
+  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
+  lunai_gemm g;
+  if (!kernels || lunai_gemm_of(args, &g) != LUNA_OK) return 0;
+  return kernels->gemm_scratch(&g, lunai_parallel_of(&args->run).slots) + LUNAI_ALIGN;
+}
+
+LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
+  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
+  const lunai_parallel parallel = lunai_parallel_of(&args->run);
+  lunai_gemm g;
+  luna_status status = lunai_gemm_of(args, &g);
+  void *scratch;
+  if (status != LUNA_OK) return status;
+  if (!kernels) return LUNA_UNSUPPORTED;
+  scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.slots));
+  if (scratch) kernels->gemm(&g, &parallel, scratch);
+  else lunai_gemm_plain(kernels, &g);
+  return LUNA_OK;
+}
+
+/* --- softmax attention --- */
+LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, bool backward, lunai_attention *a) {
+  const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
+  int64_t b;
+  memset(a, 0, sizeof *a);
+  if (args->batch < 0 || args->heads < 1 || args->queries < 0 || args->keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
+  if (!(args->dropout >= 0 && args->dropout < 1) || !args->query_offsets != !args->key_offsets) return LUNA_BAD_ARGUMENT;
+  if (args->batch > 0 && args->queries > 0 && (!args->q || !args->out || (args->keys > 0 && (!args->k || !args->v)))) return LUNA_BAD_ARGUMENT;
+  if (backward && (!args->grad_out || !args->log_sum_exp)) return LUNA_BAD_ARGUMENT;
+  if (backward && args->grad_sums && !args->sums) return LUNA_BAD_ARGUMENT;
+  for (b = 0; b < args->batch; b++) {
+    if (args->lengths && (args->lengths[b] < 0 || args->lengths[b] > args->keys)) return LUNA_BAD_ARGUMENT;
+    if (args->query_offsets && (args->query_offsets[b] < 0 || args->query_offsets[b + 1] < args->query_offsets[b] ||
+                                args->key_offsets[b] < 0 || args->key_offsets[b + 1] < args->key_offsets[b])) return LUNA_BAD_ARGUMENT;
+  }
+  a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
+  a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
+  a->head_dim = args->head_dim; a->value_dim = value_dim;
+  a->q_head = lunai_stride(args->q_head, args->head_dim);
+  a->k_head = lunai_stride(args->k_head, args->head_dim);
+  a->v_head = lunai_stride(args->v_head, value_dim);
+  a->out_head = lunai_stride(args->out_head, value_dim);
+  a->q_row = lunai_stride(args->q_row, args->heads * args->head_dim);
+  a->k_row = lunai_stride(args->k_row, args->heads * args->head_dim);
+  a->v_row = lunai_stride(args->v_row, args->heads * value_dim);
+  a->out_row = lunai_stride(args->out_row, args->heads * value_dim);
+  a->q_batch = lunai_stride(args->q_batch, args->queries * a->q_row);
+  a->k_batch = lunai_stride(args->k_batch, args->keys * a->k_row);
+  a->v_batch = lunai_stride(args->v_batch, args->keys * a->v_row);
+  a->out_batch = lunai_stride(args->out_batch, args->queries * a->out_row);
+  a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
+  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
+  a->causal = args->causal;
+  a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
+  a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
+  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
+  return LUNA_OK;
+}
+
+/* where row i of batch row b and head h lies, and how many keys it sees */
+typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
+LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
+  const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
+  const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
+  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
+  if (i >= rows) return false;
+  r->q = (a->query_offsets ? first * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
+  r->out = (a->query_offsets ? first * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
+  r->k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
+  r->v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
+  r->keys = a->lengths ? a->lengths[b] : a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
+  if (a->causal) r->keys = lunai_min(r->keys, i + 1);
+  r->stat = (first + i) * a->heads + h;
+  r->element = ((b * a->heads + h) * a->queries + i) * a->keys;
+  return true;
+}
+
+LUNAI_FN float lunai_score(const lunai_kernels *kernels, const lunai_attention *a, const lunai_attention_row *r, int64_t j) {
+  return a->scale * kernels->dot(a->head_dim, a->q + r->q, a->k + r->k + j * a->k_row);
+}
+
+LUNAI_FN float lunai_exp_plain(const lunai_kernels *kernels, float x) { /* elu(x) + 1 is exp(x) for x <= 0 */
+  float y;
+  kernels->activate(LUNA_ELU1, 1, &x, &y);
+  return y;
+}
+
+LUNAI_FN void lunai_attention_plain(const lunai_kernels *kernels, const lunai_attention *a) {
+  lunai_attention_row r;
+  int64_t b, h, i, j, e;
+  for (b = 0; b < a->batch; b++)
+    for (h = 0; h < a->heads; h++)
+      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
+        float *out = a->out + r.out, most = -INFINITY, total = 0, kept = 0, natural = 0;
+        for (e = 0; e < a->value_dim; e++) out[e] = 0;
+        for (j = 0; j < r.keys; j++) {
+          const float s = lunai_score(kernels, a, &r, j);
+          if (!(s <= most)) most = s;
+        }
+        for (j = 0; j < r.keys; j++) {
+          const float p = lunai_exp_plain(kernels, lunai_score(kernels, a, &r, j) - most), w = p * lunai_dropout_at(&a->dropout, r.element + j);
+          total += p;
+          kept += w;
+          kernels->scale_add(a->value_dim, w, a->v + r.v + j * a->v_row, out);
+        }
+        if (r.keys > 0) {
+          kernels->scale(a->value_dim, 1 / total, out, out);
+          kept = a->dropout.threshold ? kept / total : 1;
+          natural = most + (float)log((double)total);
+        }
+        if (a->lse) a->lse[r.stat] = natural;
+        if (a->sums) a->sums[r.stat] = kept;
+      }
+}
+
+LUNAI_FN void lunai_attention_backward_plain(const lunai_kernels *kernels, const lunai_attention *a) {
+  lunai_attention_row r;
+  int64_t b, h, i, j;
+  for (b = 0; b < a->batch; b++)
+    for (h = 0; h < a->heads; h++)
+      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
+        const float *g = a->grad_out + r.out, extra = a->grad_sums ? a->grad_sums[r.stat] : 0;
+        const float mean = kernels->dot(a->value_dim, g, a->out + r.out) + (a->grad_sums ? extra * a->sums[r.stat] : 0);
+        for (j = 0; j < r.keys; j++) {
+          const float p = lunai_exp_plain(kernels, lunai_score(kernels, a, &r, j) - a->lse[r.stat]);
+          const float mask = lunai_dropout_at(&a->dropout, r.element + j);
+          const float ds = a->scale * p * (mask * (kernels->dot(a->value_dim, g, a->v + r.v + j * a->v_row) + extra) - mean);
+          if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + r.k + j * a->k_row, a->grad_q + r.q);
+          if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + r.q, a->grad_k + r.k + j * a->k_row);
+          if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + r.v + j * a->v_row);
+        }
+      }
+}
+
+LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
+  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
+  const int64_t slots = lunai_parallel_of(&args->run).slots;
+  lunai_attention a;
+  size_t forward, backward;
+  if (!kernels || lunai_attention_of(args, false, &a) != LUNA_OK) return 0;
+  forward = kernels->attention_scratch(&a, slots, false);
+  backward = kernels->attention_scratch(&a, slots, true);
+  return (forward > backward ? forward : backward) + LUNAI_ALIGN;
+}
+
+LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool backward) {
+  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
+  const lunai_parallel parallel = lunai_parallel_of(&args->run);
+  lunai_attention a;
+  luna_status status = lunai_attention_of(args, backward, &a);
+  void *scratch;
+  if (status != LUNA_OK) return status;
+  if (!kernels) return LUNA_UNSUPPORTED;
+  scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.slots, backward));
+  if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
+  else (backward ? lunai_attention_backward_plain : lunai_attention_plain)(kernels, &a);
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) { return lunai_attention_call(args, false); }
+LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args) { return lunai_attention_call(args, true); }
+
+/* --- causal product --- */
+LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, bool backward, lunai_causal *c) {
+  memset(c, 0, sizeof *c);
+  if (args->batch < 0 || args->rows < 0 || args->heads < 1 || args->dim < 1 || args->value_dim < 1) return LUNA_BAD_ARGUMENT;
+  if (args->batch * args->rows > 0 && (!args->x || !args->y || !args->z || (backward ? !args->grad_out : !args->out))) return LUNA_BAD_ARGUMENT;
+  c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
+  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim; c->value_dim = args->value_dim;
+  c->xy_head = args->dim;
+  c->z_head = args->value_dim;
+  c->xy_row = args->heads * args->dim;
+  c->z_row = args->heads * args->value_dim;
+  c->xy_batch = args->rows * c->xy_row;
+  c->z_batch = args->rows * c->z_row;
+  c->grad_out = args->grad_out; c->grad_x = args->grad_x; c->grad_y = args->grad_y; c->grad_z = args->grad_z;
+  return LUNA_OK;
+}
+
+/* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, and its three derivatives */
+LUNAI_FN void lunai_causal_plain(const lunai_kernels *kernels, const lunai_causal *c, bool backward) {
+  int64_t b, h, t, j;
+  for (b = 0; b < c->batch; b++)
+    for (h = 0; h < c->heads; h++)
+      for (t = 0; t < c->rows; t++) {
+        const int64_t xy = b * c->xy_batch + h * c->xy_head, z = b * c->z_batch + h * c->z_head, row = z + t * c->z_row;
+        if (!backward) memset(c->out + row, 0, (size_t)c->value_dim * sizeof(float));
+        for (j = 0; j <= t; j++) {
+          const int64_t y = xy + j * c->xy_row, x = xy + t * c->xy_row, zj = z + j * c->z_row;
+          const float score = kernels->dot(c->dim, c->x + x, c->y + y) / (float)(t + 1);
+          if (!backward) kernels->scale_add(c->value_dim, score, c->z + zj, c->out + row);
+          else {
+            const float slope = kernels->dot(c->value_dim, c->grad_out + row, c->z + zj) / (float)(t + 1);
+            if (c->grad_x) kernels->scale_add(c->dim, slope, c->y + y, c->grad_x + x);
+            if (c->grad_y) kernels->scale_add(c->dim, slope, c->x + x, c->grad_y + y);
+            if (c->grad_z) kernels->scale_add(c->value_dim, score, c->grad_out + row, c->grad_z + zj);
+          }
+        }
+      }
+}
+
+LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
+  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
+  const int64_t slots = lunai_parallel_of(&args->run).slots;
+  lunai_causal c;
+  size_t forward, backward;
+  if (!kernels || lunai_causal_of(args, false, &c) != LUNA_OK) return 0;
+  forward = kernels->causal_scratch(&c, slots, false);
+  backward = kernels->causal_scratch(&c, slots, true);
+  return (forward > backward ? forward : backward) + LUNAI_ALIGN;
+}
+
+LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backward) {
+  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
+  const lunai_parallel parallel = lunai_parallel_of(&args->run);
+  lunai_causal c;
+  luna_status status = lunai_causal_of(args, backward, &c);
+  void *scratch;
+  if (status != LUNA_OK) return status;
+  if (!kernels) return LUNA_UNSUPPORTED;
+  scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.slots, backward));
+  if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
+  else lunai_causal_plain(kernels, &c, backward);
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
+LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args) { return lunai_causal_call(args, true); }
+#endif /* !LUNA_ONLY_STREAM */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>safetensors: reading and writing files of tensors, without allocation or stdio
+   8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype": "F32",
+   "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without holes.
+   lunai_st_open checks a stranger's bytes once; the functions after it walk the same header and cannot leave it.
+   Guarded by tests/safetensors.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
+#define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
+#define LUNAI_ST_BATCH 128                       /* items a round of the check for duplicates sorts, on the stack */
+#define LUNAI_ST_WORK ((uint64_t)1 << 28)        /* bytes of header that check may walk in all */
+#define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
+
+typedef struct lunai_st {
+  const uint8_t *bytes, *data;
+  const char *header;
+  size_t size, data_size, header_size;
+  size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
+} lunai_st;
+
+/* a JSON string between its quotes, escapes not decoded */
+typedef struct lunai_st_text { const char *at; size_t size; } lunai_st_text;
+
+typedef enum lunai_st_dtype {
+  LUNAI_ST_BOOL, LUNAI_ST_U8, LUNAI_ST_I8, LUNAI_ST_F8_E4M3, LUNAI_ST_F8_E5M2, LUNAI_ST_I16, LUNAI_ST_U16, LUNAI_ST_F16,
+  LUNAI_ST_BF16, LUNAI_ST_I32, LUNAI_ST_U32, LUNAI_ST_F32, LUNAI_ST_F64, LUNAI_ST_I64, LUNAI_ST_U64, LUNAI_ST_DTYPES
+} lunai_st_dtype;
+
+/* name and bytes an element, in the order of the enum */
+typedef struct lunai_st_format { const char *name; int size; } lunai_st_format;
+static LUNAI_UNUSED const lunai_st_format lunai_st_formats[LUNAI_ST_DTYPES] = {
+  {"BOOL", 1}, {"U8", 1}, {"I8", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"I16", 2}, {"U16", 2}, {"F16", 2},
+  {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4}, {"F64", 8}, {"I64", 8}, {"U64", 8}
+};
+
+typedef struct lunai_st_tensor {
+  lunai_st_text name;
+  int dtype;                                     /* lunai_st_dtype */
+  int rank;
+  int64_t shape[LUNAI_ST_RANK];
+  int64_t count;                                 /* elements */
+  const uint8_t *data;                           /* at any alignment */
+  size_t bytes;
+} lunai_st_tensor;
+
+/* Text: UTF-8 and the escapes of JSON. */
+
+/* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no character */
+LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
+  static const uint32_t least[4] = {0, 0x80, 0x800, 0x10000};
+  const uint8_t *s = (const uint8_t *)*at;
+  const int more = s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 1 : s[0] < 0xF0 ? 2 : 3;
+  uint32_t code = s[0];
+  int i;
+  if (code >= 0x80) {
+    if (more == 0 || code > 0xF4 || end - *at <= more) return LUNAI_ST_BAD;
+    code &= 0x3Fu >> more;
+    for (i = 1; i <= more; i++) {
+      if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
+      code = code << 6 | (s[i] & 0x3Fu);
+    }
+    if (code < least[more] || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return LUNAI_ST_BAD;
+  }
+  *at += more + 1;
+  return code;
+}
+
+LUNAI_FN size_t lunai_st_encode(uint32_t code, char out[4]) {
+  const size_t n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+  size_t i;
+  for (i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
+  out[0] = (char)(n == 1 ? code : ((0xF00u >> n) & 0xFF) | code);
+  return n;
+}
+
+LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
+  uint32_t value = 0;
+  int i;
+  if (end - at < 4) return LUNAI_ST_BAD;
+  for (i = 0; i < 4; i++) {
+    const char c = at[i];
+    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+    if (digit < 0) return LUNAI_ST_BAD;
+    value = value << 4 | (uint32_t)digit;
+  }
+  return value;
+}
+
+/* the character of a JSON string at *at, which moves past it; LUNAI_ST_BAD when there is none */
+LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
+  static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+  const char *s = *at, *letter;
+  uint32_t code, low;
+  if (s == end || (uint8_t)*s < 0x20) return LUNAI_ST_BAD;
+  if (*s != '\\') return lunai_st_utf8(at, end);
+  if (end - s < 2) return LUNAI_ST_BAD;
+  if (s[1] != 'u') {
+    letter = (const char *)memchr(letters, s[1], sizeof(letters) - 1);
+    if (!letter) return LUNAI_ST_BAD;
+    *at += 2;
+    return (uint32_t)meanings[letter - letters];
+  }
+  code = lunai_st_hex(s + 2, end);
+  if (code == LUNAI_ST_BAD) return LUNAI_ST_BAD;
+  *at += 6;
+  if (code < 0xD800 || code > 0xDFFF) return code;
+  if (code > 0xDBFF || end - s < 12 || s[6] != '\\' || s[7] != 'u') return LUNAI_ST_BAD;
+  low = lunai_st_hex(s + 8, end);
+  if (low < 0xDC00 || low > 0xDFFF) return LUNAI_ST_BAD;
+  *at += 6;
+  return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
+}
+
+/* does the text, decoded, read as this UTF-8 string? */
+LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
+  const char *at = text.at, *end = text.at + text.size;
+  char utf8[4];
+  size_t i, n;
+  while (at < end) {
+    const uint32_t code = lunai_st_character(&at, end);
+    if (code == LUNAI_ST_BAD) return false;
+    n = lunai_st_encode(code, utf8);
+    for (i = 0; i < n; i++, string++)
+      if (*string == 0 || *string != utf8[i]) return false;
+  }
+  return *string == 0;
+}
+
+/* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size without
+   the 0, so it was not cut if that is below room. */
+LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
+  const char *at = text.at, *end = text.at + text.size;
+  char utf8[4];
+  size_t size = 0, last = 0, n;
+  while (at < end) {
+    const uint32_t code = lunai_st_character(&at, end);
+    if (code == LUNAI_ST_BAD) break;
+    n = lunai_st_encode(code, utf8);
+    if (size + n < room) {
+      memcpy(out + size, utf8, n);
+      last = size + n;
+    }
+    size += n;
+  }
+  if (room > 0) out[last] = 0;
+  return size;
+}
+
+/* the order of two texts, decoded: by character */
+LUNAI_FN int lunai_st_compare(lunai_st_text a, lunai_st_text b) {
+  const char *p = a.at, *q = b.at, *p_end = a.at + a.size, *q_end = b.at + b.size;
+  for (;;) {
+    uint32_t c, d;
+    while (p < p_end && q < q_end && *p == *q && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
+    if (p == p_end || q == q_end) return (p < p_end) - (q < q_end);
+    c = lunai_st_character(&p, p_end);
+    d = lunai_st_character(&q, q_end);
+    if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
+  }
+}
+
+/* The JSON of a header. Its grammar nests three deep and no other key or value is taken, so that nothing here recurses. */
+typedef struct lunai_st_json {
+  const char *at, *end;
+  const char *wrong;                             /* the first complaint, or null */
+  const char *meta;                              /* where __metadata__ was met */
+} lunai_st_json;
+
+LUNAI_FN bool lunai_st_fail(lunai_st_json *j, const char *wrong) {
+  if (!j->wrong) j->wrong = wrong;
+  return false;
+}
+/* is c what follows after white space? */
+LUNAI_FN bool lunai_st_next_is(lunai_st_json *j, char c) {
+  while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
+  return j->at < j->end && *j->at == c;
+}
+LUNAI_FN bool lunai_st_skip(lunai_st_json *j, char c) {
+  if (!lunai_st_next_is(j, c)) return false;
+  j->at++;
+  return true;
+}
+LUNAI_FN bool lunai_st_take(lunai_st_json *j, char c) {
+  return lunai_st_skip(j, c) || lunai_st_fail(j, "the header is not the JSON of a safetensors file");
+}
+
+LUNAI_FN bool lunai_st_string(lunai_st_json *j, lunai_st_text *text) {
+  if (!lunai_st_take(j, '"')) return false;
+  text->at = j->at;
+  while (j->at < j->end && *j->at != '"')
+    if (lunai_st_character(&j->at, j->end) == LUNAI_ST_BAD)
+      return lunai_st_fail(j, "a string has a control character, a bad escape or invalid UTF-8");
+  text->size = (size_t)(j->at - text->at);
+  return lunai_st_take(j, '"');
+}
+
+/* a list of at most `most` whole numbers; returns how many, -1 on failure */
+LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int most) {
+  int count = 0;
+  if (!lunai_st_take(j, '[')) return -1;
+  if (lunai_st_skip(j, ']')) return 0;
+  do {
+    const bool zero = lunai_st_next_is(j, '0');
+    const char *start = j->at;
+    int64_t value = 0;
+    for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
+      const int digit = *j->at - '0';
+      if (value > (INT64_MAX - digit) / 10) return (void)lunai_st_fail(j, "a number is too large"), -1;
+      value = value * 10 + digit;
+    }
+    if (j->at == start || (zero && j->at - start > 1))
+      return (void)lunai_st_fail(j, "a shape or data_offsets has something other than whole numbers"), -1;
+    if (count == most) return (void)lunai_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
+    out[count++] = value;
+  } while (lunai_st_skip(j, ','));
+  return lunai_st_take(j, ']') ? count : -1;
+}
+
+/* the key and the colon of an object's next member; false at the object's end, or when something is wrong */
+LUNAI_FN bool lunai_st_member(lunai_st_json *j, bool first, lunai_st_text *key) {
+  if (first && !lunai_st_take(j, '{')) return false;
+  if (lunai_st_skip(j, '}')) return false;
+  return (first || lunai_st_take(j, ',')) && lunai_st_string(j, key) && lunai_st_take(j, ':');
+}
+
+LUNAI_FN bool lunai_st_metadata(lunai_st_json *j) {
+  lunai_st_text key, value;
+  bool first = true;
+  if (j->meta) return lunai_st_fail(j, "there is more than one __metadata__");
+  if (!lunai_st_next_is(j, '{')) return lunai_st_fail(j, "__metadata__ is not an object");
+  for (j->meta = j->at; lunai_st_member(j, first, &key); first = false) {
+    if (!lunai_st_next_is(j, '"')) return lunai_st_fail(j, "__metadata__ holds something other than strings");
+    if (!lunai_st_string(j, &value)) return false;
+  }
+  return !j->wrong;
+}
+
+/* {"dtype": ..., "shape": ..., "data_offsets": ...} in any order, each once */
+LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offsets[2]) {
+  lunai_st_text key, dtype;
+  int seen = 0, part;
+  bool first = true;
+  for (; lunai_st_member(j, first, &key); first = false) {
+    if (lunai_st_equal(key, "dtype")) {
+      part = 1;
+      if (!lunai_st_string(j, &dtype)) return false;
+      for (t->dtype = 0; t->dtype < LUNAI_ST_DTYPES && !lunai_st_equal(dtype, lunai_st_formats[t->dtype].name);) t->dtype++;
+      if (t->dtype == LUNAI_ST_DTYPES) return lunai_st_fail(j, "a tensor has an unknown dtype");
+    } else if (lunai_st_equal(key, "shape")) {
+      part = 2;
+      t->rank = lunai_st_list(j, t->shape, LUNAI_ST_RANK);
+      if (t->rank < 0) return false;
+    } else if (lunai_st_equal(key, "data_offsets")) {
+      part = 4;
+      if (lunai_st_list(j, offsets, 2) != 2) return lunai_st_fail(j, "data_offsets is not two numbers");
+    } else {
+      return lunai_st_fail(j, "a tensor has a key other than dtype, shape and data_offsets");
+    }
+    if (seen & part) return lunai_st_fail(j, "a tensor has the same key twice");
+    seen |= part;
+  }
+  return !j->wrong && (seen == 7 || lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets"));
+}
+
+LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t, const int64_t offsets[2]) {
+  int i;
+  t->count = 1;
+  for (i = 0; i < t->rank && t->count >= 0; i++) t->count = lunai_checked(t->count, t->shape[i]);
+  if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
+  if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
+  if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
+  if (offsets[1] - offsets[0] != t->count * lunai_st_formats[t->dtype].size)
+    return lunai_st_fail(j, "a tensor's data_offsets do not fit its dtype and shape");
+  t->data = st->data + (size_t)offsets[0];
+  t->bytes = (size_t)(offsets[1] - offsets[0]);
+  return true;
+}
+
+LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lunai_st_tensor *out) {
+  int64_t offsets[2];
+  for (; lunai_st_member(j, first, &out->name); first = false) {
+    if (!lunai_st_equal(out->name, "__metadata__")) return lunai_st_entry(j, out, offsets) && lunai_st_place(st, j, out, offsets);
+    if (!lunai_st_metadata(j)) return false;
+  }
+  return false;
+}
+
+LUNAI_FN lunai_st_json lunai_st_json_at(const lunai_st *st, size_t offset) {
+  lunai_st_json j;
+  j.at = st->header + offset;
+  j.end = st->header + st->header_size;
+  j.wrong = NULL;
+  j.meta = NULL;
+  return j;
+}
+
+/* the next tensor in the order of the header; *cursor starts at 0 */
+LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor *out) {
+  lunai_st_json j = lunai_st_json_at(st, *cursor);
+  if (!lunai_st_read(st, &j, *cursor == 0, out)) return false;
+  *cursor = (size_t)(j.at - st->header);
+  return true;
+}
+
+/* walks the whole header: who wants many tensors iterates instead */
+LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tensor *out) {
+  size_t cursor = 0;
+  while (lunai_st_next(st, &cursor, out))
+    if (lunai_st_equal(out->name, name)) return true;
+  return false;
+}
+
+LUNAI_FN bool lunai_st_meta_next(const lunai_st *st, size_t *cursor, lunai_st_text *key, lunai_st_text *value) {
+  lunai_st_json j = lunai_st_json_at(st, *cursor ? *cursor : st->meta);
+  if (st->meta == 0 || !lunai_st_member(&j, *cursor == 0, key) || !lunai_st_string(&j, value)) return false;
+  *cursor = (size_t)(j.at - st->header);
+  return true;
+}
+
+LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *value) {
+  lunai_st_text name;
+  size_t cursor = 0;
+  while (lunai_st_meta_next(st, &cursor, &name, value))
+    if (lunai_st_equal(name, key)) return true;
+  return false;
+}
+
+/* Are names and keys unique, and does each tensor begin where another ends? A header in order, as most are, takes one walk. Any
+   other is sorted without memory: every round walks it for the LUNAI_ST_BATCH items that follow the last round's. That is
+   exact, unlike hashing, and quadratic only beyond the batch, so a bound on the work refuses what would take seconds: a
+   header out of order with more than some 18,000 tensors. Tensors without data may lie anywhere. */
+enum { LUNAI_ST_NAMES, LUNAI_ST_KEYS, LUNAI_ST_PLACES };
+typedef struct lunai_st_item { lunai_st_text name; size_t begin, end; } lunai_st_item;
+
+LUNAI_FN bool lunai_st_item_next(const lunai_st *st, int kind, size_t *cursor, lunai_st_item *item) {
+  lunai_st_tensor t;
+  lunai_st_text value;
+  if (kind == LUNAI_ST_KEYS) return lunai_st_meta_next(st, cursor, &item->name, &value);
+  do {
+    if (!lunai_st_next(st, cursor, &t)) return false;
+  } while (kind == LUNAI_ST_PLACES && t.bytes == 0);
+  item->name = t.name;
+  item->begin = (size_t)(t.data - st->data);
+  item->end = item->begin + t.bytes;
+  return true;
+}
+
+LUNAI_FN int lunai_st_item_compare(int kind, const lunai_st_item *a, const lunai_st_item *b) {
+  if (kind == LUNAI_ST_PLACES) return (a->begin > b->begin) - (a->begin < b->begin);
+  return lunai_st_compare(a->name, b->name);
+}
+
+/* the smallest items above last (null: of all), sorted; returns how many, -1 when two are equal */
+LUNAI_FN int lunai_st_smallest(const lunai_st *st, int kind, const lunai_st_item *last, lunai_st_item batch[LUNAI_ST_BATCH]) {
+  lunai_st_item item;
+  size_t cursor = 0;
+  int count = 0;
+  while (lunai_st_item_next(st, kind, &cursor, &item)) {
+    int low = 0, high = count;
+    if (last && lunai_st_item_compare(kind, &item, last) <= 0) continue;
+    if (count == LUNAI_ST_BATCH && lunai_st_item_compare(kind, &item, &batch[count - 1]) > 0) continue;
+    while (low < high) {
+      const int middle = (low + high) / 2, order = lunai_st_item_compare(kind, &item, &batch[middle]);
+      if (order == 0) return -1;
+      if (order > 0) low = middle + 1;
+      else high = middle;
+    }
+    if (count < LUNAI_ST_BATCH) count++;
+    memmove(batch + low + 1, batch + low, (size_t)(count - 1 - low) * sizeof(batch[0]));
+    batch[low] = item;
+  }
+  return count;
+}
+
+LUNAI_FN const char *lunai_st_sorted(const lunai_st *st, int kind, const char *wrong) {
+  lunai_st_item batch[LUNAI_ST_BATCH], item, last;
+  size_t cursor = 0, end = 0;
+  uint64_t total = 0;
+  bool ordered = true, first = true;
+  int count = LUNAI_ST_BATCH, i;
+  memset(&last, 0, sizeof(last));
+  for (; lunai_st_item_next(st, kind, &cursor, &item); total++, last = item) {
+    if (kind == LUNAI_ST_PLACES) ordered = ordered && item.begin == last.end;
+    else ordered = ordered && (total == 0 || lunai_st_item_compare(kind, &last, &item) < 0);
+  }
+  if (ordered) return NULL;
+  if ((total / LUNAI_ST_BATCH + 1) * st->header_size > LUNAI_ST_WORK)
+    return "the header is too long to be checked: its names, or its tensors' data, are not in order";
+  for (; count == LUNAI_ST_BATCH; first = false) {
+    count = lunai_st_smallest(st, kind, first ? NULL : &last, batch);
+    if (count < 0) return wrong;
+    for (i = 0; kind == LUNAI_ST_PLACES && i < count; end = batch[i++].end)
+      if (batch[i].begin != end) return wrong;
+    if (count > 0) last = batch[count - 1];
+  }
+  return NULL;
+}
+
+/* Opens a file that lies in memory, which must stay; returns null, or a sentence that says what is wrong with it. */
+LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size) {
+  lunai_st_json j;
+  lunai_st_tensor t;
+  uint64_t header_size = 0;
+  size_t covered = 0;
+  const char *wrong;
+  bool first = true;
+  int i;
+  memset(st, 0, sizeof(*st));
+  if (size < 8) return "the file is shorter than 8 bytes";
+  st->bytes = (const uint8_t *)bytes;
+  st->size = size;
+  for (i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
+  if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB: this is no safetensors file";
+  if (header_size > size - 8) return "the file ends inside its header";
+  st->header = (const char *)st->bytes + 8;
+  st->header_size = (size_t)header_size;
+  st->data = st->bytes + 8 + st->header_size;
+  st->data_size = size - 8 - st->header_size;
+  j = lunai_st_json_at(st, 0);
+  if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
+  for (; lunai_st_read(st, &j, first, &t); first = false) {
+    if (t.bytes > st->data_size - covered) return "two tensors overlap";
+    covered += t.bytes;
+  }
+  if (j.wrong) return j.wrong;
+  for (; j.at < j.end; j.at++)
+    if (*j.at != ' ') return "something other than spaces follows the header's JSON";
+  if (covered != st->data_size) return "the tensors do not cover the file's data";
+  if (j.meta) st->meta = (size_t)(j.meta - st->header);
+  wrong = lunai_st_sorted(st, LUNAI_ST_KEYS, "two keys of __metadata__ are the same");
+  if (!wrong) wrong = lunai_st_sorted(st, LUNAI_ST_NAMES, "two tensors have the same name");
+  if (!wrong) wrong = lunai_st_sorted(st, LUNAI_ST_PLACES, "two tensors overlap");
+  return wrong;
+}
+
+/* Numbers: byte by byte, so that neither the machine's byte order nor alignment matters. */
+
+LUNAI_FN bool lunai_st_little(void) {
+  const uint16_t one = 1;
+  uint8_t low;
+  memcpy(&low, &one, 1);
+  return low == 1;
+}
+
+/* the value of a floating-point pattern with so many bits of exponent and mantissa */
+LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bits) {
+  const int most = (1 << exponent_bits) - 1, exponent = (int)(bits >> mantissa_bits) & most;
+  const uint64_t one = (uint64_t)1 << mantissa_bits, mantissa = bits & (one - 1);
+  const double sign = (bits >> (exponent_bits + mantissa_bits)) & 1 ? -1.0 : 1.0;
+  if (exponent == most) return mantissa ? (double)NAN : sign * (double)INFINITY;
+  return sign * ldexp((double)(exponent ? mantissa + one : mantissa), (exponent ? exponent : 1) - most / 2 - mantissa_bits);
+}
+
+/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
+LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
+  const int size = lunai_st_formats[t->dtype].size;
+  int exponent_bits = 8, mantissa_bits = 23, k;
+  int64_t i;
+  switch (t->dtype) {
+    case LUNAI_ST_F32: break;
+    case LUNAI_ST_BF16: mantissa_bits = 7; break;
+    case LUNAI_ST_F16: exponent_bits = 5; mantissa_bits = 10; break;
+    case LUNAI_ST_F64: exponent_bits = 11; mantissa_bits = 52; break;
+    default: return false;
+  }
+  if (t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little()) {
+    if (t->bytes > 0) memcpy(out, t->data, t->bytes);
+    return true;
+  }
+  for (i = 0; i < t->count; i++) {
+    const uint8_t *at = t->data + (size_t)i * (size_t)size;
+    uint64_t bits = 0;
+    for (k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
+    if (exponent_bits == 8 && sizeof(float) == 4) { /* a float, or its upper half: keeps NaNs as they are */
+      const uint32_t pattern = (uint32_t)(bits << (23 - mantissa_bits));
+      memcpy(&out[i], &pattern, sizeof(pattern));
+    } else {
+      out[i] = (float)lunai_st_real(bits, exponent_bits, mantissa_bits);
+    }
+  }
+  return true;
+}
+
+/* the tensor's data where it lies, when this machine can read it as float there; else null */
+LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
+  const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
+  return fits ? (const float *)(const void *)t->data : NULL;
+}
+
+/* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
+typedef struct lunai_st_writer {
+  bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
+  void *user;
+  uint64_t written;
+  bool failed;
+} lunai_st_writer;
+typedef struct lunai_st_pair { const char *key, *value; } lunai_st_pair;
+typedef struct lunai_st_source { const char *name; int rank; const int64_t *shape; const float *data; } lunai_st_source;
+
+LUNAI_FN void lunai_st_write_bytes(lunai_st_writer *w, const void *bytes, size_t size) {
+  if (w->failed || size == 0) return;
+  w->failed = w->write && !w->write(w->user, bytes, size);
+  if (!w->failed) w->written += size;
+}
+
+LUNAI_FN void lunai_st_write_text(lunai_st_writer *w, const char *text) { lunai_st_write_bytes(w, text, strlen(text)); }
+
+LUNAI_FN void lunai_st_write_number(lunai_st_writer *w, uint64_t number) {
+  char digits[20];
+  size_t at = sizeof(digits);
+  do digits[--at] = (char)('0' + number % 10);
+  while (number /= 10);
+  lunai_st_write_bytes(w, digits + at, sizeof(digits) - at);
+}
+
+LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size) {
+  uint8_t bytes[8];
+  int i;
+  for (i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
+  lunai_st_write_bytes(w, bytes, (size_t)size);
+}
+
+/* a UTF-8 string as JSON; invalid UTF-8 fails, for nobody could read it back */
+LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
+  static const char hex[] = "0123456789abcdef";
+  const char *at = string, *end = string + strlen(string), *plain = string;
+  char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
+  lunai_st_write_text(w, "\"");
+  while (at < end) {
+    const char *here = at;
+    const uint32_t code = lunai_st_utf8(&at, end);
+    if (code == LUNAI_ST_BAD) w->failed = true;
+    if (w->failed) return;
+    if (code >= 0x20 && code != '"' && code != '\\') continue;
+    lunai_st_write_bytes(w, plain, (size_t)(here - plain));
+    escape[4] = hex[code >> 4];
+    escape[5] = hex[code & 15];
+    if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
+    else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
+    plain = at;
+  }
+  lunai_st_write_bytes(w, plain, (size_t)(end - plain));
+  lunai_st_write_text(w, "\"");
+}
+
+LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
+  int64_t i;
+  if (sizeof(float) == 4 && lunai_st_little()) {
+    lunai_st_write_bytes(w, x, (size_t)count * sizeof(float));
+    return;
+  }
+  for (i = 0; i < count; i++) {
+    uint32_t pattern;
+    memcpy(&pattern, &x[i], sizeof(pattern));
+    lunai_st_write_little(w, pattern, 4);
+  }
+}
+
+/* elements of a tensor to be written; -1: it cannot be */
+LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
+  int64_t count = 1;
+  int i;
+  if (source->rank < 0 || source->rank > LUNAI_ST_RANK || strcmp(source->name, "__metadata__") == 0) return -1;
+  for (i = 0; i < source->rank && count >= 0; i++) count = lunai_checked(count, source->shape[i]);
+  return count > 0 && !source->data ? -1 : count;
+}
+
+/* "name": {...}; begin: where the tensor's data begins. Returns where they end. */
+LUNAI_FN uint64_t lunai_st_write_entry(lunai_st_writer *w, const lunai_st_source *source, uint64_t begin) {
+  const int64_t count = lunai_st_source_count(source);
+  const uint64_t end = begin + 4 * (uint64_t)count;
+  int i;
+  if (count < 0) return w->failed = true, begin;
+  lunai_st_write_string(w, source->name);
+  lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":[");
+  for (i = 0; i < source->rank; i++) {
+    if (i > 0) lunai_st_write_text(w, ",");
+    lunai_st_write_number(w, (uint64_t)source->shape[i]);
+  }
+  lunai_st_write_text(w, "],\"data_offsets\":[");
+  lunai_st_write_number(w, begin);
+  lunai_st_write_text(w, ",");
+  lunai_st_write_number(w, end);
+  lunai_st_write_text(w, "]}");
+  return end;
+}
+
+LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
+                                    const lunai_st_source *tensors, int64_t tensor_count) {
+  uint64_t end = 0;
+  int64_t i;
+  lunai_st_write_text(w, "{");
+  for (i = 0; i < meta_count; i++) {
+    lunai_st_write_text(w, i == 0 ? "\"__metadata__\":{" : ",");
+    lunai_st_write_string(w, metas[i].key);
+    lunai_st_write_text(w, ":");
+    lunai_st_write_string(w, metas[i].value);
+  }
+  if (meta_count > 0) lunai_st_write_text(w, "}");
+  for (i = 0; i < tensor_count; i++) {
+    if (i > 0 || meta_count > 0) lunai_st_write_text(w, ",");
+    end = lunai_st_write_entry(w, &tensors[i], end);
+  }
+  lunai_st_write_text(w, "}");
+}
+
+/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used where it lies.
+   Names and keys must be unique; neither they nor anything else is written when the header cannot be. */
+LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
+                             const lunai_st_source *tensors, int64_t tensor_count) {
+  lunai_st_writer counter;
+  uint64_t size;
+  int64_t i;
+  memset(&counter, 0, sizeof(counter));
+  lunai_st_write_header(&counter, metas, meta_count, tensors, tensor_count);
+  size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
+  if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
+  lunai_st_write_little(w, size, 8);
+  lunai_st_write_header(w, metas, meta_count, tensors, tensor_count);
+  for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
+  for (i = 0; i < tensor_count && !w->failed; i++) lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
+  return !w->failed;
+}
+
+#ifndef LUNA_ONLY_STREAM
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#define LUNAI_NO_POOL
+#elif defined(_WIN32)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+typedef HANDLE lunai_thread;
+typedef CRITICAL_SECTION lunai_mutex;
+typedef CONDITION_VARIABLE lunai_condition;
+#define lunai_mutex_open(m) InitializeCriticalSection(m)
+#define lunai_mutex_close(m) DeleteCriticalSection(m)
+#define lunai_mutex_lock(m) EnterCriticalSection(m)
+#define lunai_mutex_unlock(m) LeaveCriticalSection(m)
+#define lunai_condition_open(c) InitializeConditionVariable(c)
+#define lunai_condition_close(c) ((void)(c))
+#define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
+#define lunai_condition_wake(c) WakeAllConditionVariable(c)
+#define lunai_yield() SwitchToThread()
+#else
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+typedef pthread_t lunai_thread;
+typedef pthread_mutex_t lunai_mutex;
+typedef pthread_cond_t lunai_condition;
+#define lunai_mutex_open(m) pthread_mutex_init(m, NULL)
+#define lunai_mutex_close(m) pthread_mutex_destroy(m)
+#define lunai_mutex_lock(m) pthread_mutex_lock(m)
+#define lunai_mutex_unlock(m) pthread_mutex_unlock(m)
+#define lunai_condition_open(c) pthread_cond_init(c, NULL)
+#define lunai_condition_close(c) pthread_cond_destroy(c)
+#define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
+#define lunai_condition_wake(c) pthread_cond_broadcast(c)
+#define lunai_yield() sched_yield()
+#endif
+
+#define LUNAI_MOST_THREADS 256
+#ifdef LUNAI_NO_POOL
+LUNAI_FN int lunai_cores(void) { return 1; }
+#else
+#define LUNAI_SPINS 4000
+
+typedef struct lunai_pool lunai_pool;
+typedef struct lunai_worker { lunai_pool *pool; int64_t number; lunai_thread thread; } lunai_worker;
+struct lunai_pool {
+  int64_t workers;                   /* besides the caller, who is number 0 */
+  lunai_worker *worker;
+  void (*task)(void *work, int64_t index);
+  void *work;
+  int64_t count;
+  unsigned generation;               /* atomic: one more for each call */
+  int sleepers;                      /* atomic */
+  int64_t pending;                   /* atomic: workers still busy */
+  bool stop;
+  lunai_mutex mutex;
+  lunai_condition wake;
+};
+
+LUNAI_INLINE void lunai_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+LUNAI_FN int lunai_cores(void) {
+#ifdef _WIN32
+  SYSTEM_INFO info;
+  GetSystemInfo(&info);
+  return (int)info.dwNumberOfProcessors;
+#else
+  const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  return cores < 1 ? 1 : cores > LUNAI_MOST_THREADS ? LUNAI_MOST_THREADS : (int)cores;
+#endif
+}
+
+LUNAI_FN void lunai_worker_run(lunai_worker *self) {
+  lunai_pool *pool = self->pool;
+  unsigned seen = 0;
+  for (;;) {
+    int64_t i;
+    int spins = 0;
+    while (__atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST) == seen && spins < LUNAI_SPINS) {
+      lunai_pause();
+      spins++;
+    }
+    if (spins == LUNAI_SPINS) {
+      lunai_mutex_lock(&pool->mutex);
+      __atomic_add_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      while (__atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
+      __atomic_sub_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_mutex_unlock(&pool->mutex);
+    }
+    seen++;
+    if (pool->stop) return;
+    for (i = self->number; i < pool->count; i += pool->workers + 1) pool->task(pool->work, i);
+    __atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST);
+  }
+}
+#ifdef _WIN32
+static DWORD WINAPI lunai_worker_main(LPVOID self) { lunai_worker_run((lunai_worker *)self); return 0; }
+LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return (w->thread = CreateThread(NULL, 0, lunai_worker_main, w, 0, NULL)) != NULL; }
+LUNAI_FN void lunai_thread_join(lunai_thread thread) { WaitForSingleObject(thread, INFINITE); CloseHandle(thread); }
+#else
+static void *lunai_worker_main(void *self) { lunai_worker_run((lunai_worker *)self); return NULL; }
+LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->thread, NULL, lunai_worker_main, w) == 0; }
+LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
+#endif
+
+LUNAI_FN void lunai_pool_publish(lunai_pool *pool) {
+  __atomic_store_n(&pool->pending, pool->workers, __ATOMIC_SEQ_CST);
+  __atomic_add_fetch(&pool->generation, 1, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0) return;
+  lunai_mutex_lock(&pool->mutex);
+  lunai_condition_wake(&pool->wake);
+  lunai_mutex_unlock(&pool->mutex);
+}
+
+/* a luna_parallel_for */
+LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
+  lunai_pool *pool = (lunai_pool *)user;
+  int64_t i;
+  int spins = 0;
+  pool->task = task;
+  pool->work = work;
+  pool->count = count;
+  lunai_pool_publish(pool);
+  for (i = 0; i < count; i += pool->workers + 1) task(work, i);
+  while (__atomic_load_n(&pool->pending, __ATOMIC_SEQ_CST) != 0) {
+    lunai_pause();
+    if (++spins > LUNAI_SPINS) lunai_yield();
+  }
+}
+
+LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
+  int64_t i;
+  pool->stop = true;
+  lunai_pool_publish(pool);
+  for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
+  lunai_condition_close(&pool->wake);
+  lunai_mutex_close(&pool->mutex);
+}
+
+/* memory for pool and workers is the caller's; as many threads as the system gives */
+LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t workers) {
+  int64_t i;
+  memset(pool, 0, sizeof *pool);
+  pool->worker = worker;
+  pool->workers = workers;
+  lunai_mutex_open(&pool->mutex);
+  lunai_condition_open(&pool->wake);
+  for (i = 0; i < workers; i++) {
+    worker[i].pool = pool;
+    worker[i].number = i + 1;
+    if (!lunai_thread_start(&worker[i])) break;
+  }
+  if (i == workers) return;
+  pool->workers = i;                 /* too few: close those there are, and go on without */
+  lunai_pool_close(pool);
+  pool->workers = 0;
+}
+#endif /* !LUNAI_NO_POOL */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>context
+   All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin). Both are counted in
+   multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a block must hold: there the step grows up
+   from the block's start and what persists down from its end. Guarded by tests/memory.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#include <stdarg.h>
+#if !defined(LUNA_MALLOC) && !defined(LUNA_FREE)
+#include <stdlib.h>
+#define LUNA_MALLOC(size) malloc(size)
+#define LUNA_FREE(pointer) free(pointer)
+#elif !defined(LUNA_MALLOC) || !defined(LUNA_FREE)
+#error "define both of LUNA_MALLOC and LUNA_FREE, or neither"
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#define LUNAI_HUGE_PAGE ((size_t)2 << 20)
+
+typedef struct lunai_chunk {         /* the head of one allocation; the memory follows, aligned */
+  struct lunai_chunk *next;
+  size_t raw_size;
+  char *start;
+  size_t size, used;                 /* step blocks */
+} lunai_chunk;
+
+struct luna_ctx {
+  luna_options options;
+  const lunai_kernels *kernels;
+  const luna_backend *backend;
+  lunai_parallel parallel;
+#ifndef LUNAI_NO_POOL
+  lunai_pool *pool;
+#endif
+  char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
+  lunai_chunk *persistent;           /* allocator mode: list, newest first */
+  lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
+  size_t persistent_bytes, step_bytes, peak, step_peak;
+  luna_step_state *state;
+  luna_op *tape;
+  uint32_t dropout_ops;
+  bool training;
+  luna_params *params;
+  luna_status status;
+  char error[320];
+};
+
+/* --- sentences: %s text, %d int64_t, %t a tensor's shape --- */
+typedef struct lunai_text { char *at, *end; } lunai_text;
+LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
+LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
+  char digits[24];
+  int i = (int)sizeof digits - 1;
+  uint64_t rest = value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value;
+  digits[i] = 0;
+  do digits[--i] = (char)('0' + rest % 10); while ((rest /= 10) != 0);
+  if (value < 0) digits[--i] = '-';
+  lunai_put(text, digits + i);
+}
+LUNAI_FN void lunai_put_shape(lunai_text *text, int rank, const int64_t *shape) {
+  int i;
+  lunai_put(text, "[");
+  for (i = 0; i < rank; i++) {
+    if (i) lunai_put(text, ",");
+    lunai_put_number(text, shape[i]);
+  }
+  lunai_put(text, "]");
+}
+LUNAI_FN void lunai_format(char *out, size_t room, const char *format, va_list values) {
+  lunai_text text;
+  char one[2] = { 0, 0 };
+  text.at = out;
+  text.end = out + room - 1;
+  for (; *format; format++) {
+    if (*format != '%') {
+      one[0] = *format;
+      lunai_put(&text, one);
+    } else if (*++format == 's') lunai_put(&text, va_arg(values, const char *));
+    else if (*format == 'd') lunai_put_number(&text, va_arg(values, int64_t));
+    else if (*format == 't') {
+      const luna_tensor *t = va_arg(values, const luna_tensor *);
+      lunai_put_shape(&text, t->rank, t->shape);
+    }
+  }
+  *text.at = 0;
+}
+LUNAI_FN void lunai_print(char *out, size_t room, const char *format, ...) {
+  va_list values;
+  va_start(values, format);
+  lunai_format(out, room, format, values);
+  va_end(values);
+}
+
+/* An op's failure: the first since begin stays. Returns null, for `return lunai_fail(...)`. */
+LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, luna_status status, const char *format, ...) {
+  char sentence[sizeof ctx->error];
+  va_list values;
+  va_start(values, format);
+  lunai_format(sentence, sizeof sentence, format, values);
+  va_end(values);
+  if (ctx->status == LUNA_OK) {
+    ctx->status = status;
+    memcpy(ctx->error, sentence, sizeof sentence);
+  }
+  if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, sentence);
+  return NULL;
+}
+/* The failure of a call that returns a status: always its own sentence. */
+LUNAI_FN luna_status lunai_refuse(luna_ctx *ctx, luna_status status, const char *format, ...) {
+  va_list values;
+  va_start(values, format);
+  lunai_format(ctx->error, sizeof ctx->error, format, values);
+  va_end(values);
+  if (ctx->status == LUNA_OK) ctx->status = status;
+  if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, ctx->error);
+  return status;
+}
+LUNAI_FN luna_status lunai_no_memory(luna_ctx *ctx, const char *what, size_t bytes) {
+  return lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)", what, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
+}
+
+/* --- memory --- */
+LUNAI_FN void *lunai_raw_allocate(const luna_allocator *a, size_t bytes) { return a->allocate ? a->allocate(a->user, bytes) : LUNA_MALLOC(bytes); }
+LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes) {
+  if (a->allocate) a->release(a->user, at, bytes);
+  else LUNA_FREE(at);
+}
+
+LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_allocator *allocator, size_t size) {
+  const size_t align = size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
+  const size_t raw_size = size + sizeof(lunai_chunk) + align;
+  char *raw = raw_size < size ? NULL : (char *)lunai_raw_allocate(allocator, raw_size);
+  lunai_chunk *chunk = (lunai_chunk *)(void *)raw;
+  if (!raw) return NULL;
+  chunk->next = NULL;
+  chunk->raw_size = raw_size;
+  chunk->start = raw + sizeof(lunai_chunk);
+  chunk->start += (align - (uintptr_t)chunk->start % align) % align;
+  chunk->size = size;
+  chunk->used = 0;
+#ifdef MADV_HUGEPAGE
+  if (align == LUNAI_HUGE_PAGE) (void)madvise(chunk->start, size, MADV_HUGEPAGE);
+#endif
+  return chunk;
+}
+
+LUNAI_FN bool lunai_room(const luna_ctx *ctx, size_t bytes) {
+  const size_t used = ctx->persistent_bytes + ctx->step_bytes;
+  return bytes <= SIZE_MAX / 2 && (!ctx->options.block || bytes <= (size_t)(ctx->block_end - ctx->block_start) - used);
+}
+LUNAI_FN void lunai_count_peak(luna_ctx *ctx) {
+  if (ctx->persistent_bytes + ctx->step_bytes > ctx->peak) ctx->peak = ctx->persistent_bytes + ctx->step_bytes;
+  if (ctx->step_bytes > ctx->step_peak) ctx->step_peak = ctx->step_bytes;
+}
+
+/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null). False: none left. */
+LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
+  const size_t size = lunai_round(bytes);
+  *out = NULL;
+  if (size < bytes || !lunai_room(ctx, size)) return false;
+  if (!(data && ctx->options.measure)) {
+    if (ctx->options.block) *out = ctx->block_end - ctx->persistent_bytes - size;
+    else {
+      lunai_chunk *chunk = lunai_chunk_open(&ctx->options.allocator, size);
+      if (!chunk) return false;
+      chunk->next = ctx->persistent;
+      ctx->persistent = chunk;
+      *out = chunk->start;
+    }
+    memset(*out, 0, size);
+  }
+  ctx->persistent_bytes += size;
+  lunai_count_peak(ctx);
+  return true;
+}
+
+typedef struct lunai_persistent_mark { lunai_chunk *newest; size_t bytes; } lunai_persistent_mark;
+LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
+  lunai_persistent_mark mark;
+  mark.newest = ctx->persistent;
+  mark.bytes = ctx->persistent_bytes;
+  return mark;
+}
+LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
+  while (ctx->persistent != mark.newest) {
+    lunai_chunk *chunk = ctx->persistent;
+    ctx->persistent = chunk->next;
+    lunai_raw_release(&ctx->options.allocator, chunk, chunk->raw_size);
+  }
+  ctx->persistent_bytes = mark.bytes;
+}
+
+typedef struct lunai_mark { lunai_chunk *step; size_t used, bytes; } lunai_mark;
+LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
+  lunai_mark mark;
+  mark.step = ctx->step;
+  mark.used = ctx->step ? ctx->step->used : 0;
+  mark.bytes = ctx->step_bytes;
+  return mark;
+}
+LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
+  lunai_chunk *chunk;
+  for (chunk = mark.step ? mark.step->next : ctx->steps; chunk; chunk = chunk->next) chunk->used = 0;
+  ctx->step = mark.step ? mark.step : ctx->steps;
+  if (mark.step) mark.step->used = mark.used;
+  ctx->step_bytes = mark.bytes;
+}
+
+LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, size_t size) {
+  const size_t least = (size_t)1 << 16;
+  lunai_chunk *chunk = ctx->step;
+  while (chunk && chunk->size - chunk->used < size) chunk = chunk->next;
+  if (!chunk) {
+    const size_t grown = ctx->step_bytes > least ? ctx->step_bytes : least;
+    lunai_chunk **last = &ctx->steps;
+    chunk = lunai_chunk_open(&ctx->options.allocator, size > grown ? size : grown);
+    if (!chunk) chunk = lunai_chunk_open(&ctx->options.allocator, size);
+    if (!chunk) return NULL;
+    while (*last) last = &(*last)->next;
+    *last = chunk;
+  }
+  ctx->step = chunk;
+  chunk->used += size;
+  return chunk->start + chunk->used - size;
+}
+
+/* Memory of the step, not zeroed. */
+LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
+  const size_t size = lunai_round(bytes);
+  *out = NULL;
+  if (size < bytes || !lunai_room(ctx, size)) return false;
+  if (!(data && ctx->options.measure) && size > 0) {
+    if (ctx->options.block) *out = ctx->block_start + ctx->step_bytes;
+    else if ((*out = lunai_step_from_chunks(ctx, size)) == NULL) return false;
+  }
+  ctx->step_bytes += size;
+  lunai_count_peak(ctx);
+  return true;
+}
+
+/* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
+LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
+  lunai_mark nothing;
+  memset(&nothing, 0, sizeof nothing);
+  lunai_step_rewind(ctx, nothing);
+  if (!ctx->steps || !ctx->steps->next) return;
+  while (ctx->steps) {
+    lunai_chunk *chunk = ctx->steps;
+    ctx->steps = chunk->next;
+    lunai_raw_release(&ctx->options.allocator, chunk, chunk->raw_size);
+  }
+  ctx->steps = ctx->step = lunai_chunk_open(&ctx->options.allocator, ctx->step_peak);
+}
+
+LUNA_API luna_memory_use luna_memory(const luna_ctx *ctx) {
+  luna_memory_use use;
+  use.current = use.peak = 0;
+  if (!ctx) return use;
+  use.current = ctx->persistent_bytes + ctx->step_bytes + (LUNAI_ALIGN - 1); /* a block may start anywhere */
+  use.peak = ctx->peak + (LUNAI_ALIGN - 1);
+  return use;
+}
+
+/* --- open and close --- */
+LUNA_API void luna_close(luna_ctx *ctx) {
+  luna_allocator allocator;
+  lunai_chunk *chunk, *own = NULL;
+  if (!ctx) return;
+#ifndef LUNAI_NO_POOL
+  if (ctx->pool) lunai_pool_close(ctx->pool);
+#endif
+  if (ctx->options.block) return;
+  allocator = ctx->options.allocator;
+  while ((chunk = ctx->steps) != NULL) {
+    ctx->steps = chunk->next;
+    lunai_raw_release(&allocator, chunk, chunk->raw_size);
+  }
+  for (chunk = ctx->persistent; chunk; chunk = own) {
+    own = chunk->next;               /* the oldest holds ctx itself */
+    lunai_raw_release(&allocator, chunk, chunk->raw_size);
+  }
+}
+
+LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
+  const luna_options *o = &ctx->options;
+  int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
+  void *memory;
+  if (threads > LUNAI_MOST_THREADS) threads = LUNAI_MOST_THREADS;
+  ctx->parallel.run = o->parallel_for;
+  ctx->parallel.user = o->parallel_user;
+  ctx->parallel.slots = threads;
+  if (o->parallel_for || threads == 1) return true;
+#ifdef LUNAI_NO_POOL
+  (void)memory;
+  ctx->parallel.slots = 1;
+#else
+  if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false, &memory)) return false;
+  if (o->measure) return true;
+  lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))), threads - 1);
+  if (((lunai_pool *)memory)->workers == 0) return true;
+  ctx->pool = (lunai_pool *)memory;
+  ctx->parallel.run = lunai_pool_run;
+  ctx->parallel.user = memory;
+#endif
+  return true;
+}
+
+LUNA_API luna_ctx *luna_open(const luna_options *options) {
+  luna_ctx first, *ctx;
+  void *memory;
+  memset(&first, 0, sizeof first);
+  if (options) first.options = *options;
+  first.kernels = lunai_kernels_of(first.options.isa);
+  first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
+  if (!first.kernels || first.options.threads < 0 || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
+  if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
+  if (first.options.block) {
+    char *start = (char *)first.options.block;
+    const size_t shift = (LUNAI_ALIGN - (uintptr_t)start % LUNAI_ALIGN) % LUNAI_ALIGN;
+    if (first.options.block_size < shift) return NULL;
+    first.block_start = start + shift;
+    first.block_end = first.block_start + (first.options.block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
+  }
+  if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
+  ctx = (luna_ctx *)memory;
+  *ctx = first;
+  if (!lunai_persist(ctx, sizeof(luna_step_state), false, &memory) || !lunai_open_threads(ctx)) {
+    luna_close(ctx);
+    return NULL;
+  }
+  ctx->state = (luna_step_state *)memory;
+  ctx->state->seed = ctx->options.seed;
+  return ctx;
+}
+
+LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  lunai_step_clear(ctx);
+  ctx->tape = NULL;
+  ctx->dropout_ops = 0;
+  ctx->training = training;
+  ctx->status = LUNA_OK;
+  ctx->error[0] = 0;
+  if (training) ctx->state->step++;
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, true); }
+LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
+LUNA_API luna_status luna_state(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
+LUNA_API const char *luna_error(const luna_ctx *ctx) { return ctx ? ctx->error : "there is no context: luna_open failed (no memory, a block too small, or options that contradict each other)"; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>backend: the CPU's rows. A row unpacks its op into kernel arguments, in forward order: query, forward, backward.
+   Guarded by tests/ops.c (against the scalar reference) and tests/gradients.c (finite differences).
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
+
+/* body(op, first, last) over [0, count) in shares of whole units */
+typedef struct lunai_split_work {
+  luna_op *op;
+  void (*body)(luna_op *op, int64_t first, int64_t last);
+  int64_t count, unit;
+} lunai_split_work;
+LUNAI_FN void lunai_split_task(void *work, int64_t slot, int64_t slots) {
+  const lunai_split_work *w = (const lunai_split_work *)work;
+  const int64_t units = lunai_divide_up(w->count, w->unit);
+  const int64_t first = lunai_share(units, slot, slots) * w->unit, last = lunai_min(lunai_share(units, slot + 1, slots) * w->unit, w->count);
+  if (first < last) w->body(w->op, first, last);
+}
+LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body)(luna_op *op, int64_t first, int64_t last)) {
+  lunai_split_work w;
+  w.op = op;
+  w.body = body;
+  w.count = count;
+  w.unit = lunai_max(1, LUNAI_SPLIT / lunai_max(1, width));
+  if (count <= w.unit) {
+    if (count > 0) body(op, 0, count);
+  } else lunai_run(&op->ctx->parallel, lunai_split_task, &w);
+}
+
+LUNAI_INLINE const lunai_kernels *lunai_k(const luna_op *op) { return op->ctx->kernels; }
+LUNAI_INLINE int64_t lunai_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
+LUNAI_INLINE int64_t lunai_rows(const luna_tensor *t) { return lunai_last(t) ? luna_count(t) / lunai_last(t) : 0; }
+LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
+LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
+
+/* --- shapes: permute, slice, concat, repeat --- */
+LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to, bool back) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  int64_t stride[4], shape[4], i[4], at = 0;
+  int a, pad = 4 - x->rank;
+  for (a = 0; a < 4; a++) {
+    int64_t s = 1;
+    int axis = a < pad ? -1 : (int)op->size[a - pad], inner;
+    for (inner = axis + 1; axis >= 0 && inner < x->rank; inner++) s *= x->shape[inner];
+    stride[a] = axis < 0 ? 0 : s;
+    shape[a] = a < pad ? 1 : y->shape[a - pad];
+  }
+  for (i[0] = 0; i[0] < shape[0]; i[0]++)
+    for (i[1] = 0; i[1] < shape[1]; i[1]++)
+      for (i[2] = 0; i[2] < shape[2]; i[2]++) {
+        const int64_t row = i[0] * stride[0] + i[1] * stride[1] + i[2] * stride[2];
+        if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)shape[3] * sizeof(float));
+        else if (stride[3] == 1) lunai_k(op)->add(shape[3], to + row, from + at, to + row);
+        else if (!back) for (i[3] = 0; i[3] < shape[3]; i[3]++) to[at + i[3]] = from[row + i[3] * stride[3]];
+        else for (i[3] = 0; i[3] < shape[3]; i[3]++) to[row + i[3] * stride[3]] += from[at + i[3]];
+        at += shape[3];
+      }
+}
+LUNAI_FN luna_status lunai_permute_forward(luna_op *op) { lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK; }
+LUNAI_FN luna_status lunai_permute_backward(luna_op *op) { lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK; }
+
+/* a part of an axis lies in rows of `width` floats; whole: the tensor with the full axis. size: axis, start */
+LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows, int64_t *width, int64_t *stride) {
+  int64_t inner = 1;
+  int a;
+  for (a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
+  *width = part->shape[axis] * inner;
+  *stride = whole->shape[axis] * inner;
+  *rows = *stride ? luna_count(whole) / *stride : 0;
+}
+LUNAI_FN luna_status lunai_slice_forward(luna_op *op) {
+  int64_t rows, width, stride, r, start;
+  lunai_axis_part(op->in[0], op->out[0], (int)op->size[0], &rows, &width, &stride);
+  start = op->size[1] * (stride / lunai_max(1, op->in[0]->shape[op->size[0]]));
+  for (r = 0; r < rows; r++) memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
+  int64_t rows, width, stride, r, start;
+  float *dx = op->in[0]->grad;
+  lunai_axis_part(op->in[0], op->out[0], (int)op->size[0], &rows, &width, &stride);
+  start = op->size[1] * (stride / lunai_max(1, op->in[0]->shape[op->size[0]]));
+  for (r = 0; r < rows; r++) lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
+  int64_t rows, width, stride, r, start = 0;
+  int i;
+  for (i = 0; i < op->inputs; i++) {
+    lunai_axis_part(op->out[0], op->in[i], (int)op->size[0], &rows, &width, &stride);
+    for (r = 0; r < rows; r++) {
+      float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
+      if (!back) memcpy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
+      else if (op->in[i]->grad) lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
+    }
+    start += width;
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
+LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+
+LUNAI_FN luna_status lunai_repeat_forward(luna_op *op) {
+  const int64_t n = luna_count(op->in[0]);
+  int64_t i;
+  for (i = 0; i < op->size[0]; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_repeat_backward(luna_op *op) {
+  const int64_t n = luna_count(op->in[0]);
+  lunai_k(op)->sum_rows(op->size[0], n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
+  return LUNA_OK;
+}
+
+/* --- elementwise: add, mul, scale, activation, dropout. size[0]: elements of b, which repeats along a --- */
+LUNAI_FN void lunai_add_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = op->size[0];
+  int64_t r;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    const float *a = op->in[0]->data + r * n;
+    if (op->row == LUNA_ROW_ADD) lunai_k(op)->add(n, a, op->in[1]->data, y);
+    else lunai_k(op)->mul(n, a, op->in[1]->data, y);
+  }
+}
+LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
+  const float *x = op->in[0]->data + first;
+  float *y = op->out[0]->data + first;
+  switch (op->row) {
+    case LUNA_ROW_ADD: lunai_k(op)->add(last - first, x, op->in[1]->data + first, y); break;
+    case LUNA_ROW_MUL: lunai_k(op)->mul(last - first, x, op->in[1]->data + first, y); break;
+    case LUNA_ROW_SCALE: lunai_k(op)->scale(last - first, op->number[0], x, y); break;
+    default: lunai_k(op)->activate((int)op->activation, last - first, x, y); break;
+  }
+}
+LUNAI_FN luna_status lunai_same_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_binary_forward(luna_op *op) {
+  if (op->size[0] == luna_count(op->in[0])) return lunai_same_forward(op);
+  lunai_split(op, op->size[0] ? luna_count(op->in[0]) / op->size[0] : 0, op->size[0], lunai_add_body);
+  return LUNA_OK;
+}
+LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = op->size[0];
+  lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
+}
+LUNAI_FN luna_status lunai_add_backward(luna_op *op) {
+  const int64_t n = luna_count(op->in[0]);
+  if (n == 0) return LUNA_OK;
+  if (op->in[0]->grad) lunai_k(op)->add(n, op->in[0]->grad, op->out[0]->grad, op->in[0]->grad);
+  if (!op->in[1]->grad) return LUNA_OK;
+  if (op->size[0] == n) lunai_k(op)->add(n, op->in[1]->grad, op->out[0]->grad, op->in[1]->grad);
+  else lunai_split(op, op->size[0], n / op->size[0], lunai_add_columns);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_mul_backward(luna_op *op) {
+  const int64_t n = op->size[0], rows = n ? luna_count(op->in[0]) / n : 0;
+  int64_t r;
+  for (r = 0; r < rows; r++) {
+    const float *dy = op->out[0]->grad + r * n;
+    if (op->in[0]->grad) lunai_k(op)->mul_add(n, dy, op->in[1]->data, op->in[0]->grad + r * n);
+    if (op->in[1]->grad) lunai_k(op)->mul_add(n, dy, op->in[0]->data + r * n, op->in[1]->grad);
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
+  lunai_k(op)->scale_add(luna_count(op->in[0]), op->number[0], op->out[0]->grad, op->in[0]->grad);
+  return LUNA_OK;
+}
+LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
+  lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first, op->in[0]->grad + first);
+}
+LUNAI_FN luna_status lunai_activation_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK; }
+
+LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
+  const luna_step_state *state = op->ctx->state;
+  return lunai_dropout_of(op->training ? op->dropout : 0, state->seed, op->dropout_op, (uint32_t)state->step);
+}
+LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
+  const lunai_dropout d = lunai_op_dropout(op);
+  lunai_k(op)->dropout(&d, first, last - first, op->in[0]->data + first, op->out[0]->data + first, false);
+}
+LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
+  const lunai_dropout d = lunai_op_dropout(op);
+  lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
+}
+LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
+
+/* --- reduce: size outer, axis, inner; number[0]: the factor (1, or 1/axis for the mean) --- */
+LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
+  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
+  float *y = op->out[0]->data;
+  int64_t o;
+  memset(y, 0, (size_t)(outer * inner) * sizeof(float));
+  for (o = 0; o < outer; o++) {
+    const float *x = op->in[0]->data + o * axis * inner;
+    if (inner == 1) y[o] = (float)(lunai_k(op)->sum(axis, x) * (double)op->number[0]);
+    else lunai_k(op)->sum_rows(axis, inner, inner, 0, inner, op->number[0], x, y + o * inner);
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
+  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
+  int64_t r, i;
+  for (r = 0; r < outer * axis; r++) {
+    const float *dy = op->out[0]->grad + r / axis * inner;
+    float *dx = op->in[0]->grad + r * inner;
+    for (i = 0; i < inner; i++) dx[i] += op->number[0] * dy[i];
+  }
+  return LUNA_OK;
+}
+
+/* --- matmul: size outer, inner, m, n, k (b has `inner` matrices, a outer * inner); flags: transposed --- */
+LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
+                           float *c, int64_t m, int64_t n, int64_t k) {
+  memset(g, 0, sizeof *g);
+  g->a = a; g->b = b; g->c = c;
+  g->m = m; g->n = n; g->k = k;
+  g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
+  g->batch[0] = g->batch[1] = 1;
+  g->alpha = 1;
+}
+LUNAI_FN void lunai_matmul_batch(const luna_op *op, lunai_gemm *g, int64_t a, int64_t b, int64_t c) {
+  g->batch[0] = op->size[0];
+  g->batch[1] = op->size[1];
+  g->a_batch[0] = a * op->size[1]; g->a_batch[1] = a;
+  g->b_batch[0] = 0; g->b_batch[1] = b;
+  g->c_batch[0] = c * op->size[1]; g->c_batch[1] = c;
+}
+/* the three products of a matmul: 0 forward, 1 for a's gradient, 2 for b's (one of `outer`) */
+LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) {
+  const int64_t m = op->size[2], n = op->size[3], k = op->size[4];
+  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
+  const int64_t ar = op->flag[0] ? 1 : k, ac = op->flag[0] ? m : 1, br = op->flag[1] ? 1 : n, bc = op->flag[1] ? k : 1;
+  if (which == 0) {
+    lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
+    lunai_matmul_batch(op, g, m * k, k * n, m * n);
+  } else if (which == 1) {
+    if (op->flag[0]) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n); /* dA^T = B dC^T */
+    else lunai_matrix(g, y->grad, n, 1, w->data, bc, br, x->grad, m, k, n);            /* dA = dC B^T */
+    lunai_matmul_batch(op, g, m * n, k * n, m * k);
+    if (op->flag[0]) {
+      g->a_batch[0] = 0; g->a_batch[1] = k * n;
+      g->b_batch[0] = m * n * op->size[1]; g->b_batch[1] = m * n;
+    }
+  } else {
+    if (op->flag[1]) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m); /* dB^T = dC^T A */
+    else lunai_matrix(g, x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m);            /* dB = A^T dC */
+    g->batch[1] = op->size[1];
+    g->a_batch[1] = op->flag[1] ? m * n : m * k;
+    g->b_batch[1] = op->flag[1] ? m * k : m * n;
+    g->c_batch[1] = k * n;
+  }
+  if (which) g->accumulate = true;
+  if (op->size[1] == 1 && !op->flag[0] && op->size[0] > 1) { /* one b for all: the batch is more rows */
+    if (which < 2) g->m *= op->size[0];
+    else g->k *= op->size[0];
+    g->batch[0] = 1;
+  }
+}
+LUNAI_FN void lunai_matmul_query(luna_op *op) {
+  lunai_gemm g;
+  int which;
+  for (which = 0; which < 3; which++) {
+    size_t need;
+    lunai_matmul_product(op, which, &g);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots);
+    if (which == 0) op->workspace_size = need;
+    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
+  }
+}
+LUNAI_FN luna_status lunai_matmul_forward(luna_op *op) {
+  lunai_gemm g;
+  lunai_matmul_product(op, 0, &g);
+  lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
+  lunai_gemm g;
+  int64_t o;
+  lunai_matmul_product(op, 1, &g);
+  if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+  lunai_matmul_product(op, 2, &g);
+  for (o = 0; g.c && o < (op->size[1] == 1 && !op->flag[0] ? 1 : op->size[0]); o++) {
+    lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+    g.a += g.a_batch[1] * op->size[1];
+    g.b += g.b_batch[1] * op->size[1];
+  }
+  return LUNA_OK;
+}
+
+/* --- linear: y = act(x W^T + b). kept: the pre-activation --- */
+LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
+  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
+  const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
+  if (which == 0) {
+    lunai_matrix(g, x->data, in, 1, w->data, 1, in, y->data, rows, out, in);
+    g->bias = op->in[2] ? op->in[2]->data : NULL;
+    g->activation = (int)op->activation;
+    g->pre = op->kept_size ? (float *)op->kept : NULL;
+  } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
+  else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
+  g->accumulate = which != 0;
+}
+LUNAI_FN void lunai_linear_query(luna_op *op) {
+  lunai_gemm g;
+  int which;
+  size_t slope = 0;
+  if (op->activation != LUNA_NONE) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
+  if (op->training) op->kept_size = slope;
+  for (which = 0; which < 3; which++) {
+    size_t need;
+    lunai_linear_product(op, which, NULL, &g);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots) + (which ? slope : 0);
+    if (which == 0) op->workspace_size = need;
+    else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
+  }
+}
+LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
+  lunai_gemm g;
+  lunai_linear_product(op, 0, NULL, &g);
+  lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
+  float *dy = (float *)op->workspace;
+  memset(dy + first, 0, (size_t)(last - first) * sizeof(float));
+  lunai_k(op)->activate_backward((int)op->activation, last - first, (const float *)op->kept + first, op->out[0]->grad + first, dy + first);
+}
+LUNAI_FN const float *lunai_linear_dy(const luna_op *op) { return op->activation == LUNA_NONE ? op->out[0]->grad : (const float *)op->workspace; }
+LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
+  const int64_t out = lunai_last(op->out[0]);
+  lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
+}
+LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
+  char *scratch = (char *)op->workspace;
+  lunai_gemm g;
+  int which;
+  if (op->activation != LUNA_NONE) {
+    lunai_split(op, luna_count(op->out[0]), 1, lunai_linear_slope);
+    (void)lunai_take(&scratch, luna_count(op->out[0]));
+  }
+  for (which = 1; which < 3; which++) {
+    lunai_linear_product(op, which, lunai_linear_dy(op), &g);
+    if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, scratch);
+  }
+  if (lunai_grad(op, 2)) lunai_split(op, lunai_last(op->out[0]), lunai_rows(op->in[0]), lunai_linear_bias);
+  return LUNA_OK;
+}
+
+/* --- softmax over the last axis; lengths mask it by axis 0 --- */
+LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
+  return op->lengths ? lunai_min(lunai_last(op->in[0]), op->lengths[row / (lunai_rows(op->in[0]) / op->in[0]->shape[0])]) : lunai_last(op->in[0]);
+}
+LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r;
+  for (r = first; r < last; r++) {
+    const int64_t width = lunai_softmax_width(op, r);
+    lunai_k(op)->softmax(1, width, op->in[0]->data + r * n, op->out[0]->data + r * n);
+    memset(op->out[0]->data + r * n + width, 0, (size_t)(n - width) * sizeof(float));
+  }
+}
+LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r;
+  for (r = first; r < last; r++)
+    lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n, op->in[0]->grad + r * n);
+}
+LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK; }
+
+/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row --- */
+LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
+  if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * 2 * sizeof(float);
+}
+LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
+LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
+  float *kept = (float *)op->kept;
+  lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2), LUNAI_NORM_EPSILON,
+                          op->out[0]->data + first * n, kept ? kept + first : NULL, kept ? kept + rows + first : NULL);
+}
+LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
+  const float *kept = (const float *)op->kept;
+  lunai_k(op)->layer_norm_backward(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), kept + first, kept + rows + first,
+                                   op->out[0]->grad + first * n, op->in[0]->grad + first * n);
+}
+LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
+  const float *kept = (const float *)op->kept;
+  lunai_k(op)->layer_norm_weights(rows, n, first, last, op->in[0]->data, kept, kept + rows, op->out[0]->grad, lunai_grad(op, 1), lunai_grad(op, 2));
+}
+LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
+  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
+  if (op->in[0]->grad) lunai_split(op, rows, n, lunai_layer_norm_back);
+  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, rows, lunai_layer_norm_columns);
+  return LUNA_OK;
+}
+
+/* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
+LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t d = lunai_last(op->in[0]);
+  int64_t i;
+  for (i = first; i < last; i++) memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
+}
+LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t d = lunai_last(op->in[0]), tokens = lunai_rows(op->out[0]);
+  int64_t i;
+  for (i = 0; i < tokens; i++) {
+    float *row = op->in[0]->grad + op->index[i] * d + first;
+    lunai_k(op)->add(last - first, row, op->out[0]->grad + i * d + first, row);
+  }
+}
+LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
+
+/* --- cross-entropy: in logits; index: labels (-1: ignored); number: smoothing, factor. kept: log-sum-exp of each row --- */
+LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
+  const size_t rows = (size_t)lunai_rows(op->in[0]) * sizeof(float);
+  if (op->training) op->kept_size = rows;
+  op->workspace_size = rows;
+}
+LUNAI_FN void lunai_cross_entropy_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  float *kept = (float *)op->kept;
+  lunai_k(op)->cross_entropy(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->number[0],
+                             (float *)op->workspace + first, kept ? kept + first : NULL);
+}
+LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  lunai_k(op)->cross_entropy_backward(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->number[0],
+                                      (const float *)op->kept + first, op->number[1] * op->out[0]->grad[0], op->in[0]->grad + first * n);
+}
+LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
+  const int64_t rows = lunai_rows(op->in[0]);
+  lunai_split(op, rows, lunai_last(op->in[0]), lunai_cross_entropy_body);
+  op->out[0]->data[0] = (float)(lunai_k(op)->sum(rows, (const float *)op->workspace) * (double)op->number[1]);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
+  return LUNA_OK;
+}
+
+/* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
+   pack is the same with in weights, context; one head, scale 1, keys = values --- */
+LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
+  const bool pack = op->row == LUNA_ROW_PACK, packed = op->query_offsets != NULL;
+  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
+  memset(a, 0, sizeof *a);
+  a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
+  a->lse = (float *)op->kept;
+  a->sums = op->out[1] ? op->out[1]->data : NULL;
+  a->heads = op->size[0]; a->batch = op->size[1]; a->queries = op->size[2]; a->keys = op->size[3];
+  a->q_row = lunai_last(q); a->k_row = lunai_last(k); a->v_row = lunai_last(v);
+  a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
+  a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
+  a->out_row = a->v_row;
+  a->q_batch = packed || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
+  a->k_batch = packed || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
+  a->v_batch = packed || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
+  a->out_batch = packed ? 0 : a->queries * a->out_row;
+  a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
+  a->scale = op->number[0];
+  a->causal = op->flag[0];
+  a->dropout = lunai_op_dropout(op);
+  a->grad_out = op->out[0]->grad;
+  a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
+  a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
+}
+LUNAI_FN void lunai_attention_query(luna_op *op) {
+  lunai_attention a;
+  if (op->training) op->kept_size = (size_t)(lunai_rows(op->out[0]) * op->size[0]) * sizeof(float);
+  lunai_attention_args(op, &a);
+  op->workspace_size = lunai_k(op)->attention_scratch(&a, op->ctx->parallel.slots, false);
+  op->backward_workspace_size = lunai_k(op)->attention_scratch(&a, op->ctx->parallel.slots, true);
+}
+LUNAI_FN luna_status lunai_attention_forward(luna_op *op) {
+  lunai_attention a;
+  lunai_attention_args(op, &a);
+  lunai_k(op)->attention(&a, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_attention_backward(luna_op *op) {
+  lunai_attention a;
+  lunai_attention_args(op, &a);
+  lunai_k(op)->attention_backward(&a, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+
+/* --- unpack: in x, k, bias, v, out_bias. kept: log-sum-exp of each row and head --- */
+LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
+  const luna_tensor *x = op->in[0], *k = op->in[1];
+  memset(u, 0, sizeof *u);
+  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = lunai_data(op, 4);
+  u->out = op->out[0]->data;
+  u->lse = (float *)op->kept;
+  u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
+  u->lengths = op->lengths;
+  u->dropout = lunai_op_dropout(op);
+  u->grad_out = op->out[0]->grad;
+  u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
+}
+LUNAI_FN void lunai_unpack_query(luna_op *op) {
+  lunai_unpack u;
+  lunai_unpack_args(op, &u);
+  if (op->training) op->kept_size = (size_t)(u.batch * u.rows * u.heads) * sizeof(float);
+  op->workspace_size = lunai_k(op)->unpack_scratch(&u, op->ctx->parallel.slots, false);
+  op->backward_workspace_size = lunai_k(op)->unpack_scratch(&u, op->ctx->parallel.slots, true);
+}
+LUNAI_FN luna_status lunai_unpack_forward(luna_op *op) {
+  lunai_unpack u;
+  lunai_unpack_args(op, &u);
+  lunai_k(op)->unpack(&u, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_unpack_backward(luna_op *op) {
+  lunai_unpack u;
+  lunai_unpack_args(op, &u);
+  lunai_k(op)->unpack_backward(&u, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+
+/* --- causal product: in x, y, z; size heads --- */
+LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
+  const luna_tensor *x = op->in[0], *z = op->in[2];
+  memset(c, 0, sizeof *c);
+  c->x = x->data; c->y = op->in[1]->data; c->z = z->data; c->out = op->out[0]->data;
+  c->batch = x->shape[0]; c->rows = x->shape[1]; c->heads = op->size[0];
+  c->xy_row = lunai_last(x); c->z_row = lunai_last(z);
+  c->dim = c->xy_head = c->xy_row / c->heads;
+  c->value_dim = c->z_head = c->z_row / c->heads;
+  c->xy_batch = c->rows * c->xy_row;
+  c->z_batch = c->rows * c->z_row;
+  c->grad_out = op->out[0]->grad;
+  c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
+}
+LUNAI_FN void lunai_causal_query(luna_op *op) {
+  lunai_causal c;
+  lunai_causal_args(op, &c);
+  op->workspace_size = lunai_k(op)->causal_scratch(&c, op->ctx->parallel.slots, false);
+  op->backward_workspace_size = lunai_k(op)->causal_scratch(&c, op->ctx->parallel.slots, true);
+}
+LUNAI_FN luna_status lunai_causal_forward(luna_op *op) {
+  lunai_causal c;
+  lunai_causal_args(op, &c);
+  lunai_k(op)->causal(&c, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_causal_backward(luna_op *op) {
+  lunai_causal c;
+  lunai_causal_args(op, &c);
+  lunai_k(op)->causal_backward(&c, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+
+/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega. kept: W --- */
+LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
+  const luna_tensor *q = op->in[0];
+  memset(c, 0, sizeof *c);
+  c->q = q->data; c->k = op->in[1]->data; c->v = op->in[2]->data; c->s = op->in[3]->data;
+  c->out = op->out[0]->data;
+  c->w = (float *)op->kept;
+  c->batch = q->shape[0]; c->rows = q->shape[1]; c->heads = op->size[0];
+  c->head_dim = lunai_last(q) / c->heads;
+  c->slots = lunai_last(op->in[3]) / c->heads;
+  c->lengths = op->lengths;
+  c->scale = op->number[0];
+  c->activation = (int)op->activation;
+  c->grad_out = op->out[0]->grad;
+  c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+}
+LUNAI_FN void lunai_causal_luna_query(luna_op *op) {
+  lunai_causal_luna c;
+  lunai_causal_luna_args(op, &c);
+  if (op->training) op->kept_size = (size_t)luna_count(op->in[3]) * sizeof(float);
+  op->workspace_size = lunai_k(op)->causal_luna_scratch(&c, op->ctx->parallel.slots, false);
+  op->backward_workspace_size = lunai_k(op)->causal_luna_scratch(&c, op->ctx->parallel.slots, true);
+}
+LUNAI_FN luna_status lunai_causal_luna_forward(luna_op *op) {
+  lunai_causal_luna c;
+  lunai_causal_luna_args(op, &c);
+  lunai_k(op)->causal_luna(&c, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_causal_luna_backward(luna_op *op) {
+  lunai_causal_luna c;
+  lunai_causal_luna_args(op, &c);
+  lunai_k(op)->causal_luna_backward(&c, &op->ctx->parallel, op->workspace);
+  return LUNA_OK;
+}
+
+/* --- short convolution: in x, weight, bias --- */
+LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
+  int64_t b;
+  for (b = first; b < last; b++)
+    lunai_k(op)->short_convolution(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[0]->data + b * size, NULL, op->in[1]->data, lunai_data(op, 2), op->out[0]->data + b * size);
+}
+LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
+  int64_t b;
+  for (b = first; b < last; b++)
+    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data, op->out[0]->grad + b * size, op->in[0]->grad + b * size);
+}
+LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
+  int64_t b;
+  for (b = 0; b < op->in[0]->shape[0]; b++)
+    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last, op->in[0]->data + b * size, op->out[0]->grad + b * size,
+                                           lunai_grad(op, 1), lunai_grad(op, 2));
+}
+LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
+  lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
+  const int64_t rows = op->in[0]->shape[0] * op->in[0]->shape[1];
+  if (op->in[0]->grad) lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_back);
+  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
+  return LUNA_OK;
+}
+
+/* --- custom --- */
+LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
+  op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
+  op->custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  return LUNA_OK;
+}
+
+LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  (void)ctx;
+  (void)direction;
+  if (bytes) memcpy(to, from, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_cpu_zero(luna_ctx *ctx, void *at, size_t bytes) {
+  (void)ctx;
+  if (bytes) memset(at, 0, bytes);
+  return LUNA_OK;
+}
+
+/* --- the optimisers' norm and update --- */
+#define LUNAI_NORM_BLOCK 65536
+typedef struct lunai_norm_work { const lunai_kernels *kernels; const float *x; int64_t count; double partial[64]; } lunai_norm_work;
+LUNAI_FN void lunai_norm_task(void *work, int64_t slot, int64_t slots) {
+  lunai_norm_work *w = (lunai_norm_work *)work;
+  int64_t i;
+  for (i = slot; i * LUNAI_NORM_BLOCK < w->count; i += slots)
+    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_NORM_BLOCK, w->count - i * LUNAI_NORM_BLOCK), w->x + i * LUNAI_NORM_BLOCK);
+}
+LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
+  lunai_norm_work w;
+  double sum = 0;
+  int64_t p, at, i;
+  w.kernels = ctx->kernels;
+  for (p = 0; p < count; p++) {
+    const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
+    for (at = 0; at < size; at += 64 * LUNAI_NORM_BLOCK) {
+      w.x = parameters[p]->grad + at;
+      w.count = lunai_min(size - at, 64 * LUNAI_NORM_BLOCK);
+      lunai_run(w.count > LUNAI_NORM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
+      for (i = 0; i * LUNAI_NORM_BLOCK < w.count; i++) sum += w.partial[i];
+    }
+  }
+  state->norm = (float)sqrt(sum);
+  state->nonfinite = !(sum < (double)INFINITY);
+  state->factor = clip > 0 && state->norm > clip ? clip / state->norm : 1.0f;
+  state->updates += !state->nonfinite;
+  state->skipped += (uint64_t)state->nonfinite;
+  return LUNA_OK;
+}
+
+typedef struct lunai_update_work { const lunai_kernels *kernels; lunai_update update; bool adam; } lunai_update_work;
+LUNAI_FN void lunai_update_task(void *work, int64_t slot, int64_t slots) {
+  const lunai_update_work *w = (const lunai_update_work *)work;
+  const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
+  const int64_t first = lunai_share(units, slot, slots) * LUNAI_SPLIT, last = lunai_min(lunai_share(units, slot + 1, slots) * LUNAI_SPLIT, w->update.count);
+  lunai_update u = w->update;
+  if (first >= last) return;
+  u.value += first;
+  u.grad += first;
+  if (u.first) u.first += first;
+  if (u.second) u.second += first;
+  u.count = last - first;
+  (w->adam ? w->kernels->adamw : w->kernels->sgd)(&u);
+}
+LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) {
+  const luna_step_state *state = update->state;
+  const double t = (double)state->updates;
+  lunai_update_work w;
+  if (state->nonfinite) return lunai_cpu_zero(ctx, update->parameter->grad, (size_t)luna_count(update->parameter) * sizeof(float));
+  memset(&w, 0, sizeof w);
+  w.kernels = ctx->kernels;
+  w.adam = update->adam;
+  w.update.value = update->parameter->data;
+  w.update.grad = update->parameter->grad;
+  w.update.first = update->first;
+  w.update.second = update->second;
+  w.update.count = luna_count(update->parameter);
+  w.update.lr = state->lr;
+  w.update.factor = state->factor;
+  w.update.decay = update->decay;
+  w.update.momentum = update->momentum;
+  w.update.nesterov = update->nesterov;
+  w.update.beta1 = update->beta1;
+  w.update.beta2 = update->beta2;
+  w.update.epsilon = update->epsilon;
+  w.update.correction1 = (float)(1 - pow((double)update->beta1, t));
+  w.update.correction2 = (float)(1 - pow((double)update->beta2, t));
+  lunai_run(w.update.count > LUNAI_SPLIT ? &ctx->parallel : NULL, lunai_update_task, &w);
+  return LUNA_OK;
+}
+
+static const luna_backend lunai_cpu = {
+  1, sizeof(luna_backend), 0, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  {
+    { lunai_query_nothing, lunai_permute_forward, LUNAI_TRAIN(lunai_permute_backward) },
+    { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
+    { lunai_query_nothing, lunai_concat_forward, LUNAI_TRAIN(lunai_concat_backward) },
+    { lunai_query_nothing, lunai_repeat_forward, LUNAI_TRAIN(lunai_repeat_backward) },
+    { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_add_backward) },
+    { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_mul_backward) },
+    { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
+    { lunai_query_nothing, lunai_reduce_forward, LUNAI_TRAIN(lunai_reduce_backward) },
+    { lunai_matmul_query, lunai_matmul_forward, LUNAI_TRAIN(lunai_matmul_backward) },
+    { lunai_linear_query, lunai_linear_forward, LUNAI_TRAIN(lunai_linear_backward) },
+    { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_activation_backward) },
+    { lunai_query_nothing, lunai_softmax_forward, LUNAI_TRAIN(lunai_softmax_backward) },
+    { lunai_query_nothing, lunai_dropout_forward, LUNAI_TRAIN(lunai_dropout_backward) },
+    { lunai_layer_norm_query, lunai_layer_norm_forward, LUNAI_TRAIN(lunai_layer_norm_backward) },
+    { lunai_query_nothing, lunai_embedding_forward, LUNAI_TRAIN(lunai_embedding_backward) },
+    { lunai_cross_entropy_query, lunai_cross_entropy_forward, LUNAI_TRAIN(lunai_cross_entropy_backward) },
+    { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
+    { lunai_causal_query, lunai_causal_forward, LUNAI_TRAIN(lunai_causal_backward) },
+    { lunai_query_nothing, lunai_convolution_forward, LUNAI_TRAIN(lunai_convolution_backward) },
+    { lunai_query_nothing, lunai_custom_forward, LUNAI_TRAIN(lunai_custom_backward) },
+    { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
+    { lunai_unpack_query, lunai_unpack_forward, LUNAI_TRAIN(lunai_unpack_backward) },
+    { lunai_causal_luna_query, lunai_causal_luna_forward, LUNAI_TRAIN(lunai_causal_luna_backward) }
+  }
+};
+LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
+
+LUNA_API const char *luna_row_name(luna_row_id row) {
+  static const char *const names[] = {
+#define LUNAI_ROW(name, tier) #name,
+    LUNA_BACKEND_ROWS(LUNAI_ROW)
+#undef LUNAI_ROW
+  };
+  return row < LUNA_ROWS ? names[row] : "unknown";
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>tensors and the tape
+   An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the step (lunai_finish), the
+   backend's row runs it, and it joins the tape when a gradient may be wanted. A failure takes everything back. Guarded by tests/ops.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
+
+/* elements of a shape; -1 when it is none: rank, a negative size, too many */
+LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
+  int64_t count = 1;
+  int a;
+  if (rank < 0 || rank > LUNA_MAX_RANK || (rank > 0 && !shape)) return -1;
+  for (a = 0; a < rank; a++) {
+    count = lunai_checked(count, shape[a]);
+    if (count < 0) return -1;
+  }
+  return count;
+}
+
+LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t *shape) {
+  int a;
+  memset(t, 0, sizeof *t);
+  t->rank = rank;
+  for (a = 0; a < LUNA_MAX_RANK; a++) t->shape[a] = a < rank ? shape[a] : 1;
+  t->device = ctx->backend->device;
+  t->ctx = ctx;
+}
+
+/* a tensor of the step, values not set; null without a sentence when there is no memory */
+LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
+  const int64_t count = lunai_shape_count(rank, shape);
+  void *memory, *data;
+  if (count < 0 || !lunai_step(ctx, sizeof(luna_tensor), false, &memory)) return NULL;
+  lunai_tensor_set((luna_tensor *)memory, ctx, rank, shape);
+  if (!lunai_step(ctx, (size_t)count * sizeof(float), true, &data)) return NULL;
+  ((luna_tensor *)memory)->data = (float *)data;
+  return (luna_tensor *)memory;
+}
+
+LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape) {
+  const int64_t count = lunai_shape_count(rank, shape);
+  luna_tensor *t;
+  lunai_mark mark;
+  luna_status status;
+  size_t bytes;
+  if (!ctx) return NULL;
+  if (count < 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_tensor_new: rank %d with these sizes is no shape (at most 4 axes, none negative)", (int64_t)rank);
+  mark = lunai_step_mark(ctx);
+  bytes = (size_t)count * sizeof(float);
+  t = lunai_tensor_take(ctx, rank, shape);
+  if (!t) {
+    lunai_step_rewind(ctx, mark);
+    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_tensor_new: no memory for %d floats", count);
+  }
+  if (ctx->options.measure || count == 0) return t;
+  status = values ? ctx->backend->copy(ctx, t->data, values, bytes, 1) : ctx->backend->zero(ctx, t->data, bytes);
+  return status == LUNA_OK ? t : lunai_fail(ctx, status, "luna_tensor_new: the backend could not fill %d bytes", (int64_t)bytes);
+}
+
+LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
+  if (t) t->needs_grad = true;
+  return t;
+}
+
+LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out) {
+  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  if (!t || !out) return LUNA_BAD_ARGUMENT;
+  if (t->ctx->options.measure) {
+    memset(out, 0, bytes);
+    return LUNA_OK;
+  }
+  if (!from && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called?", t);
+  return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
+}
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_floats(t, t ? t->data : NULL, out); }
+LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
+  const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
+  return lunai_read_floats(t, grad, out);
+}
+LUNA_API float luna_item(const luna_tensor *t) {
+  float value = NAN;
+  if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_BAD_ARGUMENT, "luna_item: tensor %t has not one element but %d", t, luna_count(t));
+  else if (t && luna_read(t, &value) != LUNA_OK) value = NAN;
+  return value;
+}
+
+/* --- building an op --- */
+typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
+
+/* inputs a, b, c: as many as `inputs` says, none null */
+LUNAI_FN bool lunai_start(lunai_build *s, luna_row_id row, const char *name, int inputs, luna_tensor *a, luna_tensor *b, luna_tensor *c) {
+  luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
+  int i;
+  memset(s, 0, sizeof *s);
+  if (!ctx) return false;
+  s->name = name;
+  s->mark = lunai_step_mark(ctx);
+  s->op.row = row;
+  s->op.ctx = ctx;
+  s->op.inputs = inputs;
+  s->op.in[0] = a;
+  s->op.in[1] = inputs > 1 ? b : NULL;
+  s->op.in[2] = inputs > 2 ? c : NULL;
+  s->op.outputs = 1;
+  s->op.training = ctx->training;
+  for (i = 0; i < inputs; i++)
+    if (!s->op.in[i]) {
+      if (ctx->status == LUNA_OK) lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d is null", name, (int64_t)i);
+      return false;
+    }
+  return true;
+}
+/* one more input, which may be null */
+LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
+
+/* Host whole numbers into the step, each checked to lie in [least, most]; null when null. *bad becomes the first offender's place. */
+LUNAI_FN const int32_t *lunai_numbers(lunai_build *s, const int32_t *values, int64_t count, int64_t least, int64_t most, const char *what, bool *failed) {
+  luna_ctx *ctx = s->op.ctx;
+  void *memory;
+  int64_t i;
+  if (!values || *failed) return NULL;
+  *failed = true;
+  for (i = 0; i < count; i++)
+    if (values[i] < least || values[i] > most) {
+      lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d", s->name, what, i, (int64_t)values[i], least, most);
+      return NULL;
+    }
+  if (!lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory)) {
+    lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d %ss", s->name, count, what);
+    return NULL;
+  }
+  *failed = false;
+  if (count && ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1) != LUNA_OK) *failed = true;
+  return (const int32_t *)memory;
+}
+
+LUNAI_FN luna_tensor *lunai_give_up(lunai_build *s) {
+  lunai_step_rewind(s->op.ctx, s->mark);
+  return NULL;
+}
+LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s) {
+  lunai_fail(s->op.ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for its result (%d bytes in use)", s->name, (int64_t)luna_memory(s->op.ctx).current);
+  return lunai_give_up(s);
+}
+
+/* what an op of this step keeps for backward, or null when it could not be had */
+LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
+  luna_ctx *ctx = op->ctx;
+  const luna_row *row = &ctx->backend->row[op->row];
+  lunai_mark mark;
+  luna_status status = LUNA_OK;
+  row->query(op);
+  if (!lunai_step(ctx, op->kept_size, true, &op->kept)) return NULL;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return NULL;
+  if (!ctx->options.measure) status = row->forward(op);
+  lunai_step_rewind(ctx, mark);
+  if (status == LUNA_OK) return op;
+  lunai_fail(ctx, status, "%s: the backend failed: %s", s->name, luna_status_text(status));
+  return NULL;
+}
+
+/* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
+LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra, int extra_rank, const int64_t *extra_shape) {
+  luna_ctx *ctx = s->op.ctx;
+  luna_op *op = &s->op;
+  bool record = false;
+  void *memory;
+  int i;
+  if (!ctx->backend->row[op->row].forward) {
+    lunai_fail(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row %s", s->name, luna_row_name(op->row));
+    return lunai_give_up(s);
+  }
+  for (i = 0; i < op->inputs; i++) {
+    if (op->in[i] && op->in[i]->ctx != ctx) {
+      lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)", s->name, (int64_t)i);
+      return lunai_give_up(s);
+    }
+    if (op->in[i] && op->in[i]->needs_grad && ctx->training) record = true;
+  }
+  if (lunai_shape_count(rank, shape) < 0) {
+    lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: the result would have too many elements", s->name);
+    return lunai_give_up(s);
+  }
+  if (record) {
+    if (!lunai_step(ctx, sizeof(luna_op), false, &memory)) return lunai_op_no_memory(s);
+    op = (luna_op *)memory;
+    *op = s->op;
+  } else op->training = false;
+  if (op->dropout > 0 && op->training) op->dropout_op = ctx->dropout_ops++;
+  if ((op->out[0] = lunai_tensor_take(ctx, rank, shape)) == NULL) return lunai_op_no_memory(s);
+  if (extra && (op->out[op->outputs++] = lunai_tensor_take(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
+  if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_give_up(s);
+  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
+  if (extra) *extra = op->out[1];
+  if (record) {
+    op->previous = ctx->tape;
+    ctx->tape = op;
+  }
+  return op->out[0];
+}
+LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) { return lunai_finish_two(s, rank, shape, NULL, 0, NULL); }
+LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
+
+/* --- backward --- */
+/* the gradient of a tensor that wants one: zeros when new; of a view, its part of the owner's */
+LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t) {
+  luna_tensor *owner = t->base ? t->base : t;
+  const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
+  void *memory;
+  if (!owner->grad) {
+    if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
+    owner->grad = (float *)memory;
+    if (memory && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
+  }
+  if (t->base && owner->grad) t->grad = owner->grad + t->offset;
+  return true;
+}
+
+LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
+  luna_ctx *ctx = op->ctx;
+  lunai_mark mark;
+  bool reached = ctx->options.measure;
+  int i;
+  *status = LUNA_OUT_OF_MEMORY;
+  for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->grad;
+  if (!reached) return true;
+  for (i = 0; i < op->outputs; i++) if (!lunai_grad_take(ctx, op->out[i])) return false;
+  for (i = 0; i < op->inputs; i++) if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i])) return false;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
+  *status = ctx->options.measure ? LUNA_OK : ctx->backend->row[op->row].backward(op);
+  lunai_step_rewind(ctx, mark);
+  return *status == LUNA_OK;
+}
+
+LUNA_API luna_status luna_backward(luna_tensor *loss) {
+  const float one = 1;
+  luna_ctx *ctx = loss ? loss->ctx : NULL;
+  luna_status status = LUNA_OUT_OF_MEMORY;
+  luna_op *op;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (ctx->status != LUNA_OK) return ctx->status;
+  if (luna_count(loss) != 1) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
+  if (!ctx->tape || !loss->needs_grad)
+    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
+  if (!lunai_grad_take(ctx, loss)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
+  if (!ctx->options.measure) ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
+  for (op = ctx->tape; op; op = op->previous)
+    if (!lunai_op_backward(op, &status))
+      return lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status), luna_row_name(op->row));
+  ctx->tape = NULL;
+  return LUNA_OK;
+}
+
+/* --- inference: temporaries go as the layers go. Everything since mark is freed but the count tensors kept, which move down in the
+   order they were made; they must be newer than the mark, older first, and no views. --- */
+LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int count) {
+  luna_tensor old[2];
+  int i;
+  if (ctx->training || ctx->status != LUNA_OK) return;
+  for (i = 0; i < count; i++) old[i] = *kept[i];
+  lunai_step_rewind(ctx, mark);
+  for (i = 0; i < count; i++) {
+    luna_tensor *t = lunai_tensor_take(ctx, old[i].rank, old[i].shape); /* fits: it did before, further up */
+    if (t->data) memmove(t->data, old[i].data, (size_t)luna_count(t) * sizeof(float));
+    kept[i] = t;
+  }
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>params
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef struct lunai_param {
+  struct lunai_param *next;
+  const char *name;
+  uint64_t hash;
+  bool borrowed;
+  luna_tensor tensor;
+} lunai_param;
+typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } lunai_meta;
+
+struct luna_params {
+  luna_ctx *ctx;
+  lunai_param *first, *last;
+  lunai_meta *metas, *last_meta;
+  int64_t size;
+  bool borrowing;                    /* values are read in place: */
+  const luna_params *shared;         /* from this set, */
+  lunai_st source;                   /* or from this file */
+};
+
+LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *a, const char *b) {
+  const size_t na = strlen(a), nb = strlen(b);
+  void *memory;
+  if (!lunai_persist(ctx, na + nb + 1, false, &memory)) return NULL;
+  memcpy(memory, a, na);
+  memcpy((char *)memory + na, b, nb + 1);
+  return (char *)memory;
+}
+
+LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
+  void *memory;
+  if (!ctx) return NULL;
+  if (!lunai_persist(ctx, sizeof(luna_params), false, &memory)) {
+    lunai_no_memory(ctx, "luna_params_open", sizeof(luna_params));
+    return NULL;
+  }
+  ((luna_params *)memory)->ctx = ctx;
+  return (luna_params *)memory;
+}
+
+LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
+  luna_params *params = from ? luna_params_open(ctx) : NULL;
+  if (!params) return NULL;
+  params->borrowing = true;
+  params->shared = from;
+  return params;
+}
+
+LUNAI_FN uint64_t lunai_hash(const char *name) { /* FNV-1a */
+  uint64_t h = 0xCBF29CE484222325u;
+  for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
+  return h;
+}
+
+LUNAI_FN lunai_param *lunai_param_find(const luna_params *params, const char *name) {
+  const uint64_t hash = lunai_hash(name);
+  lunai_param *p;
+  for (p = params ? params->first : NULL; p; p = p->next)
+    if (p->hash == hash && strcmp(p->name, name) == 0) return p;
+  return NULL;
+}
+LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name) {
+  lunai_param *p = name ? lunai_param_find(params, name) : NULL;
+  return p ? &p->tensor : NULL;
+}
+LUNA_API int64_t luna_params_size(const luna_params *params) { return params ? params->size : 0; }
+LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
+  lunai_param *p = params && index >= 0 ? params->first : NULL;
+  while (p && index-- > 0) p = p->next;
+  if (p && name) *name = p->name;
+  return p ? &p->tensor : NULL;
+}
+LUNA_API int64_t luna_params_count(const luna_params *params) {
+  int64_t count = 0;
+  lunai_param *p;
+  for (p = params ? params->first : NULL; p; p = p->next) count += luna_count(&p->tensor);
+  return count;
+}
+LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
+  lunai_param *p;
+  luna_status status = LUNA_OK;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  for (p = params->first; p && status == LUNA_OK; p = p->next)
+    if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
+  return status;
+}
+
+/* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every machine --- */
+LUNAI_FN float lunai_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
+LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method: a log, no sine */
+  for (;; counter[1] += 0x10000u) {
+    uint32_t word[4];
+    int i;
+    lunai_philox(counter, seed, word);
+    for (i = 0; i < 4; i += 2) {
+      const float u = 2 * lunai_unit(word[i]) - 1, v = 2 * lunai_unit(word[i + 1]) - 1, s = u * u + v * v;
+      if (s > 0 && s < 1) return u * (float)sqrt((double)(-2 * lunai_log1_scalar(s) / s));
+    }
+  }
+}
+LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width, uint64_t hash, uint64_t seed) {
+  int64_t i;
+  for (i = 0; i < count; i++) {
+    uint32_t counter[4], word[4];
+    counter[0] = (uint32_t)(first + i);
+    counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
+    counter[2] = (uint32_t)hash;
+    counter[3] = (uint32_t)(hash >> 32);
+    if (init.kind == LUNA_ZEROS || init.kind == LUNA_ONES) out[i] = init.kind == LUNA_ONES ? 1.0f : 0.0f;
+    else if (init.kind == LUNA_NORMAL) out[i] = bound * lunai_normal(counter, seed);
+    else {
+      lunai_philox(counter, seed, word);
+      out[i] = bound * (2 * lunai_unit(word[0]) - 1);
+      if (init.kind == LUNA_PRESENT && (first + i + 1) % width == 0) out[i] += 1.0f;
+    }
+  }
+}
+LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
+  const int64_t count = luna_count(&p->tensor);
+  float block[256], bound = init.scale == 0 ? 1.0f : init.scale;
+  int64_t at;
+  luna_status status = LUNA_OK;
+  if (init.kind == LUNA_XAVIER) {
+    const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
+    bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
+  }
+  for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 256) {
+    const int64_t n = lunai_min(256, count - at);
+    lunai_first_values(block, at, n, init, bound, lunai_last(&p->tensor), p->hash, ctx->options.seed);
+    status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
+  }
+  return status;
+}
+
+/* where the values of a parameter that is borrowed lie: null, and why not */
+LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like, const lunai_st *st, const char **wrong) {
+  lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
+  lunai_st_tensor t;
+  int a, rank = other ? other->tensor.rank : 0;
+  *wrong = NULL;
+  memset(&t, 0, sizeof t);
+  if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = "is not there";
+  if (*wrong) return NULL;
+  if (!other) rank = t.rank;
+  if (rank != like->rank) *wrong = "has another shape there";
+  for (a = 0; a < rank && !*wrong; a++) if ((other ? other->tensor.shape[a] : t.shape[a]) != like->shape[a]) *wrong = "has another shape there";
+  if (*wrong) return NULL;
+  if (other) return other->tensor.data;
+  if (!lunai_st_borrow(&t)) *wrong = "cannot be read in place (it must be F32, aligned to 4 bytes, on a little-endian machine)";
+  return lunai_st_borrow(&t);
+}
+LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
+  p->tensor.data = (float *)(uintptr_t)values;
+  p->tensor.needs_grad = false;
+  p->borrowed = true;
+}
+
+LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
+  luna_ctx *ctx = params ? params->ctx : NULL;
+  const int64_t count = lunai_shape_count(rank, shape);
+  lunai_persistent_mark mark;
+  lunai_param *p;
+  void *memory, *data = NULL;
+  const char *wrong;
+  if (!ctx || !name) return NULL;
+  if (count < 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
+  if (lunai_param_find(params, name)) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
+  mark = lunai_persistent(ctx);
+  if (!lunai_persist(ctx, sizeof(lunai_param), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory", name);
+  p = (lunai_param *)memory;
+  p->name = lunai_persist_text(ctx, name, "");
+  if (!p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
+    lunai_persistent_rewind(ctx, mark);
+    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count);
+  }
+  p->hash = lunai_hash(name);
+  lunai_tensor_set(&p->tensor, ctx, rank, shape);
+  p->tensor.parameter = true;
+  p->tensor.needs_grad = true;
+  p->tensor.data = (float *)data;
+  wrong = NULL;
+  if (params->borrowing) lunai_borrow(p, lunai_borrowed(params, name, &p->tensor, &params->source, &wrong));
+  else if (lunai_param_fill(ctx, p, init) != LUNA_OK) wrong = "could not be filled by the backend";
+  if (wrong) {
+    lunai_fail(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
+    lunai_persistent_rewind(ctx, mark);
+    return NULL;
+  }
+  if (params->last) params->last->next = p;
+  else params->first = p;
+  params->last = p;
+  params->size++;
+  return &p->tensor;
+}
+
+/* --- all of a layer's parameters or none: mark, init, and on failure back --- */
+typedef struct lunai_params_mark { lunai_persistent_mark memory; lunai_param *last; lunai_meta *last_meta; int64_t size; } lunai_params_mark;
+LUNAI_FN lunai_params_mark lunai_params_here(const luna_params *params) {
+  lunai_params_mark mark;
+  mark.memory = lunai_persistent(params->ctx);
+  mark.last = params->last;
+  mark.last_meta = params->last_meta;
+  mark.size = params->size;
+  return mark;
+}
+LUNAI_FN luna_status lunai_params_end(luna_params *params, lunai_params_mark mark, bool good) {
+  if (good) return LUNA_OK;
+  params->last = mark.last;
+  params->last_meta = mark.last_meta;
+  params->size = mark.size;
+  if (mark.last) mark.last->next = NULL;
+  else params->first = NULL;
+  if (mark.last_meta) mark.last_meta->next = NULL;
+  else params->metas = NULL;
+  lunai_persistent_rewind(params->ctx, mark.memory);
+  return params->ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : params->ctx->status;
+}
+
+/* --- text pairs --- */
+LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key) {
+  lunai_meta *m;
+  for (m = params ? params->metas : NULL; m; m = m->next) if (strcmp(m->key, key) == 0) return m;
+  return NULL;
+}
+LUNA_API const char *luna_params_get(const luna_params *params, const char *key) {
+  lunai_meta *m = key ? lunai_meta_find(params, key) : NULL;
+  return m ? m->value : NULL;
+}
+LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
+  lunai_meta *m;
+  lunai_persistent_mark mark;
+  void *memory = NULL;
+  const char *kept_key, *kept_value;
+  if (!params || !key || !value) return LUNA_BAD_ARGUMENT;
+  mark = lunai_persistent(params->ctx);
+  m = lunai_meta_find(params, key);
+  kept_key = m ? m->key : lunai_persist_text(params->ctx, key, "");
+  kept_value = lunai_persist_text(params->ctx, value, "");
+  if (!kept_key || !kept_value || (!m && !lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory))) {
+    lunai_persistent_rewind(params->ctx, mark);
+    return lunai_no_memory(params->ctx, "luna_params_set", strlen(key) + strlen(value));
+  }
+  if (!m) {
+    m = (lunai_meta *)memory;
+    m->key = kept_key;
+    if (params->last_meta) params->last_meta->next = m;
+    else params->metas = m;
+    params->last_meta = m;
+  }
+  m->value = kept_value;
+  return LUNA_OK;
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>ops: shape checks, then a row of the backend
+   ---------------------------------------------------------------------------------------------------------------------- */
+/* --- shapes --- */
+LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
+  void *memory;
+  luna_tensor *t;
+  if (!lunai_step(x->ctx, sizeof(luna_tensor), false, &memory)) return lunai_op_no_memory(s);
+  t = (luna_tensor *)memory;
+  lunai_tensor_set(t, x->ctx, rank, shape);
+  t->base = x->base ? x->base : x;
+  t->offset = x->offset + offset;
+  t->data = x->data ? x->data + offset : NULL;
+  t->needs_grad = x->needs_grad;
+  return t;
+}
+
+LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape) {
+  int64_t full[LUNA_MAX_RANK], known = 1;
+  int a, open = -1;
+  lunai_build s;
+  luna_tensor asked;
+  if (!lunai_start(&s, LUNA_ROWS, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (rank < 0 || rank > LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_reshape: rank %d is not in 0..4", (int64_t)rank);
+  for (a = 0; a < rank; a++) {
+    full[a] = shape[a];
+    if (shape[a] == -1 && open < 0) open = a;
+    else known = lunai_checked(known, shape[a]);
+  }
+  if (open >= 0 && known > 0) full[open] = luna_count(x) / known;
+  lunai_tensor_set(&asked, x->ctx, rank, rank ? full : shape);
+  if (lunai_shape_count(rank, full) != luna_count(x))
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t", x, luna_count(x), &asked);
+  return lunai_view(&s, x, rank, full, 0);
+}
+
+LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
+  int64_t shape[LUNA_MAX_RANK];
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (axis < 0 || axis >= x->rank || start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_slice: %t has no elements %d..%d on axis %d", x, start, start + count, (int64_t)axis);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = count;
+  if (axis == 0) return lunai_view(&s, x, x->rank, shape, start * (x->shape[1] * x->shape[2] * x->shape[3]));
+  s.op.size[0] = axis;
+  s.op.size[1] = start;
+  return lunai_finish(&s, x->rank, shape);
+}
+
+LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
+  int64_t shape[LUNA_MAX_RANK];
+  int a, seen = 0;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  for (a = 0; a < x->rank; a++) {
+    if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
+      return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_permute: axis %d of %t is asked for twice or does not exist", (int64_t)axes[a], x);
+    seen |= 1 << axes[a];
+    shape[a] = x->shape[axes[a]];
+    s.op.size[a] = axes[a];
+  }
+  return lunai_finish(&s, x->rank, shape);
+}
+
+LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
+  int64_t shape[LUNA_MAX_RANK];
+  int i, a;
+  lunai_build s;
+  if (!x || count < 1 || !lunai_start(&s, LUNA_ROW_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
+  if (count > LUNA_MAX_INPUTS || axis < 0 || axis >= x[0]->rank)
+    return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %d tensors (at most 8) along axis %d of %t", (int64_t)count, (int64_t)axis, x[0]);
+  memcpy(shape, x[0]->shape, sizeof shape);
+  for (i = 1; i < count; i++) {
+    if (!x[i]) return NULL;
+    for (a = 0; a < LUNA_MAX_RANK; a++)
+      if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
+        return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %t and %t differ besides axis %d", x[0], x[i], (int64_t)axis);
+    shape[axis] += x[i]->shape[axis];
+    lunai_input(&s, x[i]);
+  }
+  s.op.size[0] = axis;
+  return lunai_finish(&s, x[0]->rank, shape);
+}
+
+LUNA_API luna_tensor *luna_repeat(luna_tensor *x, int64_t count) {
+  int64_t shape[LUNA_MAX_RANK];
+  int a;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_REPEAT, "luna_repeat", 1, x, NULL, NULL)) return NULL;
+  if (x->rank == LUNA_MAX_RANK || count < 0) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_repeat: %t %d times", x, count);
+  shape[0] = count;
+  for (a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
+  s.op.size[0] = count;
+  return lunai_finish(&s, x->rank + 1, shape);
+}
+
+/* --- elementwise --- */
+/* whether b's shape is the last axes of a's, from axis `skip_last` before the end on */
+LUNAI_FN bool lunai_suffix(const luna_tensor *a, const luna_tensor *b) {
+  int i;
+  if (b->rank > a->rank) return false;
+  for (i = 1; i <= b->rank; i++) if (a->shape[a->rank - i] != b->shape[b->rank - i]) return false;
+  return true;
+}
+LUNAI_FN luna_tensor *lunai_binary(luna_row_id row, const char *name, luna_tensor *a, luna_tensor *b) {
+  lunai_build s;
+  if (!lunai_start(&s, row, name, 2, a, b, NULL)) return NULL;
+  if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first", name, a, b);
+  s.op.size[0] = luna_count(b);
+  return lunai_finish_like(&s, a);
+}
+LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_ROW_ADD, "luna_add", a, b); }
+LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_ROW_MUL, "luna_mul", a, b); }
+
+LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  s.op.number[0] = factor;
+  return lunai_finish_like(&s, x);
+}
+
+LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_ACTIVATION, "luna_activate", 1, x, NULL, NULL)) return NULL;
+  if (activation < LUNA_NONE || activation > LUNA_SOFTPLUS2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_activate: there is no activation %d", (int64_t)activation);
+  s.op.activation = activation;
+  return lunai_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_relu(luna_tensor *x) { return luna_activate(x, LUNA_RELU); }
+LUNA_API luna_tensor *luna_gelu(luna_tensor *x) { return luna_activate(x, LUNA_GELU); }
+LUNA_API luna_tensor *luna_elu1(luna_tensor *x) { return luna_activate(x, LUNA_ELU1); }
+LUNA_API luna_tensor *luna_softplus(luna_tensor *x) { return luna_activate(x, LUNA_SOFTPLUS); }
+
+LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
+  if (probability >= 0 && probability < 1) return false;
+  lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: dropout must be at least 0 and below 1", s->name);
+  return true;
+}
+LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability)) return NULL;
+  if (probability == 0 || !x->ctx->training) return x;
+  s.op.dropout = probability;
+  return lunai_finish_like(&s, x);
+}
+
+/* --- reductions --- */
+LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, int axis, bool mean, const char *name) {
+  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
+  int a, to = 0;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_REDUCE, name, 1, x, NULL, NULL)) return NULL;
+  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: %t has no axis %d", name, x, (int64_t)axis);
+  s.op.size[0] = s.op.size[2] = 1;
+  for (a = 0; a < x->rank; a++) {
+    if (a != axis) shape[to++] = x->shape[a];
+    if (a != axis) s.op.size[a < axis ? 0 : 2] *= x->shape[a];
+  }
+  s.op.size[1] = x->shape[axis];
+  s.op.number[0] = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
+  return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+}
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, axis, false, "luna_sum"); }
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, axis, true, "luna_mean"); }
+
+/* --- products --- */
+LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
+  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  int i;
+  bool good;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  good = a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank;
+  for (i = 3; good && i <= b->rank; i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
+  if (!good) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of the first", a, b);
+  m = a->shape[a->rank - (transpose_a ? 1 : 2)];
+  k = a->shape[a->rank - (transpose_a ? 2 : 1)];
+  kb = b->shape[b->rank - (transpose_b ? 1 : 2)];
+  n = b->shape[b->rank - (transpose_b ? 2 : 1)];
+  if (k != kb) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows", a, b, k, kb);
+  s.op.size[0] = s.op.size[1] = 1;
+  for (i = 0; i < a->rank - 2; i++) {
+    shape[i] = a->shape[i];
+    s.op.size[a->rank - i <= b->rank ? 1 : 0] *= a->shape[i];
+  }
+  shape[a->rank - 2] = m;
+  shape[a->rank - 1] = n;
+  s.op.size[2] = m;
+  s.op.size[3] = n;
+  s.op.size[4] = k;
+  s.op.flag[0] = transpose_a;
+  s.op.flag[1] = transpose_b;
+  return lunai_finish(&s, a->rank, shape);
+}
+
+/* act(x W^T + b); the activation is fused into the product */
+LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
+  int64_t shape[LUNA_MAX_RANK];
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_LINEAR, "luna_linear", 2, x, weight, NULL)) return NULL;
+  if (x->rank < 1 || weight->rank != 2 || lunai_last(x) != weight->shape[1])
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_linear: input %t and weight %t: the weight must be [out, %d]", x, weight, lunai_last(x));
+  if (bias && (bias->rank != 1 || bias->shape[0] != weight->shape[0]))
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_linear: bias %t must be [%d]", bias, weight->shape[0]);
+  lunai_input(&s, bias);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[x->rank - 1] = weight->shape[0];
+  s.op.activation = activation;
+  return lunai_finish(&s, x->rank, shape);
+}
+LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_NONE); }
+
+/* --- rows --- */
+LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
+  bool failed = false;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_softmax: a tensor without axes");
+  s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+}
+
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  lunai_build s;
+  luna_tensor *wrong;
+  if (!lunai_start(&s, LUNA_ROW_LAYER_NORM, "luna_layer_norm", 1, x, NULL, NULL)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_layer_norm: a tensor without axes");
+  wrong = weight && (weight->rank != 1 || weight->shape[0] != lunai_last(x)) ? weight : bias && (bias->rank != 1 || bias->shape[0] != lunai_last(x)) ? bias : NULL;
+  if (wrong) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_layer_norm: weight or bias %t must be [%d], the last axis of %t", wrong, lunai_last(x), x);
+  lunai_input(&s, weight);
+  lunai_input(&s, bias);
+  return lunai_finish_like(&s, x);
+}
+
+LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
+  int64_t shape[3];
+  bool failed = false;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
+  if (table->rank != 2 || batch < 0 || n < 0 || lunai_checked(batch, n) < 0 || (!tokens && batch * n > 0))
+    return lunai_fail(table->ctx, LUNA_BAD_ARGUMENT, "luna_embedding: table %t must be [vocabulary, dim]; %d sequences of %d tokens", table, batch, n);
+  s.op.index = lunai_numbers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
+  shape[0] = batch;
+  shape[1] = n;
+  shape[2] = table->shape[1];
+  return failed ? lunai_give_up(&s) : lunai_finish(&s, 3, shape);
+}
+
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) { return luna_cross_entropy_with(logits, labels, NULL); }
+LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config) {
+  static const luna_cross_entropy_config plain = { 0, false, 0, false };
+  const luna_cross_entropy_config *c = config ? config : &plain;
+  const int64_t one = 1;
+  int64_t rows, classes, i, counted = 0;
+  void *memory;
+  int32_t *kept;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
+  if (logits->rank < 1 || !labels || !(c->smoothing >= 0 && c->smoothing <= 1))
+    return lunai_fail(logits->ctx, LUNA_BAD_ARGUMENT, "luna_cross_entropy: logits %t need labels, and smoothing lies in 0..1", logits);
+  rows = lunai_rows(logits);
+  classes = lunai_last(logits);
+  if (!lunai_step(logits->ctx, (size_t)rows * sizeof(int32_t), false, &memory)) return lunai_op_no_memory(&s);
+  kept = (int32_t *)memory;
+  for (i = 0; i < rows; i++) {
+    const bool ignored = labels[i] < 0 || (c->ignore && labels[i] == c->ignore_index);
+    const int32_t label = ignored ? -1 : labels[i];
+    if (label >= classes) {
+      lunai_fail(logits->ctx, LUNA_BAD_ARGUMENT, "luna_cross_entropy: label %d is %d, but there are %d classes", i, (int64_t)label, classes);
+      return lunai_give_up(&s);
+    }
+    counted += !ignored;
+    logits->ctx->backend->copy(logits->ctx, kept + i, &label, sizeof label, 1);
+  }
+  s.op.index = kept;
+  s.op.number[0] = c->smoothing;
+  s.op.number[1] = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
+  return lunai_finish(&s, 1, &one);
+}
+
+/* --- attention --- */
+LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
+  return lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads: want [batch, n, h d], [batch, m, h d], [batch, m, h e] (or all [rows, ...] with offsets)",
+                    s->name, s->op.in[0], s->op.in[1], s->op.in[2], s->op.size[0]);
+}
+
+/* offsets of packed sequences: from 0 up, never down, to the number of rows */
+LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what, bool *failed) {
+  int64_t i;
+  const int32_t *kept = lunai_numbers(s, offsets, count + 1, 0, rows, what, failed);
+  for (i = 0; i <= count && !*failed; i++)
+    if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
+      lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d; offsets start at 0, never fall, and end at the %d rows", s->name, what, i, (int64_t)offsets[i], rows);
+      *failed = true;
+    }
+  return kept;
+}
+
+LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool packed) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
+  const int64_t heads = c->heads ? c->heads : 1;
+  const int axis = packed ? 0 : 1;
+  int64_t batch, longest = 0, b;
+  s->op.size[0] = heads;
+  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k)) return false;
+  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
+  if (packed) {
+    for (b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
+    s->op.size[1] = c->packed;
+    s->op.size[2] = longest;
+    for (longest = 0, b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
+    s->op.size[3] = longest;
+    return true;
+  }
+  batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
+  if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
+  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) || (v->shape[0] != batch && v->shape[0] != 1)) return false;
+  s->op.size[1] = batch;
+  s->op.size[2] = q->shape[1];
+  s->op.size[3] = k->shape[1];
+  return true;
+}
+
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
+  static const luna_attention_config plain = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
+  const luna_attention_config *c = config ? config : &plain;
+  const bool packed = c->packed > 0;
+  int64_t shape[3], sums[3];
+  bool failed = false;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout)) return NULL;
+  if (packed && (!c->query_offsets || !c->key_offsets || c->lengths))
+    return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: packed sequences need query_offsets and key_offsets, and no lengths");
+  if (!lunai_attention_shapes(&s, c, packed)) return lunai_attention_wrong(&s);
+  s.op.lengths = lunai_numbers(&s, c->lengths, s.op.size[1], 0, s.op.size[3], "length", &failed);
+  if (packed) {
+    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->packed, q->shape[0], "query offset", &failed);
+    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->packed, k->shape[0], "key offset", &failed);
+  }
+  if (failed) return lunai_give_up(&s);
+  s.op.flag[0] = c->causal;
+  s.op.number[0] = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.size[0]))) : c->scale;
+  s.op.dropout = c->dropout;
+  shape[0] = packed ? q->shape[0] : s.op.size[1];
+  shape[1] = packed ? lunai_last(v) : q->shape[1];
+  shape[2] = lunai_last(v);
+  sums[0] = shape[0];
+  sums[1] = packed ? s.op.size[0] : q->shape[1];
+  sums[2] = s.op.size[0];
+  return lunai_finish_two(&s, packed ? 2 : 3, shape, c->sums, packed ? 2 : 3, sums);
+}
+
+LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  lunai_build s;
+  bool good;
+  if (!lunai_start(&s, LUNA_ROW_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
+  good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
+  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] && x->shape[1] == z->shape[1];
+  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 && z->shape[2] % heads == 0;
+  if (!good) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads: want [batch, n, h a] twice and [batch, n, h b]", x, y, z, heads);
+  s.op.size[0] = heads;
+  return lunai_finish_like(&s, z);
+}
+
+LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
+  if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1 || (bias && (bias->rank != 1 || bias->shape[0] != x->shape[2])))
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_short_convolution: input %t must be [batch, n, d], weight %t [d, width], the bias [d]", x, weight);
+  lunai_input(&s, bias);
+  return lunai_finish_like(&s, x);
+}
+
+LUNAI_FN bool lunai_has_row(const luna_tensor *t, luna_row_id row) { return t->ctx->backend->row[row].forward != NULL; }
+
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
+  int64_t sums_shape[3];
+  bool failed = false;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
+  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1)
+    return lunai_fail(weights->ctx, LUNA_BAD_ARGUMENT, "luna_pack: weights %t and context %t: want [batch, r, d] and [batch, m, d]", weights, context);
+  if (!lunai_has_row(weights, LUNA_ROW_PACK)) {
+    luna_attention_config c;
+    memset(&c, 0, sizeof c);
+    c.lengths = lengths;
+    c.scale = 1;
+    c.dropout = dropout;
+    c.sums = sums;
+    return luna_softmax_attention(weights, context, context, &c);
+  }
+  s.op.lengths = lunai_numbers(&s, lengths, context->shape[0], 0, context->shape[1], "length", &failed);
+  if (failed) return lunai_give_up(&s);
+  s.op.size[0] = sums_shape[2] = 1;
+  s.op.size[1] = sums_shape[0] = weights->shape[0];
+  s.op.size[2] = sums_shape[1] = weights->shape[1];
+  s.op.size[3] = context->shape[1];
+  s.op.number[0] = 1;
+  s.op.dropout = dropout;
+  return lunai_finish_two(&s, 3, weights->shape, sums, 3, sums_shape);
+}
+
+/* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
+LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+  const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
+  const int swap[3] = { 1, 0, 2 };
+  int64_t flat[3], grouped[4], rows[2];
+  luna_tensor *s;
+  flat[0] = batch; flat[1] = h * l; flat[2] = d;
+  grouped[0] = batch; grouped[1] = n; grouped[2] = h; grouped[3] = l;
+  rows[0] = batch; rows[1] = h * l;
+  s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
+  s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(bias, 2, rows)), swap);
+  s = luna_dropout(luna_softmax(luna_reshape(s, 4, grouped), lengths), dropout);
+  grouped[2] = h * l;
+  s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(v, 3, flat), false, false);
+  return out_bias ? luna_add(s, out_bias) : s;
+}
+
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+  bool good, failed = false;
+  int a;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout) || !v) return NULL;
+  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
+  for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
+  if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d]", x, k, bias, v);
+  if (!lunai_has_row(x, LUNA_ROW_UNPACK)) return lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout);
+  lunai_input(&s, v);
+  lunai_input(&s, out_bias);
+  s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.dropout = dropout;
+  return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+}
+
+LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega,
+                                            const int32_t *lengths, float dropout, float scale) {
+  luna_tensor *a = luna_activate(s, omega), *w;
+  int64_t grouped[4];
+  memcpy(grouped, s->shape, sizeof grouped);
+  grouped[2] = heads;
+  grouped[3] = s->shape[2] / heads;
+  w = luna_causal_product(luna_scale(q, scale), k, a, heads);
+  w = luna_dropout(luna_softmax(luna_reshape(w, 4, grouped), lengths), dropout);
+  grouped[2] = s->shape[2];
+  return luna_causal_product(luna_reshape(w, 3, grouped), a, v, heads);
+}
+
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+  bool good, failed = false;
+  float scale;
+  int a;
+  lunai_build build;
+  if (!lunai_start(&build, LUNA_ROW_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout) || !s) return NULL;
+  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
+  for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
+  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
+  if (!good) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads: want [batch, n, h d] three times and [batch, n, h l]", q, k, v, s, heads);
+  if (omega != LUNA_SOFTPLUS2 && omega != LUNA_SOFTPLUS && omega != LUNA_ELU1)
+    return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1");
+  scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
+  if (!lunai_has_row(q, LUNA_ROW_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
+  lunai_input(&build, s);
+  build.op.lengths = lunai_numbers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
+  build.op.size[0] = heads;
+  build.op.number[0] = scale;
+  build.op.activation = omega;
+  return failed ? lunai_give_up(&build) : lunai_finish_like(&build, q);
+}
+
+LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom) {
+  void *memory;
+  int i;
+  lunai_build s;
+  if (!in || count < 1 || !lunai_start(&s, LUNA_ROW_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
+  if (count > LUNA_MAX_INPUTS || !custom || !custom->forward || !custom->backward)
+    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_custom_op: at most 8 inputs, and both a forward and a backward");
+  for (i = 1; i < count; i++) {
+    if (!in[i]) return NULL;
+    lunai_input(&s, in[i]);
+  }
+  if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory)) return lunai_op_no_memory(&s);
+  if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
+  s.op.custom = *custom;
+  s.op.custom.state = memory;
+  return lunai_finish(&s, rank, shape);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNAI_MOST_NAME 192
+/* prefix + name as one parameter name; false when too long */
+LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MOST_NAME], const char *prefix, const char *name) {
+  const size_t a = prefix ? strlen(prefix) : 0, b = strlen(name);
+  if (a + b >= LUNAI_MOST_NAME) {
+    lunai_fail(params->ctx, LUNA_BAD_ARGUMENT, "the parameter name %s%s is longer than 191 characters", prefix, name);
+    return false;
+  }
+  if (a) memcpy(out, prefix, a);
+  memcpy(out + a, name, b + 1);
+  return true;
+}
+LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
+  luna_init init;
+  init.kind = kind;
+  init.scale = scale;
+  return init;
+}
+LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a, int64_t b, luna_init init) {
+  char full[LUNAI_MOST_NAME];
+  int64_t shape[2];
+  shape[0] = a;
+  shape[1] = b;
+  return lunai_name(params, full, prefix, name) ? luna_param(params, full, rank, shape, init) : NULL;
+}
+
+/* "prefix" + "name" + ".weight" and ".bias" */
+LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t in, int64_t out, luna_init init) {
+  char full[LUNAI_MOST_NAME];
+  if (!lunai_name(params, full, prefix, name)) return false;
+  layer->weight = lunai_named(params, full, ".weight", 2, out, in, init);
+  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_ZEROS, 0)) : NULL;
+  return layer->bias != NULL;
+}
+LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t dim) {
+  char full[LUNAI_MOST_NAME];
+  if (!lunai_name(params, full, prefix, name)) return false;
+  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_ONES, 0));
+  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_ZEROS, 0)) : NULL;
+  return layer->bias != NULL;
+}
+/* "layers.0.fc1." and "layers.0.fc1" name the same layer */
+LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MOST_NAME]) {
+  const size_t size = prefix ? strlen(prefix) : 0;
+  if (size == 0 || size >= LUNAI_MOST_NAME) return prefix ? prefix : "";
+  memcpy(out, prefix, size + 1);
+  if (out[size - 1] == '.') out[size - 1] = 0;
+  return out;
+}
+
+LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
+  char name[LUNAI_MOST_NAME];
+  lunai_params_mark mark;
+  if (!layer || !params) return LUNA_BAD_ARGUMENT;
+  mark = lunai_params_here(params);
+  return lunai_params_end(params, mark, lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
+}
+LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) { return luna_linear(x, layer->weight, layer->bias); }
+
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
+  char name[LUNAI_MOST_NAME];
+  lunai_params_mark mark;
+  if (!layer || !params) return LUNA_BAD_ARGUMENT;
+  mark = lunai_params_here(params);
+  return lunai_params_end(params, mark, lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
+}
+LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) { return luna_layer_norm(x, layer->weight, layer->bias); }
+
+/* --- Luna attention, eqs. 3-5 --- */
+LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
+  if (bert) return lunai_init(LUNA_NORMAL, 0.02f);
+  return lunai_init(LUNA_XAVIER, output ? 1.0f : 0.70710678f);
+}
+
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config) {
+  luna_nested_attention_config c;
+  const luna_linear_layer none = { NULL, NULL };
+  luna_init init;
+  lunai_params_mark mark;
+  bool good;
+  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  c = *config;
+  if (c.heads == 0) c.heads = 1;
+  if (c.pack_heads == 0) c.pack_heads = c.heads;
+  if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads || c.sharing < LUNA_TIED || c.sharing > LUNA_SHARED_QK || !(c.dropout >= 0 && c.dropout < 1))
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout below 1", c.dim, c.heads, c.pack_heads);
+  mark = lunai_params_here(params);
+  init = lunai_projection_init(c.bert_init, false);
+  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
+  layer->pk = layer->k = none;
+  if (c.sharing == LUNA_FULL) good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_TIED ? "pc_proj" : "pv_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
+  if (c.sharing == LUNA_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
+  if (c.sharing == LUNA_SHARED_QK) { layer->pk = layer->pq; layer->k = layer->q; }
+  layer->config = c;
+  return lunai_params_end(params, mark, good);
+}
+
+LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  int64_t shape[4];
+  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
+  return luna_reshape(x, rank, shape);
+}
+LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) {
+  int axes[4];
+  axes[0] = a; axes[1] = b; axes[2] = c; axes[3] = d;
+  return luna_permute(x, axes);
+}
+/* [batch, n, h d_h] -> [batch, h, n, d_h], and back */
+LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
+  return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) : NULL;
+}
+LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
+  return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) : NULL;
+}
+/* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
+LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
+  const float one = 1;
+  int64_t shape[2], i;
+  luna_tensor *w = layer->weight;
+  shape[0] = shape[1] = dim;
+  if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
+  for (i = 0; w && !layer->weight && !ctx->options.measure && i < dim; i++) ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
+  return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
+}
+
+LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) { return layer->weight ? luna_linear_layer_forward(layer, x) : x; }
+
+/* lengths of a memory of `most` slots, in the step: host numbers */
+LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t most, bool *failed) {
+  void *memory;
+  int64_t i;
+  if (!lengths) return NULL;
+  *failed = !lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory);
+  if (*failed) lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "no memory for %d lengths", count);
+  for (i = 0; i < count && !*failed; i++) ((int32_t *)memory)[i] = (int32_t)lunai_min(lengths[i], most);
+  return (const int32_t *)memory;
+}
+
+/* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h bpv_h */
+LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context, const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0, l = pq ? pq->shape[1] : 0;
+  luna_tensor *sums = NULL, *g, *z, *bias;
+  if (!pq) return NULL;
+  g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h), lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
+  z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
+  bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false, false);
+  return lunai_merge_heads(luna_add(z, bias));
+}
+
+/* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, V'_h = v_h Wo_h^T */
+LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed, const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.heads, b = packed->shape[0], l = packed->shape[1];
+  luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed), (float)(1.0 / sqrt((double)(d / h)))), h);
+  luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed), h);
+  luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
+  luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
+  k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
+  return luna_unpack(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, lengths, layer->config.dropout);
+}
+
+/* flops of spec 2, and whether the folded form has fewer */
+LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int64_t projections) {
+  const double d = (double)dim, l = (double)slots, n = (double)rows;
+  if (ctx->options.form != LUNA_FORM_CHEAPEST) return ctx->options.form == LUNA_FORM_FOLDED;
+  return n * 4 * (double)heads * l * d + 4 * l * d * d < n * (2 * (double)projections * d * d + 4 * l * d);
+}
+
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
+  const luna_nested_attention_config *c = &layer->config;
+  const int key = c->sharing == LUNA_FULL || c->sharing == LUNA_SHARED_QK;
+  luna_attention_config a;
+  luna_tensor *both[2], *pv, *k, *v;
+  lunai_mark mark;
+  bool failed = false;
+  const int32_t *memory_lengths;
+  luna_ctx *ctx;
+  if (!context) context = x;
+  if (!x || !p || !context) return NULL;
+  ctx = x->ctx;
+  if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
+      x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
+    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_forward: x %t, p %t, context %t: want [batch, n, %d], [batch, l, %d], [batch, m, %d]", x, p, context, c->dim, c->dim, c->dim);
+  mark = lunai_step_mark(ctx);
+  memory_lengths = lunai_memory_lengths(ctx, lengths, x->shape[0], p->shape[1], &failed);
+  if (failed) return NULL;
+  memset(&a, 0, sizeof a);
+  a.dropout = c->dropout;
+  a.heads = c->pack_heads;
+  a.lengths = lengths;
+  both[0] = luna_linear_layer_forward(&layer->pq, p);
+  if (lunai_fold(ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key)) both[0] = lunai_pack_folded(layer, both[0], context, lengths);
+  else {
+    pv = luna_linear_layer_forward(&layer->pv, context);
+    both[0] = luna_softmax_attention(both[0], c->sharing == LUNA_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
+  }
+  if (!both[0]) return NULL;
+  a.heads = c->heads;
+  a.lengths = memory_lengths;
+  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], memory_lengths);
+  else {
+    v = luna_linear_layer_forward(&layer->v, both[0]);
+    k = c->sharing == LUNA_TIED ? v : lunai_project(&layer->k, both[0]);
+    both[1] = luna_linear_layer_forward(&layer->out, luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a));
+  }
+  if (!both[1]) return NULL;
+  lunai_keep(ctx, mark, both, 2);
+  if (packed) *packed = both[0];
+  return both[1];
+}
+
+/* --- causal Luna attention, spec 4 --- */
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config) {
+  luna_causal_attention_config c;
+  luna_init init;
+  lunai_params_mark mark;
+  bool good;
+  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  c = *config;
+  if (c.heads == 0) c.heads = 1;
+  if (c.omega == LUNA_NONE) c.omega = LUNA_SOFTPLUS2;
+  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_TIED && c.sharing != LUNA_FULL) || !(c.dropout >= 0 && c.dropout < 1))
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, dropout below 1", c.dim, c.heads);
+  if (c.omega != LUNA_SOFTPLUS2 && c.omega != LUNA_SOFTPLUS && c.omega != LUNA_ELU1)
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1");
+  mark = lunai_params_here(params);
+  init = lunai_projection_init(c.bert_init, false);
+  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_TIED) layer->k = layer->v;
+  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
+  layer->config = c;
+  return lunai_params_end(params, mark, good);
+}
+
+/* Raw pack scores s [batch, n, h l] = k_p pq^T / sqrt(d_h), k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias
+   stays, for omega is no softmax. */
+LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
+  const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
+  const int64_t b = shared ? 1 : p->shape[0];
+  luna_tensor *pq = luna_scale(luna_linear_layer_forward(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h)))), *g, *bias;
+  pq = lunai_split_heads(lunai_reshape(pq, 3, b, l, d, 1), h);
+  if (!lunai_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
+    luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
+    if (shared && pq) pq = lunai_reshape(pq, 3, h, l, d / h, 1);
+    return lunai_merge_heads(luna_matmul(k, pq, false, true));
+  }
+  g = luna_matmul(pq, lunai_weight_heads(x->ctx, &layer->pc, d, h), false, false);
+  bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
+  if (shared) return luna_linear(x, lunai_reshape(g, 2, h * l, d, 1, 1), lunai_reshape(bias, 1, h * l, 1, 1, 1));
+  g = luna_matmul(x, lunai_reshape(g, 3, b, h * l, d, 1), false, true);
+  return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
+}
+
+LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+  const luna_causal_attention_config *c = &layer->config;
+  luna_tensor *s, *q, *k, *v, *y;
+  lunai_mark mark;
+  bool failed = false;
+  if (!x || !p) return NULL;
+  if (x->rank != 3 || p->rank < 2 || p->rank > 3 || x->shape[2] != c->dim || lunai_last(p) != c->dim || (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_forward: x %t, p %t: want [batch, n, %d] and [batch, l, %d] or [l, %d]", x, p, c->dim, c->dim, c->dim);
+  mark = lunai_step_mark(x->ctx);
+  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
+  if (failed) return NULL;
+  s = lunai_causal_scores(layer, x, p);
+  q = luna_linear_layer_forward(&layer->q, x);
+  v = luna_linear_layer_forward(&layer->v, x);
+  k = c->sharing == LUNA_TIED ? v : luna_linear_layer_forward(&layer->k, x);
+  y = luna_linear_layer_forward(&layer->out, luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout));
+  if (y) lunai_keep(x->ctx, mark, &y, 1);
+  return y;
+}
+
+/* --- encoder, decoder and causal layers, eq. 6 --- */
+/* fills in the defaults; false with a sentence when the config cannot be */
+LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, luna_layer_config *c) {
+  *c = *config;
+  if (c->heads == 0) c->heads = 1;
+  if (c->pack_heads == 0) c->pack_heads = c->heads;
+  if (c->ffn == 0) c->ffn = 4 * c->dim;
+  if (c->activation == LUNA_NONE) c->activation = LUNA_RELU;
+  if (c->omega == LUNA_NONE) c->omega = LUNA_SOFTPLUS2;
+  if (c->dim >= 1 && c->dim <= 1 << 24 && c->ffn >= 1 && c->ffn <= 1 << 26 && c->convolution >= 0 && c->convolution <= 1024 && c->dropout >= 0 && c->dropout < 1 &&
+      c->attention_dropout >= 0 && c->attention_dropout < 1 && c->activation_dropout >= 0 && c->activation_dropout < 1 && c->activation >= LUNA_NONE && c->activation <= LUNA_SOFTPLUS2)
+    return true;
+  lunai_fail(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1)", c->dim, c->ffn, c->convolution);
+  return false;
+}
+LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_config *c) {
+  luna_nested_attention_config a;
+  a.dim = c->dim;
+  a.heads = c->heads;
+  a.pack_heads = c->pack_heads;
+  a.sharing = c->sharing;
+  a.dropout = c->attention_dropout;
+  a.bert_init = c->bert_init;
+  return a;
+}
+LUNAI_FN luna_causal_attention_config lunai_causal_config(const luna_layer_config *c) {
+  luna_causal_attention_config a;
+  a.dim = c->dim;
+  a.heads = c->heads;
+  a.sharing = c->sharing == LUNA_FULL ? LUNA_FULL : LUNA_TIED;
+  a.omega = c->omega;
+  a.dropout = c->attention_dropout;
+  a.bert_init = c->bert_init;
+  return a;
+}
+LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_params *params, const char *prefix, const luna_layer_config *c) {
+  const luna_init init = lunai_projection_init(c->bert_init, true);
+  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init);
+}
+
+/* x + y after y's dropout, normed when post-norm */
+LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, const luna_norm_layer *norm) {
+  luna_tensor *sum = luna_add(x, luna_dropout(y, c->dropout));
+  return c->pre_norm ? sum : luna_norm_layer_forward(norm, sum);
+}
+/* the input of a half-layer: normed when pre-norm */
+LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
+  return c->pre_norm ? luna_norm_layer_forward(norm, x) : x;
+}
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_norm_layer *norm) {
+  luna_tensor *y = lunai_linear_activated(lunai_normed(c, x, norm), fc1->weight, fc1->bias, c->activation);
+  return lunai_residual(c, x, luna_linear_layer_forward(fc2, luna_dropout(y, c->activation_dropout)), norm);
+}
+
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
+  char name[LUNAI_MOST_NAME];
+  luna_nested_attention_config attention;
+  lunai_params_mark mark;
+  bool good;
+  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  mark = lunai_params_here(params);
+  good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  attention = lunai_nested_config(&layer->config);
+  good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", config->dim);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
+  return lunai_params_end(params, mark, good);
+}
+
+/* Luna attention with both residuals: x and *p forward */
+LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
+                                        const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
+  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm);
+  luna_tensor *y = luna_nested_attention_layer_forward(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, lengths, &packed);
+  x = lunai_residual(c, x, y, norm);
+  *p = lunai_residual(c, *p, packed, memory_norm);
+  return x;
+}
+
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
+  luna_tensor *both[2];
+  lunai_mark mark;
+  if (!x || !p || !*p) return NULL;
+  mark = lunai_step_mark(x->ctx);
+  both[1] = *p;
+  both[0] = lunai_nested_half(&layer->config, &layer->attention, x, &both[1], NULL, lengths, &layer->attention_norm, &layer->memory_norm);
+  if (!both[0] || !both[1]) return NULL;
+  lunai_keep(x->ctx, mark, both, 2);
+  x = both[0];
+  both[0] = both[1];
+  both[1] = lunai_ffn(&layer->config, x, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (!both[1]) return NULL;
+  lunai_keep(x->ctx, mark, both, 2);
+  *p = both[0];
+  return both[1];
+}
+
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
+  char name[LUNAI_MOST_NAME];
+  luna_nested_attention_config cross;
+  luna_causal_attention_config self;
+  lunai_params_mark mark;
+  bool good;
+  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  mark = lunai_params_here(params);
+  good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  cross = lunai_nested_config(&layer->config);
+  self = lunai_causal_config(&layer->config);
+  good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
+  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", config->dim);
+  good = good && lunai_name(params, name, prefix, "encoder_attn.");
+  good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
+  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", config->dim);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
+  return lunai_params_end(params, mark, good);
+}
+
+LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+  luna_tensor *both[2], *y;
+  lunai_mark mark;
+  if (!x || !p || !*p || !context) return NULL;
+  mark = lunai_step_mark(x->ctx);
+  y = luna_causal_attention_layer_forward(&layer->self_attention, lunai_normed(&layer->config, x, &layer->self_norm), *p, lengths);
+  x = lunai_residual(&layer->config, x, y, &layer->self_norm);
+  both[1] = *p;
+  both[0] = lunai_nested_half(&layer->config, &layer->cross_attention, x, &both[1], context, lengths, &layer->cross_norm, &layer->memory_norm);
+  if (!both[0] || !both[1]) return NULL;
+  lunai_keep(context->ctx, mark, both, 2);
+  x = both[0];
+  both[0] = both[1];
+  both[1] = lunai_ffn(&layer->config, x, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (!both[1]) return NULL;
+  lunai_keep(context->ctx, mark, both, 2);
+  *p = both[0];
+  return both[1];
+}
+
+LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
+  char name[LUNAI_MOST_NAME];
+  luna_causal_attention_config attention;
+  lunai_params_mark mark;
+  bool good;
+  if (!layer || !params || !config || memory < 1) return LUNA_BAD_ARGUMENT;
+  mark = lunai_params_here(params);
+  layer->kernel = layer->kernel_bias = layer->memory = NULL;
+  good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  attention = lunai_causal_config(&layer->config);
+  if (good) layer->memory = lunai_named(params, prefix, "projected_embeddings", 2, memory, config->dim, lunai_init(LUNA_NORMAL, (float)(1.0 / sqrt((double)config->dim))));
+  good = good && layer->memory;
+  if (good && config->convolution) {
+    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, config->dim, config->convolution, lunai_init(LUNA_PRESENT, 0.1f));
+    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, config->dim, 1, lunai_init(LUNA_ZEROS, 0)) : NULL;
+    good = layer->kernel_bias != NULL;
+  }
+  good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
+  return lunai_params_end(params, mark, good);
+}
+
+LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
+  luna_tensor *in, *y;
+  lunai_mark mark;
+  if (!x) return NULL;
+  mark = lunai_step_mark(x->ctx);
+  in = lunai_normed(&layer->config, x, &layer->attention_norm);
+  if (layer->kernel) in = luna_short_convolution(in, layer->kernel, layer->kernel_bias);
+  y = luna_causal_attention_layer_forward(&layer->attention, in, layer->memory, NULL);
+  y = lunai_residual(&layer->config, x, y, &layer->attention_norm);
+  if (!y) return NULL;
+  lunai_keep(x->ctx, mark, &y, 1);
+  y = lunai_ffn(&layer->config, y, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (y) lunai_keep(x->ctx, mark, &y, 1);
+  return y;
+}
+#endif /* !LUNA_ONLY_STREAM */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>models: the causal language model, spec 5. Guarded by tests/stream.c and tests/checkpoints.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+/* What a checkpoint's __metadata__ says of the model: a row a field, from which writing and reading derive. least and most: what is allowed. */
+#define LUNAI_LM_FIELDS(F) \
+  F(vocab, 1, 1 << 24) F(layers, 1, 4096) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
+  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 1, 5) F(pre_norm, 0, 1)
+#define LUNAI_LM_KIND "causal_lm"
+typedef struct lunai_lm_sizes {
+#define LUNAI_FIELD(name, least, most) int64_t name;
+  LUNAI_LM_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+} lunai_lm_sizes;
+
+LUNAI_FN bool lunai_lm_field(const lunai_st *st, const char *key, int64_t least, int64_t most, int64_t *out) {
+  lunai_st_text value;
+  size_t i;
+  *out = 0;
+  if (!lunai_st_meta(st, key, &value) || value.size == 0 || value.size > 9) return false;
+  for (i = 0; i < value.size; i++) {
+    if (value.at[i] < '0' || value.at[i] > '9') return false;
+    *out = *out * 10 + (value.at[i] - '0');
+  }
+  return *out >= least && *out <= most;
+}
+/* the model a checkpoint describes; null, or what is wrong */
+LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
+  lunai_st_text kind;
+  if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND)) return "this safetensors file holds no causal language model of luna.h";
+#define LUNAI_FIELD(name, least, most) if (!lunai_lm_field(st, "luna." #name, least, most, &sizes->name)) return "luna." #name " is missing from the metadata, or out of range";
+  LUNAI_LM_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+  if (sizes->dim % sizes->heads) return "luna.dim is no multiple of luna.heads";
+  return NULL;
+}
+
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
+  s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
+  s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
+}
+LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
+  memset(c, 0, sizeof *c);
+  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
+  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
+  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
+  c->layer.pre_norm = s->pre_norm != 0;
+}
+
+LUNAI_FN bool lunai_lm_describe(luna_params *params, const luna_lm_config *config) {
+  lunai_lm_sizes s;
+  char text[24];
+  bool good = luna_params_set(params, "luna.kind", LUNAI_LM_KIND) == LUNA_OK;
+  lunai_lm_to_sizes(config, &s);
+#define LUNAI_FIELD(name, least, most) \
+  lunai_print(text, sizeof text, "%d", s.name); \
+  good = good && luna_params_set(params, "luna." #name, text) == LUNA_OK;
+  LUNAI_LM_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+  return good;
+}
+
+LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
+  lunai_lm_sizes s;
+  luna_layer_config layer;
+  if (config) *c = *config;
+  else memset(c, 0, sizeof *c);
+  if (c->vocab == 0) c->vocab = 256;
+  if (c->layers == 0) c->layers = 2;
+  if (c->memory == 0) c->memory = 16;
+  if (c->layer.dim == 0) c->layer.dim = 128;
+  if (c->layer.heads == 0) c->layer.heads = 4;
+  layer = c->layer;
+  if (!lunai_layer_config(ctx, &layer, &c->layer)) return false;
+  lunai_lm_to_sizes(c, &s);
+#define LUNAI_FIELD(name, least, most) \
+  if (s.name < least || s.name > most) { \
+    lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_lm_init: " #name " is %d, outside %d..%d", s.name, (int64_t)(least), (int64_t)(most)); \
+    return false; \
+  }
+  LUNAI_LM_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+  return true;
+}
+
+LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+  char prefix[48];
+  lunai_params_mark mark;
+  luna_lm_config c;
+  void *memory = NULL;
+  int64_t i;
+  bool good;
+  if (!model || !params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_lm_defaults(params->ctx, config, &c)) return LUNA_BAD_ARGUMENT;
+  memset(model, 0, sizeof *model);
+  mark = lunai_params_here(params);
+  model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_init(LUNA_NORMAL, (float)(1.0 / sqrt((double)c.layer.dim))));
+  good = model->embedding && lunai_persist(params->ctx, (size_t)c.layers * sizeof(luna_causal_layer), false, &memory);
+  model->layers = (luna_causal_layer *)memory;
+  for (i = 0; i < c.layers && good; i++) {
+    lunai_print(prefix, sizeof prefix, "layers.%d.", i);
+    good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
+  }
+  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
+  good = good && lunai_lm_describe(params, &c);
+  model->config = c;
+  model->params = params;
+  return lunai_params_end(params, mark, good);
+}
+
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n) {
+  luna_ctx *ctx = model->params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_tensor *x = luna_embedding(model->embedding, tokens, batch, n);
+  int64_t i;
+  if (x) x = luna_dropout(x, model->config.layer.dropout);
+  for (i = 0; i < model->config.layers; i++) {
+    x = luna_causal_layer_forward(&model->layers[i], x);
+    if (x) lunai_keep(ctx, mark, &x, 1);
+  }
+  if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
+  x = luna_linear(x, model->embedding, NULL);
+  if (x) lunai_keep(ctx, mark, &x, 1);
+  return x;
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>trainer: schedules and optimisers. Guarded by tests/ops.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#ifndef LUNA_NO_TRAIN
+LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
+  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor;
+  double factor = 1, done;
+  if (step < s->warmup) return (float)(t / warmup);
+  done = total > warmup ? (t - warmup) / (total - warmup) : 1;
+  if (done > 1) done = 1;
+  if (s->decay == LUNA_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
+  if (s->decay == LUNA_LINEAR) factor = 1 - done * (1 - floor);
+  if (s->decay == LUNA_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
+  return (float)(factor > floor ? factor : floor);
+}
+
+struct luna_optimizer {
+  luna_params *params;
+  luna_adamw_config config;          /* SGD uses lr, weight_decay, clip, schedule */
+  bool adam, nesterov;
+  float momentum;
+  int64_t attempts, size;
+  luna_tensor **parameters;
+  float **first, **second;
+  luna_step_state *state;            /* in backend memory */
+};
+
+LUNAI_FN bool lunai_optimizer_memory(luna_optimizer *o) {
+  luna_ctx *ctx = o->params->ctx;
+  const size_t pointers = (size_t)o->size * sizeof(void *);
+  void *parameters, *first, *second, *state;
+  lunai_param *p;
+  int64_t i = 0;
+  if (!lunai_persist(ctx, sizeof(luna_step_state), false, &state) || !lunai_persist(ctx, pointers, false, &parameters) || !lunai_persist(ctx, pointers, false, &first) ||
+      !lunai_persist(ctx, pointers, false, &second)) return false;
+  o->state = (luna_step_state *)state;
+  o->parameters = (luna_tensor **)parameters;
+  o->first = (float **)first;
+  o->second = (float **)second;
+  for (p = o->params->first; p; p = p->next, i++) {
+    const size_t bytes = (size_t)luna_count(&p->tensor) * sizeof(float);
+    o->parameters[i] = &p->tensor;
+    first = second = NULL;
+    if ((o->adam || o->momentum != 0) && !lunai_persist(ctx, bytes, true, &first)) return false;
+    if (o->adam && !lunai_persist(ctx, bytes, true, &second)) return false;
+    o->first[i] = (float *)first;
+    o->second[i] = (float *)second;
+  }
+  return true;
+}
+
+LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
+  lunai_persistent_mark mark;
+  luna_optimizer *o;
+  void *memory;
+  if (!params) return NULL;
+  if (params->borrowing) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: this set borrows its parameters, which cannot be trained; load a copy instead", name);
+    return NULL;
+  }
+  if (!(like->config.lr >= 0 && like->config.clip >= 0 && like->config.weight_decay >= 0)) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: lr, clip and weight_decay must not be negative", name);
+    return NULL;
+  }
+  mark = lunai_persistent(params->ctx);
+  if (lunai_persist(params->ctx, sizeof(luna_optimizer), false, &memory)) {
+    o = (luna_optimizer *)memory;
+    *o = *like;
+    o->params = params;
+    o->size = params->size;
+    if (lunai_optimizer_memory(o)) return o;
+  }
+  lunai_persistent_rewind(params->ctx, mark);
+  lunai_no_memory(params->ctx, name, (size_t)luna_params_count(params) * sizeof(float));
+  return NULL;
+}
+
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config) {
+  luna_optimizer o;
+  memset(&o, 0, sizeof o);
+  if (config) {
+    o.config.lr = config->lr;
+    o.config.weight_decay = config->weight_decay;
+    o.config.clip = config->clip;
+    o.config.schedule = config->schedule;
+    o.momentum = config->momentum;
+    o.nesterov = config->nesterov;
+  }
+  if (o.config.lr == 0) o.config.lr = 0.01f;
+  return lunai_optimizer_open(params, &o, "luna_sgd");
+}
+
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) {
+  luna_optimizer o;
+  memset(&o, 0, sizeof o);
+  if (config) o.config = *config;
+  if (o.config.lr == 0) o.config.lr = 1e-3f;
+  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
+  if (o.config.beta2 == 0) o.config.beta2 = 0.999f;
+  if (o.config.epsilon == 0) o.config.epsilon = 1e-8f;
+  o.adam = true;
+  return lunai_optimizer_open(params, &o, "luna_adamw");
+}
+
+LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
+  luna_ctx *ctx;
+  luna_update u;
+  luna_status status;
+  float lr;
+  int64_t i;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  ctx = o->params->ctx;
+  if (ctx->status != LUNA_OK || ctx->options.measure) return ctx->status;
+  o->attempts++;
+  lr = o->config.lr * luna_schedule_at(&o->config.schedule, o->attempts);
+  status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
+  if (status == LUNA_OK) status = ctx->backend->norm(ctx, o->parameters, o->size, o->config.clip, o->state);
+  memset(&u, 0, sizeof u);
+  u.adam = o->adam;
+  u.nesterov = o->nesterov;
+  u.momentum = o->momentum;
+  u.beta1 = o->config.beta1;
+  u.beta2 = o->config.beta2;
+  u.epsilon = o->config.epsilon;
+  u.decay = o->config.weight_decay;
+  u.state = o->state;
+  for (i = 0; i < o->size && status == LUNA_OK; i++) {
+    u.parameter = o->parameters[i];
+    u.first = o->first[i];
+    u.second = o->second[i];
+    if (u.parameter->grad) status = ctx->backend->update(ctx, &u);
+  }
+  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_optimizer_step: the backend failed: %s", luna_status_text(status));
+}
+
+LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
+  if (!o) return LUNA_BAD_ARGUMENT;
+  if (!(lr >= 0)) return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_set_lr: lr must not be negative");
+  o->config.lr = lr;
+  return LUNA_OK;
+}
+LUNAI_FN luna_step_state lunai_optimizer_state(const luna_optimizer *o) {
+  luna_step_state state;
+  memset(&state, 0, sizeof state);
+  if (o) o->params->ctx->backend->copy(o->params->ctx, &state, o->state, sizeof state, 2);
+  return state;
+}
+LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).updates; }
+LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).skipped; }
+LUNA_API float luna_optimizer_norm(const luna_optimizer *o) { return lunai_optimizer_state(o).norm; }
+#endif /* !LUNA_NO_TRAIN */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+LUNAI_FN bool lunai_io_write(void *user, const void *bytes, size_t size) {
+  const luna_io *io = (const luna_io *)user;
+  return io->write(io->user, bytes, size);
+}
+
+LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
+  lunai_st_writer writer;
+  lunai_st_pair *pairs;
+  lunai_st_source *sources;
+  lunai_mark mark;
+  lunai_meta *m;
+  lunai_param *p;
+  void *memory = NULL, *more = NULL;
+  int64_t pair_count = 0, count = 0;
+  luna_io copy;
+  if (!params || !io || !io->write) return LUNA_BAD_ARGUMENT;
+  if (params->ctx->options.measure) return LUNA_OK;
+  mark = lunai_step_mark(params->ctx);
+  for (m = params->metas; m; m = m->next) pair_count++;
+  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)params->size * sizeof *sources, false, &more)) {
+    lunai_step_rewind(params->ctx, mark);
+    return lunai_no_memory(params->ctx, "luna_save", (size_t)params->size * sizeof *sources);
+  }
+  pairs = (lunai_st_pair *)memory;
+  sources = (lunai_st_source *)more;
+  for (pair_count = 0, m = params->metas; m; m = m->next, pair_count++) {
+    pairs[pair_count].key = m->key;
+    pairs[pair_count].value = m->value;
+  }
+  for (p = params->first; p; p = p->next, count++) {
+    sources[count].name = p->name;
+    sources[count].rank = p->tensor.rank;
+    sources[count].shape = p->tensor.shape;
+    sources[count].data = p->tensor.data;
+  }
+  copy = *io;
+  memset(&writer, 0, sizeof writer);
+  writer.write = lunai_io_write;
+  writer.user = &copy;
+  lunai_st_write(&writer, pairs, pair_count, sources, count);
+  lunai_step_rewind(params->ctx, mark);
+  return writer.failed ? lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the file could not be written in full") : LUNA_OK;
+}
+
+/* the parameter a tensor of a file belongs to, or null */
+LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_tensor *t) {
+  char name[1024];
+  return lunai_st_decode(t->name, name, sizeof name) < sizeof name ? lunai_param_find(params, name) : NULL;
+}
+LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
+  lunai_st_tensor t;
+  size_t cursor = 0;
+  int64_t matched = 0;
+  lunai_param *p;
+  int a;
+  while (lunai_st_next(st, &cursor, &t)) {
+    bool same;
+    char name[80];
+    lunai_st_decode(t.name, name, sizeof name);
+    p = lunai_param_of(params, &t);
+    if (!p) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file's tensor %s is no parameter of this set", name);
+    same = t.rank == p->tensor.rank;
+    for (a = 0; same && a < t.rank; a++) same = t.shape[a] == p->tensor.shape[a];
+    if (!same) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: %s is %t here and has another shape in the file", name, &p->tensor);
+    if (t.dtype != LUNAI_ST_F32 && t.dtype != LUNAI_ST_F16 && t.dtype != LUNAI_ST_BF16 && t.dtype != LUNAI_ST_F64)
+      return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: %s is stored as %s; F32, F16, BF16 and F64 can be read", name, lunai_st_formats[t.dtype].name);
+    matched++;
+  }
+  for (p = params->first; p && matched < params->size; p = p->next)
+    if (!lunai_st_find(st, p->name, &t)) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  luna_status status = params->borrowing ? lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_load: this set borrows its parameters") : lunai_load_check(params, st);
+  lunai_st_tensor t;
+  size_t cursor = 0;
+  while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t)) lunai_st_floats(&t, lunai_param_of(params, &t)->tensor.data);
+  return status;
+}
+LUNAI_FN luna_status lunai_open_st(luna_ctx *ctx, lunai_st *st, const void *bytes, size_t size) {
+  const char *wrong = bytes || size == 0 ? lunai_st_open(st, bytes, size) : "there are no bytes";
+  return wrong ? lunai_refuse(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong) : LUNA_OK;
+}
+
+LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
+  lunai_st st;
+  luna_status status;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  status = lunai_open_st(params->ctx, &st, bytes, size);
+  return status == LUNA_OK ? lunai_load_st(params, &st) : status;
+}
+
+LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
+  lunai_st st;
+  luna_status status;
+  lunai_param *p;
+  const char *wrong;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  status = lunai_open_st(params->ctx, &st, bytes, size);
+  if (status != LUNA_OK) return status;
+  if (params->shared) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_borrowed: this set shares another's parameters");
+  for (p = params->first; p; p = p->next) {
+    lunai_borrowed(params, p->name, &p->tensor, &st, &wrong);
+    if (wrong) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_borrowed: %s %t %s", p->name, &p->tensor, wrong);
+  }
+  params->borrowing = true;
+  params->source = st;
+  for (p = params->first; p; p = p->next) lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, &st, &wrong));
+  return LUNA_OK;
+}
+
+/* The sizes in a file's metadata are only claims: before anything is allocated by them, the tensors must bear them out. */
+LUNAI_FN luna_status lunai_lm_claims(luna_params *params, const lunai_st *st, const lunai_lm_sizes *s) {
+  lunai_st_tensor t;
+  const bool good = lunai_st_find(st, "embed_tokens.weight", &t) && t.rank == 2 && t.shape[0] == s->vocab && t.shape[1] == s->dim &&
+                    lunai_st_find(st, "layers.0.projected_embeddings", &t) && t.rank == 2 && t.shape[0] == s->memory &&
+                    lunai_st_find(st, "layers.0.fc1.weight", &t) && t.rank == 2 && t.shape[0] == s->ffn && (uint64_t)s->layers <= st->header_size;
+  return good ? LUNA_OK : lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_lm_load: the file's tensors do not have the sizes its metadata claims");
+}
+
+LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
+  lunai_st st;
+  lunai_lm_sizes sizes;
+  luna_lm_config config;
+  lunai_params_mark mark;
+  const char *wrong;
+  luna_status status;
+  if (!model || !params) return LUNA_BAD_ARGUMENT;
+  status = lunai_open_st(params->ctx, &st, bytes, size);
+  if (status != LUNA_OK) return status;
+  wrong = lunai_lm_read(&st, &sizes);
+  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong);
+  mark = lunai_params_here(params);
+  lunai_lm_from_sizes(&sizes, &config);
+  status = lunai_lm_claims(params, &st, &sizes);
+  if (status == LUNA_OK) status = luna_lm_init(model, params, &config);
+  if (status == LUNA_OK && !params->borrowing) status = lunai_load_st(params, &st);
+  if (status != LUNA_OK) lunai_params_end(params, mark, false);
+  return status;
+}
+
+/* --- the same through luna_io, and by path --- */
+typedef luna_status (*lunai_loader)(void *model, luna_params *params, const void *bytes, size_t size);
+LUNAI_FN luna_status lunai_load_plain(void *model, luna_params *params, const void *bytes, size_t size) {
+  (void)model;
+  return luna_load_bytes(params, bytes, size);
+}
+LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) { return luna_lm_load_bytes((luna_lm *)model, params, bytes, size); }
+
+LUNAI_FN luna_status lunai_load_through(lunai_loader loader, void *model, luna_params *params, const luna_io *io) {
+  luna_ctx *ctx = params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_status status = LUNA_OK;
+  void *bytes;
+  if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)) return lunai_no_memory(ctx, "luna_load", (size_t)io->size);
+  if (io->size && !io->read(io->user, bytes, (size_t)io->size)) status = lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: the file could not be read in full (%d bytes)", (int64_t)io->size);
+  if (status == LUNA_OK) status = loader(model, params, bytes, (size_t)io->size);
+  lunai_step_rewind(ctx, mark);
+  return status;
+}
+LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
+  if (!params || !io || !io->read) return LUNA_BAD_ARGUMENT;
+  return lunai_load_through(lunai_load_plain, NULL, params, io);
+}
+
+#ifndef LUNA_NO_STDIO
+#include <stdio.h>
+#ifdef _WIN32
+#include <io.h>
+#ifndef LUNAI_NO_POOL
+#define lunai_rename(from, to) (MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING) != 0)
+#else
+#define lunai_rename(from, to) (remove(to), rename(from, to) == 0)
+#endif
+#define lunai_flush_to_disk(f) (_commit(_fileno(f)) == 0)
+#define lunai_seek_end(f) _fseeki64(f, 0, SEEK_END)
+#define lunai_tell(f) ((int64_t)_ftelli64(f))
+#else
+#define lunai_rename(from, to) (rename(from, to) == 0)
+#if defined(__unix__) || defined(__APPLE__)
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus)
+int fileno(FILE *stream);            /* POSIX has them; strict C99 headers do not say so */
+int fsync(int descriptor);
+#endif
+#define lunai_flush_to_disk(f) (fsync(fileno(f)) == 0)
+#else
+#define lunai_flush_to_disk(f) true
+#endif
+#define lunai_seek_end(f) fseek(f, 0, SEEK_END)
+#define lunai_tell(f) ((int64_t)ftell(f))
+#endif
+
+LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
+LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
+
+LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
+  char temporary[1024];
+  luna_io io;
+  luna_status status;
+  FILE *file;
+  bool flushed;
+  if (!params || !path) return LUNA_BAD_ARGUMENT;
+  if (strlen(path) + 5 > sizeof temporary) return lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
+  lunai_print(temporary, sizeof temporary, "%s.tmp", path);
+  file = fopen(temporary, "wb");
+  if (!file) return lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: cannot create %s", temporary);
+  memset(&io, 0, sizeof io);
+  io.write = lunai_file_write;
+  io.user = file;
+  status = luna_save_io(params, &io);
+  flushed = fflush(file) == 0 && lunai_flush_to_disk(file);
+  flushed = fclose(file) == 0 && flushed;
+  if (status == LUNA_OK && !flushed) status = lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", temporary);
+  if (status == LUNA_OK && !lunai_rename(temporary, path)) status = lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
+  if (status != LUNA_OK) remove(temporary);
+  return status;
+}
+
+LUNAI_FN luna_status lunai_load_path(lunai_loader loader, void *model, luna_params *params, const char *path) {
+  luna_io io;
+  luna_status status;
+  int64_t size;
+  FILE *file;
+  if (!params || !path) return LUNA_BAD_ARGUMENT;
+  file = fopen(path, "rb");
+  if (!file) return lunai_refuse(params->ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
+  size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
+  memset(&io, 0, sizeof io);
+  io.read = lunai_file_read;
+  io.user = file;
+  io.size = (uint64_t)size;
+  rewind(file);
+  status = size < 0 || size > INT64_MAX / 4 ? lunai_refuse(params->ctx, LUNA_CANNOT_READ, "luna_load: %s is no file of bytes", path) : lunai_load_through(loader, model, params, &io);
+  fclose(file);
+  return status;
+}
+LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_load_plain, NULL, params, path); }
+LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) { return model ? lunai_load_path(lunai_load_lm, model, params, path) : LUNA_BAD_ARGUMENT; }
+#endif /* !LUNA_NO_STDIO */
+#endif /* !LUNA_ONLY_STREAM */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>stream: spec 4, streaming. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
+   A layer's past is two running means (double), and the last rows of the short convolution's input. Guarded by tests/stream.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
+typedef struct lunai_stream_layer {
+  lunai_stream_linear pq, pc, q, k, v, out, fc1, fc2, attention_norm, final_norm, conv; /* norms and the convolution have the same two parts */
+  const float *memory;
+  float *folded, *folded_bias;       /* [heads slots, dim]: pack scores straight from x, when that is cheaper; else [slots, dim]: scaled pq */
+  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
+  float *history;                    /* [batch, convolution - 1, dim] */
+} lunai_stream_layer;
+
+struct luna_stream {
+  lunai_lm_sizes sizes;
+  const lunai_kernels *kernels;
+  lunai_stream_layer *layers;
+  const float *embedding;
+  lunai_stream_linear norm;
+  int64_t batch, chunk, position;
+  char *state;                       /* all layers' means, then all histories */
+  size_t state_size;
+  float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
+  void *scratch, *spare;             /* spare: for reordering a batch */
+  const char *error;
+#ifndef LUNA_ONLY_STREAM
+  luna_allocator allocator;          /* of a stream opened from a model */
+  size_t memory_size;
+#endif
+};
+
+LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
+
+/* A matrix product of the stream: y [rows, out] = act(x [rows, in] W^T + b) */
+LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
+  memset(g, 0, sizeof *g);
+  g->a = x; g->b = weight; g->bias = bias; g->c = y;
+  g->m = rows; g->n = out; g->k = in;
+  g->a_row = in; g->a_column = 1; g->b_row = 1; g->b_column = in; g->c_row = out;
+  g->batch[0] = g->batch[1] = 1;
+  g->alpha = 1;
+  g->activation = activation;
+}
+LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
+  lunai_gemm g;
+  lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
+  s->kernels->gemm(&g, NULL, s->scratch);
+}
+LUNAI_FN void lunai_stream_attention_args(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_causal_luna *c) {
+  memset(c, 0, sizeof *c);
+  c->q = s->q; c->k = s->k; c->v = s->v; c->s = s->s; c->out = s->y;
+  c->batch = s->batch; c->rows = rows; c->heads = s->sizes.heads;
+  c->head_dim = s->sizes.dim / s->sizes.heads;
+  c->slots = s->sizes.memory;
+  c->scale = (float)(1.0 / sqrt((double)c->head_dim));
+  c->activation = (int)s->sizes.omega;
+  c->position = s->position;
+  c->mean_ka = layer->mean_ka;
+  c->mean_av = layer->mean_av;
+}
+/* scores of one chunk without folding: k_p = x Wpc^T + b, then each head against its part of the scaled pq */
+LUNAI_FN void lunai_stream_head_scores(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_gemm *g) {
+  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory;
+  lunai_stream_product(g, s->y, rows, d / h, layer->folded, NULL, l, LUNA_NONE, s->s);
+  g->a_row = g->b_column = d;
+  g->c_row = h * l;
+  g->batch[1] = h;
+  g->a_batch[1] = g->b_batch[1] = d / h;
+  g->c_batch[1] = l;
+}
+
+/* bytes of scratch that any call may need */
+LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const int64_t widest = lunai_max(z->ffn, z->dim);
+  lunai_stream_layer layer;
+  lunai_causal_luna c;
+  lunai_gemm g;
+  size_t most, need;
+  int64_t rows, i;
+  memset(&layer, 0, sizeof layer);
+  lunai_stream_attention_args(s, &layer, s->chunk, &c);
+  c.mean_ka = c.mean_av = (double *)(void *)s->state;
+  most = s->kernels->causal_luna_scratch(&c, 1, false);
+  c.rows = 1;
+  need = s->kernels->causal_luna_scratch(&c, 1, false);
+  if (need > most) most = need;
+  for (i = 0; i < 8; i++) {
+    const int64_t in[4] = { z->dim, widest, z->dim, z->dim }, out[4] = { widest, z->dim, z->heads * z->memory, z->vocab };
+    rows = i < 4 ? s->batch * s->chunk : s->batch;
+    lunai_stream_product(&g, NULL, rows, in[i % 4], NULL, NULL, out[i % 4], LUNA_NONE, NULL);
+    need = s->kernels->gemm_scratch(&g, 1);
+    if (need > most) most = need;
+    lunai_stream_product(&g, NULL, i < 4 ? z->memory : rows, z->dim, NULL, NULL, z->dim, LUNA_NONE, NULL);
+    need = s->kernels->gemm_scratch(&g, 1);
+    if (need > most) most = need;
+  }
+  lunai_stream_head_scores(s, &layer, s->batch * s->chunk, &g);
+  need = s->kernels->gemm_scratch(&g, 1);
+  if (need > most) most = need;
+  lunai_stream_product(&g, NULL, z->memory, z->dim / z->heads, NULL, NULL, z->dim, LUNA_NONE, NULL);
+  g.b_row = z->dim; g.b_column = 1; g.a_row = z->dim; /* the folding itself */
+  need = s->kernels->gemm_scratch(&g, 1);
+  return lunai_round(need > most ? need : most);
+}
+
+LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  char *at = base ? base + *used : NULL;
+  *used += lunai_round((size_t)count * size);
+  return at;
+}
+/* Lays the stream out from `base` (null: only counts) and returns its bytes. */
+LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const int64_t rows = s->batch * s->chunk, means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
+  size_t used = lunai_round(sizeof(luna_stream)), state;
+  int64_t i;
+  s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
+  s->state = base ? base + used : NULL;
+  state = used;
+  for (i = 0; i < z->layers; i++) {
+    lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
+    layer->mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+    layer->mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+    layer->history = (float *)lunai_stream_take(base, &used, past, sizeof(float));
+  }
+  s->state_size = used - state;
+  for (i = 0; i < z->layers; i++) {
+    lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
+    layer->folded = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? z->heads * z->memory * z->dim : z->memory * z->dim, sizeof(float));
+    layer->folded_bias = (float *)lunai_stream_take(base, &used, z->heads * z->memory, sizeof(float));
+  }
+  s->x = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
+  s->in = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
+  s->conv = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
+  s->q = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
+  s->k = (float *)lunai_stream_take(base, &used, z->sharing ? rows * z->dim : 0, sizeof(float));
+  s->v = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
+  s->s = (float *)lunai_stream_take(base, &used, rows * z->heads * z->memory, sizeof(float));
+  s->y = (float *)lunai_stream_take(base, &used, lunai_max(rows, z->memory) * z->dim, sizeof(float));
+  s->ffn = (float *)lunai_stream_take(base, &used, rows * z->ffn, sizeof(float));
+  s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
+  if (!z->sharing) s->k = s->v;
+  s->spare = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
+  s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
+  return used;
+}
+
+/* what is the same for every token: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
+LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer) {
+  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, hd = d / h;
+  const float scale = (float)(1.0 / sqrt((double)hd));
+  int64_t head, i, j;
+  lunai_gemm g;
+  lunai_stream_linear_run(s, layer->memory, l, d, layer->pq.weight, layer->pq.bias, d, LUNA_NONE, s->y);
+  for (i = 0; i < l * d; i++) s->y[i] *= scale;
+  if (!lunai_stream_folds(&s->sizes)) {
+    memcpy(layer->folded, s->y, (size_t)(l * d) * sizeof(float));
+    return;
+  }
+  for (head = 0; head < h; head++) {
+    lunai_stream_product(&g, s->y + head * hd, l, hd, layer->pc.weight + head * hd * d, NULL, d, LUNA_NONE, layer->folded + head * l * d);
+    g.a_row = g.b_row = d;
+    g.b_column = 1;
+    s->kernels->gemm(&g, NULL, s->scratch);
+    for (i = 0; i < l; i++) {
+      float sum = 0;
+      for (j = 0; j < hd; j++) sum += s->y[i * d + head * hd + j] * layer->pc.bias[head * hd + j];
+      layer->folded_bias[head * l + i] = sum;
+    }
+  }
+}
+
+LUNA_API void luna_stream_reset(luna_stream *s) {
+  if (!s) return;
+  memset(s->state, 0, s->state_size);
+  s->position = 0;
+  s->error = "";
+}
+
+LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
+  const lunai_lm_sizes *z = &s->sizes;
+  int64_t rows;
+  s->batch = config && config->batch ? config->batch : 1;
+  s->chunk = config && config->chunk ? config->chunk : 64;
+  s->kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
+  s->error = "";
+  if (!s->kernels) return "this machine does not have the instruction set asked for";
+  rows = lunai_checked(s->batch, s->chunk);
+  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "batch and chunk must be at least 1";
+  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, z->vocab) < 0) return "a stream of these sizes is too large";
+  return NULL;
+}
+
+/* --- opening from a checkpoint's bytes --- */
+LUNAI_FN bool lunai_stream_weight(const lunai_st *st, const char *prefix, const char *name, int rank, int64_t a, int64_t b, const float **out) {
+  char full[96];
+  lunai_st_tensor t;
+  const size_t np = strlen(prefix), nn = strlen(name);
+  memcpy(full, prefix, np);          /* both are ours: at most 26 and 40 characters */
+  memcpy(full + np, name, nn + 1);
+  if (!lunai_st_find(st, full, &t) || t.rank != rank || t.shape[0] != a || (rank == 2 && t.shape[1] != b)) return false;
+  *out = lunai_st_borrow(&t);
+  return *out != NULL;
+}
+LUNAI_FN bool lunai_stream_pair(const lunai_st *st, const char *prefix, const char *weight, const char *bias, int rank, int64_t out, int64_t in, lunai_stream_linear *pair) {
+  return lunai_stream_weight(st, prefix, weight, rank, out, in, &pair->weight) && lunai_stream_weight(st, prefix, bias, 1, out, 1, &pair->bias);
+}
+LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
+  char digits[24];
+  int i = 23, at = 7;
+  memcpy(out, "layers.", 7);
+  digits[23] = 0;
+  do digits[--i] = (char)('0' + layer % 10); while ((layer /= 10) != 0);
+  while (digits[i]) out[at++] = digits[i++];
+  out[at++] = '.';
+  out[at] = 0;
+}
+LUNAI_FN bool lunai_stream_layer_weights(const lunai_st *st, const lunai_lm_sizes *z, int64_t index, lunai_stream_layer *w) {
+  const int64_t d = z->dim;
+  char prefix[32];
+  bool good;
+  lunai_stream_prefix(index, prefix);
+  good = lunai_stream_weight(st, prefix, "projected_embeddings", 2, z->memory, d, &w->memory);
+  good = good && lunai_stream_pair(st, prefix, "self_attn.pq_proj.weight", "self_attn.pq_proj.bias", 2, d, d, &w->pq);
+  good = good && lunai_stream_pair(st, prefix, "self_attn.pc_proj.weight", "self_attn.pc_proj.bias", 2, d, d, &w->pc);
+  good = good && lunai_stream_pair(st, prefix, "self_attn.q_proj.weight", "self_attn.q_proj.bias", 2, d, d, &w->q);
+  if (z->sharing) good = good && lunai_stream_pair(st, prefix, "self_attn.k_proj.weight", "self_attn.k_proj.bias", 2, d, d, &w->k) &&
+                         lunai_stream_pair(st, prefix, "self_attn.v_proj.weight", "self_attn.v_proj.bias", 2, d, d, &w->v);
+  else good = good && lunai_stream_pair(st, prefix, "self_attn.c_proj.weight", "self_attn.c_proj.bias", 2, d, d, &w->v);
+  good = good && lunai_stream_pair(st, prefix, "self_attn.out_proj.weight", "self_attn.out_proj.bias", 2, d, d, &w->out);
+  good = good && lunai_stream_pair(st, prefix, "self_attn_layer_norm.weight", "self_attn_layer_norm.bias", 1, d, 1, &w->attention_norm);
+  good = good && lunai_stream_pair(st, prefix, "final_layer_norm.weight", "final_layer_norm.bias", 1, d, 1, &w->final_norm);
+  good = good && lunai_stream_pair(st, prefix, "fc1.weight", "fc1.bias", 2, z->ffn, d, &w->fc1) && lunai_stream_pair(st, prefix, "fc2.weight", "fc2.bias", 2, d, z->ffn, &w->fc2);
+  if (z->convolution) good = good && lunai_stream_pair(st, prefix, "conv.weight", "conv.bias", 2, d, z->convolution, &w->conv);
+  return good;
+}
+
+LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size, const luna_stream_config *config) {
+  const char *wrong;
+  memset(s, 0, sizeof *s);
+  wrong = bytes ? lunai_st_open(st, bytes, size) : "there are no bytes";
+  if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
+  return wrong ? wrong : lunai_stream_config(s, config);
+}
+
+LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error) {
+  luna_stream s;
+  lunai_st st;
+  const char *wrong = lunai_stream_describe(&s, &st, bytes, size, config);
+  if (error) *error = wrong ? wrong : "";
+  return wrong ? 0 : lunai_stream_lay_out(&s, NULL) + (LUNAI_ALIGN - 1);
+}
+
+LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error) {
+  luna_stream first, *s;
+  lunai_st st;
+  const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
+  const char *wrong = lunai_stream_describe(&first, &st, bytes, size, config);
+  lunai_stream_layer check;
+  int64_t i;
+  memset(&check, 0, sizeof check);
+  if (!wrong && (!memory || memory_size < shift || memory_size - shift < lunai_stream_lay_out(&first, NULL))) wrong = "the memory is smaller than luna_stream_size says";
+  if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding)) wrong = "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
+  if (!wrong && first.sizes.pre_norm && !lunai_stream_pair(&st, "", "layer_norm.weight", "layer_norm.bias", 1, first.sizes.dim, 1, &first.norm)) wrong = "layer_norm is missing or of another shape";
+  for (i = 0; !wrong && i < first.sizes.layers; i++)
+    if (!lunai_stream_layer_weights(&st, &first.sizes, i, &check)) wrong = "a layer's tensor is missing, of another shape, not F32 or not aligned to 4 bytes";
+  if (error) *error = wrong ? wrong : "";
+  if (wrong) return NULL;
+  s = (luna_stream *)(void *)((char *)memory + shift);
+  memset(s, 0, lunai_stream_lay_out(&first, NULL));
+  *s = first;
+  lunai_stream_lay_out(s, (char *)s);
+  for (i = 0; i < s->sizes.layers; i++) {
+    lunai_stream_layer_weights(&st, &s->sizes, i, &s->layers[i]);
+    lunai_stream_fold(s, &s->layers[i]);
+  }
+  return s;
+}
+
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_tensor *weight, const luna_tensor *bias) {
+  lunai_stream_linear pair;
+  pair.weight = weight ? weight->data : NULL;
+  pair.bias = bias ? bias->data : NULL;
+  return pair;
+}
+LUNAI_FN void lunai_stream_from_layer(const luna_causal_layer *layer, lunai_stream_layer *w) {
+  const luna_causal_attention_layer *a = &layer->attention;
+  w->memory = layer->memory->data;
+  w->pq = lunai_stream_of(a->pq.weight, a->pq.bias);
+  w->pc = lunai_stream_of(a->pc.weight, a->pc.bias);
+  w->q = lunai_stream_of(a->q.weight, a->q.bias);
+  w->k = lunai_stream_of(a->k.weight, a->k.bias);
+  w->v = lunai_stream_of(a->v.weight, a->v.bias);
+  w->out = lunai_stream_of(a->out.weight, a->out.bias);
+  w->fc1 = lunai_stream_of(layer->fc1.weight, layer->fc1.bias);
+  w->fc2 = lunai_stream_of(layer->fc2.weight, layer->fc2.bias);
+  w->attention_norm = lunai_stream_of(layer->attention_norm.weight, layer->attention_norm.bias);
+  w->final_norm = lunai_stream_of(layer->final_norm.weight, layer->final_norm.bias);
+  w->conv = lunai_stream_of(layer->kernel, layer->kernel_bias);
+}
+
+LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
+  luna_stream first, *s;
+  luna_stream_config own;
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  const char *wrong;
+  char *raw;
+  size_t size;
+  int64_t i;
+  if (!ctx || ctx->options.measure) return NULL;
+  memset(&first, 0, sizeof first);
+  memset(&own, 0, sizeof own);
+  if (config) own = *config;
+  if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
+  lunai_lm_to_sizes(&model->config, &first.sizes);
+  wrong = lunai_stream_config(&first, &own);
+  if (wrong || ctx->backend->allocate) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: %s", wrong ? wrong : "streams run on the CPU: open one from the checkpoint's bytes");
+    return NULL;
+  }
+  first.allocator = ctx->options.allocator;
+  size = lunai_stream_lay_out(&first, NULL);
+  first.memory_size = size + LUNAI_ALIGN;
+  if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first.allocator, first.memory_size)) == NULL) {
+    lunai_no_memory(ctx, ctx->options.block ? "luna_stream_open: a context in one block has none to spare (use luna_stream_open_bytes)" : "luna_stream_open", size);
+    return NULL;
+  }
+  s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
+  memset(s, 0, size);
+  *s = first;
+  lunai_stream_lay_out(s, (char *)s);
+  ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
+  s->embedding = model->embedding->data;
+  s->norm = lunai_stream_of(model->norm.weight, model->norm.bias);
+  for (i = 0; i < s->sizes.layers; i++) {
+    lunai_stream_from_layer(&model->layers[i], &s->layers[i]);
+    lunai_stream_fold(s, &s->layers[i]);
+  }
+  return s;
+}
+#endif
+
+LUNA_API void luna_stream_close(luna_stream *s) {
+#ifndef LUNA_ONLY_STREAM
+  if (s && s->memory_size) {
+    const luna_allocator allocator = s->allocator;
+    lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
+  }
+#else
+  (void)s;
+#endif
+}
+
+/* --- running --- */
+/* the convolution of `rows` rows of each sequence, and its history moved on */
+LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
+  int64_t b, i;
+  for (b = 0; b < s->batch; b++) {
+    const float *x = in + b * rows * d;
+    float *history = layer->history + b * past * d;
+    s->kernels->short_convolution(rows, d, width, x, history, layer->conv.weight, layer->conv.bias, s->conv + b * rows * d);
+    for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
+  }
+}
+
+LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory;
+  lunai_gemm g;
+  if (lunai_stream_folds(&s->sizes)) {
+    lunai_stream_linear_run(s, in, rows, d, layer->folded, layer->folded_bias, hl, LUNA_NONE, s->s);
+    return;
+  }
+  lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
+  lunai_stream_head_scores(s, layer, rows, &g);
+  s->kernels->gemm(&g, NULL, s->scratch);
+}
+
+LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
+  s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
+}
+
+LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, int64_t rows) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const int64_t d = z->dim, all = s->batch * rows;
+  const float *in = s->x;
+  lunai_causal_luna c;
+  if (z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->attention_norm, s->in);
+  if (z->pre_norm) in = s->in;
+  if (z->convolution) lunai_stream_convolve(s, layer, in, rows);
+  if (z->convolution) in = s->conv;
+  lunai_stream_scores(s, layer, in, all);
+  lunai_stream_linear_run(s, in, all, d, layer->q.weight, layer->q.bias, d, LUNA_NONE, s->q);
+  lunai_stream_linear_run(s, in, all, d, layer->v.weight, layer->v.bias, d, LUNA_NONE, s->v);
+  if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_NONE, s->k);
+  lunai_stream_attention_args(s, layer, rows, &c);
+  s->kernels->causal_luna(&c, NULL, s->scratch);
+  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_NONE, s->in);
+  s->kernels->add(all * d, s->x, s->in, s->x);
+  if (!z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->attention_norm, s->x);
+  else lunai_stream_norm(s, s->x, all, &layer->final_norm, s->in);
+  lunai_stream_linear_run(s, z->pre_norm ? s->in : s->x, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
+  lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_NONE, s->y);
+  s->kernels->add(all * d, s->x, s->y, s->x);
+  if (!z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->final_norm, s->x);
+}
+
+LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens, int64_t n) {
+  int64_t at, b, i, rows = 0;
+  size_t row;
+  if (!s) return NULL;
+  row = (size_t)s->sizes.dim * sizeof(float);
+  s->error = "";
+  if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
+  for (i = 0; i < n * s->batch && !*s->error; i++)
+    if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "a token is outside the vocabulary; nothing was read";
+  if (*s->error) return NULL;
+  for (at = 0; at < n; at += rows) {
+    rows = lunai_min(s->chunk, n - at);
+    for (b = 0; b < s->batch; b++)
+      for (i = 0; i < rows; i++) memcpy(s->x + (b * rows + i) * s->sizes.dim, s->embedding + tokens[b * n + at + i] * s->sizes.dim, row);
+    for (i = 0; i < s->sizes.layers; i++) lunai_stream_layer_run(s, &s->layers[i], rows);
+    s->position += rows;
+  }
+  for (b = 0; b < s->batch; b++) memmove(s->x + b * s->sizes.dim, s->x + (b * rows + rows - 1) * s->sizes.dim, row);
+  if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
+  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->embedding, NULL, s->sizes.vocab, LUNA_NONE, s->logits);
+  return s->logits;
+}
+LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return luna_stream_prefill(s, tokens, 1); }
+LUNA_API const char *luna_stream_error(const luna_stream *s) { return s ? s->error : "there is no stream"; }
+LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
+
+/* --- the state --- */
+LUNAI_FN luna_status lunai_stream_refuse(luna_stream *s, const char *sentence) {
+  if (s) s->error = sentence;
+  return LUNA_BAD_ARGUMENT;
+}
+
+/* row b of [batch] rows of `size` bytes becomes row from[b] */
+LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
+  int64_t b;
+  memcpy(s->spare, rows, size * (size_t)s->batch);
+  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->spare + (size_t)from[b] * size, size);
+}
+LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
+  const size_t means = s ? (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double) : 0;
+  int64_t b, i;
+  if (!s || !from) return lunai_stream_refuse(s, "luna_stream_reorder: there must be a stream and an order");
+  for (b = 0; b < s->batch; b++)
+    if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_refuse(s, "luna_stream_reorder: a sequence asked for does not exist");
+  s->error = "";
+  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
+    lunai_stream_reorder_rows(s, s->layers[i].mean_ka, means, from);
+    lunai_stream_reorder_rows(s, s->layers[i].mean_av, means, from);
+    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].history, (size_t)((s->sizes.convolution - 1) * s->sizes.dim) * sizeof(float), from);
+  }
+  return LUNA_OK;
+}
+
+LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
+  return a->batch == b->batch && memcmp(&a->sizes, &b->sizes, sizeof a->sizes) == 0;
+}
+LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
+  if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_refuse(to, "luna_stream_copy: the streams differ in model sizes or batch");
+  if (to != from) memcpy(to->state, from->state, to->state_size);
+  to->position = from->position;
+  to->error = "";
+  return LUNA_OK;
+}
+
+/* a saved state: what it belongs to, then the state's bytes as they are */
+typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
+#define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
+LUNA_API size_t luna_stream_state_size(const luna_stream *s) { return s ? sizeof(lunai_stream_head) + s->state_size : 0; }
+LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
+  lunai_stream_head head;
+  if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
+  memset(&head, 0, sizeof head);
+  head.magic = LUNAI_STREAM_MAGIC;
+  head.batch = s->batch;
+  head.position = s->position;
+  head.sizes = s->sizes;
+  memcpy(bytes, &head, sizeof head);
+  memcpy((char *)bytes + sizeof head, s->state, s->state_size);
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, size_t size) {
+  lunai_stream_head head;
+  if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_refuse(s, "luna_stream_state_load: the bytes are not as many as this stream's state has");
+  memcpy(&head, bytes, sizeof head);
+  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+    return lunai_stream_refuse(s, "luna_stream_state_load: the bytes are no state of a stream of this model and batch");
+  memcpy(s->state, (const char *)bytes + sizeof head, s->state_size);
+  s->position = head.position;
+  s->error = "";
+  return LUNA_OK;
+}
+
+/* --- sampling --- */
+/* the k-th largest of n numbers, and how many are larger than it */
+LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
+  float limit = INFINITY, next = -INFINITY;
+  int64_t count = 0, equal = 0, i;
+  for (*above = 0; count < k; count += equal) {
+    *above = count;
+    for (next = -INFINITY, equal = 0, i = 0; i < n; i++) {
+      if (x[i] < limit && x[i] > next) { next = x[i]; equal = 0; }
+      equal += x[i] == next && x[i] < limit;
+    }
+    if (equal == 0) break;
+    limit = next;
+  }
+  return limit;
+}
+
+LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
+  const float temperature = sampling && sampling->temperature > 0 ? sampling->temperature : 1.0f;
+  const int64_t k = sampling && sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
+  float limit = -INFINITY, most = -INFINITY;
+  double total = 0, target;
+  int64_t i, above = 0, ties, pass;
+  int32_t chosen = -1;
+  if (!logits || vocab < 1) return -1;
+  for (i = 0; i < vocab; i++) {
+    if (logits[i] != logits[i]) return -1;
+    if (logits[i] > most || chosen < 0) { most = logits[i]; chosen = (int32_t)i; }
+  }
+  if (k == 1 || !sampling || most == -INFINITY || most == INFINITY) return chosen;
+  if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  counter[0] = (uint32_t)sampling->drawn;
+  counter[1] = (uint32_t)(sampling->drawn >> 32);
+  counter[2] = 0x53616D70u;          /* apart from every other use of the seed */
+  lunai_philox(counter, sampling->seed, word);
+  sampling->drawn++;
+  for (target = 0, pass = 0; pass < 2; pass++) { /* the total, then the place in it; of equals at the limit the first few count */
+    double sum = 0;
+    for (ties = k - above, i = 0; i < vocab; i++) {
+      if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
+      sum += (double)lunai_exp1_scalar((logits[i] - most) / temperature);
+      if (pass == 0) continue;
+      if (sum > target) return (int32_t)i;
+    }
+    total = sum;
+    target = total * ((double)word[0] + 0.5) / 4294967296.0;
+  }
+  return chosen;
+}
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif
+#endif /* !LUNAI_PASS */
+#endif /* LUNA_IMPLEMENTATION */
