@@ -1,3 +1,62 @@
+/* luna.h - attention over long sequences, in one header. Version 0.1. MIT or public domain: see LICENSE.
+
+   Luna (Linear Unified Nested Attention, NeurIPS 2021, arXiv 2106.01540) replaces softmax attention's quadratic cost by two nested attentions
+   through a short memory P: pack the sequence into P, unpack P back to the sequence. Time and memory are linear in the length, lengths may
+   vary, there is a causal form that streams for ever in constant memory, and P itself carries what the sequence means.
+
+   USE
+     In one C or C++ file:       #define LUNA_IMPLEMENTATION
+                                 #include "luna.h"
+     everywhere else:            #include "luna.h"
+     and link with -lm, and -lpthread where threads need it. There is nothing to configure: the implementation holds scalar, SSE2, AVX2 and
+     AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and picks the best at run time.
+
+       luna_ctx *ctx = luna_open(NULL);                          all cores, own allocator
+       luna_params *params = luna_params_open(ctx);
+       luna_lm model;
+       luna_lm_config config = { 0 };                            zeros are the defaults
+       luna_lm_init(&model, params, &config);
+       luna_optimizer *adam = luna_adamw(params, NULL);
+       for (...) {
+         luna_begin_step(ctx);
+         luna_tensor *logits = luna_lm_forward(&model, tokens, batch, n);
+         luna_tensor *loss = luna_cross_entropy(logits, labels);
+         luna_backward(loss);
+         luna_optimizer_step(adam);
+       }
+       if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
+       luna_close(ctx);
+
+   SWITCHES, defined before the implementation (and, for those marked *, before every include)
+     LUNA_STATIC *          all functions static
+     LUNA_NO_TRAIN *        no backward pass, no optimisers
+     LUNA_NO_STDIO *        no files by path; luna_io and bytes in memory remain
+     LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
+     LUNA_NO_SIMD           scalar kernels only
+     LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else: no context, malloc, stdio, threads
+     LUNA_MALLOC, LUNA_FREE both or neither
+     LUNA_ASSERT(c)         checked in luna.h's own promises; default: nothing
+     LUNA_API               what stands before public functions
+     LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
+
+   HOW IT WORKS
+     Memory.  A context owns it all. Parameters and optimisers stay until luna_close; activations live in a step arena that luna_begin_step and
+       luna_begin_inference empty, so that a steady step never allocates. `block` gives a context one block for everything; a context opened
+       with `measure` computes nothing and tells in luna_memory() how large that block must be.
+     Errors.  Nothing aborts or prints. A failed op returns null, ops given null return null, and the first sentence since begin stays in
+       luna_error(ctx). So check once: after the loss, or after luna_optimizer_step, which does nothing when a call before it failed.
+     Gradients.  luna_backward adds to the .grad of every parameter that took part; luna_optimizer_step uses and zeroes them. Several
+       begin/forward/backward before one optimiser step accumulate.
+     Threads.  A context is for one thread at a time and uses its pool inside. Results are the same bits for any number of threads. Several
+       contexts may share a set of parameters that nobody trains (luna_params_share); streams only read.
+     Randomness.  Philox4x32-10. First values depend on seed and parameter name, dropout on seed, step and place: the same on every machine.
+     Numbers.  float32; long sums in double; FMA only where written, never by the compiler's choice; exp, log and erf are luna.h's own.
+     Causality is exact: a token, be it Inf or NaN, changes no bit of anything before it.
+
+   CONTENTS (search for the tag)
+     1. Public API        >>status >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers >>models >>trainer >>stream >>backend
+     2. Implementation    >>base >>kernels (vectors, gemm, elementwise, attention, causal) >>dispatch >>functions >>safetensors >>threads
+                          >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -108,7 +167,9 @@ typedef struct luna_attention_args {
   luna_run run;
 } luna_attention_args;
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
+#ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
+#endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
 
 /* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch, rows, heads, value_dim] */
@@ -121,7 +182,9 @@ typedef struct luna_causal_args {
   luna_run run;
 } luna_causal_args;
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
+#ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
+#endif
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
 
 /* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
@@ -161,7 +224,9 @@ typedef struct luna_options {
 LUNA_API luna_ctx *luna_open(const luna_options *options);
 LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null is fine */
 
+#ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);      /* training: tape and dropout on; activations freed; gradients kept */
+#endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 LUNA_API luna_status luna_state(const luna_ctx *ctx);     /* the first failure since begin */
 LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" when there is none */
@@ -185,6 +250,7 @@ typedef struct luna_tensor {
   int device;                        /* the backend's number; 0 = CPU */
   bool needs_grad;
   bool parameter;                    /* its grad lives until close, not with the step */
+  bool has_grad;                     /* backward has reached it (grad stays null in a context that measures) */
   luna_ctx *ctx;
   struct luna_tensor *base;          /* a view's owner, else null */
   int64_t offset;                    /* a view's first element within base */
@@ -197,8 +263,10 @@ LUNA_API float luna_item(const luna_tensor *t);                     /* the value
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
 
+#ifndef LUNA_NO_TRAIN
 /* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
+#endif
 
 /* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);       /* view; one axis may be -1 */
@@ -638,6 +706,8 @@ LUNAI_INLINE int64_t lunai_max(int64_t a, int64_t b) { return a > b ? a : b; }
 LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
+LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_SOFTPLUS2; }
+
 /* a * b for sizes; -1 when either is negative or the product passes 2^47 elements (so that bytes and sums never wrap) */
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) {
   const int64_t most = sizeof(size_t) < 8 ? (int64_t)1 << 28 : (int64_t)1 << 47;
@@ -882,6 +952,13 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 #define vf_exp(x) LUNAI_K(exp)(x)
 #define vf_log(x) LUNAI_K(log)(x)
 #define vf_erf(x) LUNAI_K(erf)(x)
+
+#undef LUNAI_PREFETCH
+#if defined(__GNUC__) || defined(__clang__)
+#define LUNAI_PREFETCH(p) __builtin_prefetch(p)
+#else
+#define LUNAI_PREFETCH(p) ((void)0)
+#endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0 */
@@ -1342,8 +1419,8 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 #undef LUNAI_NV
 #undef LUNAI_NR
 #undef LUNAI_KC
-#undef LUNAI_MC
 #undef LUNAI_NC
+#undef LUNAI_SUM_ROWS
 #if LUNAI_PASS == LUNAI_ISA_AVX512
 #define LUNAI_MR 14
 #define LUNAI_NV 2
@@ -1362,8 +1439,8 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
 #define LUNAI_KC 256
-#define LUNAI_MC (256 / LUNAI_MR * LUNAI_MR) /* rows of A packed at a time: with KC, half of a small L2 */
-#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR)
+#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B packed at a time */
+#define LUNAI_SUM_ROWS 256                     /* rows of C whose partial sums are kept apart */
 
 LUNAI_FN int64_t LUNAI_K(packed_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
 
@@ -1390,24 +1467,30 @@ LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t k, const float *b, in
   }
 }
 LUNAI_FN void LUNAI_K(pack_b)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *packed) {
-  int64_t j;
-  for (j = 0; j < n; j += LUNAI_NR)
+  int64_t j = 0, p, i;
+  if (b_column == 1) /* four panels abreast: longer reads */
+    for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
+      for (p = 0; p < k; p++)
+        for (i = 0; i < 4; i++)
+          memcpy(packed + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR, LUNAI_NR * sizeof(float));
+  for (; j < n; j += LUNAI_NR)
     LUNAI_K(pack_panel)(lunai_min(n - j, LUNAI_NR), k, b + j * b_column, b_row, b_column, packed + j * k);
 }
 
 /* `rows` <= MR rows of A as [k][MR]; what lies beyond `rows` is not read by a tile */
 LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
-  int64_t i, p = 0;
-  if (a_row == 1 && rows == LUNAI_MR)
-    for (; p < k; p++) memcpy(to + p * LUNAI_MR, a + p * a_column, LUNAI_MR * sizeof(float));
+  const int64_t whole = a_column == 1 ? k / 4 * 4 : a_row == 1 && rows == LUNAI_MR ? k : 0;
+  int64_t i, p;
   if (a_column == 1)
-    for (; p + 4 <= k; p += 4)
-      for (i = 0; i < rows; i += 4) {
-        const int64_t first = lunai_min(i, LUNAI_MR - 4), last = rows - 1; /* the last four rows overlap the ones before */
-        LUNAI_K(turn4)(a + lunai_min(first, last) * a_row + p, a + lunai_min(first + 1, last) * a_row + p,
-                       a + lunai_min(first + 2, last) * a_row + p, a + lunai_min(first + 3, last) * a_row + p, to + p * LUNAI_MR + first, LUNAI_MR);
-      }
-  for (; p < k; p++)
+    for (i = 0; i < rows; i += 4) {
+      const int64_t first = lunai_min(i, LUNAI_MR - 4), last = rows - 1; /* the last four rows may overlap those before */
+      const float *x = a + lunai_min(first, last) * a_row, *y = a + lunai_min(first + 1, last) * a_row;
+      const float *z = a + lunai_min(first + 2, last) * a_row, *w = a + lunai_min(first + 3, last) * a_row;
+      for (p = 0; p < whole; p += 4) LUNAI_K(turn4)(x + p, y + p, z + p, w + p, to + p * LUNAI_MR + first, LUNAI_MR);
+    }
+  else
+    for (p = 0; p < whole; p++) memcpy(to + p * LUNAI_MR, a + p * a_column, LUNAI_MR * sizeof(float));
+  for (p = whole; p < k; p++)
     for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
 
@@ -1419,7 +1502,10 @@ LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a
 #undef LUNAI_TILE_STORE
 #undef LUNAI_TILE_CASE
 #define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
-#define LUNAI_TILE_ZERO(i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero();
+#define LUNAI_TILE_ZERO(i) \
+  sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero(); \
+  if (rows > i) LUNAI_PREFETCH(c + i * c_row); \
+  if (rows > i) LUNAI_PREFETCH(c + i * c_row + LUNAI_NR - 1);
 #define LUNAI_TILE_STEP(i) \
   if (rows > i) { \
     const vf x = vf_set(at[i / 3][i % 3 * a_row]); \
@@ -1506,24 +1592,33 @@ LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t 
     }
 }
 
-/* m rows of A, as they lie or packed in tiles, by the panels of a block */
-LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, bool a_packed, const float *panel,
-                              int64_t panel_step, int64_t b_row, int64_t first_row, const LUNAI_K(target) *t) {
+/* m rows of A by the panels of a block; a_packed, MR * k floats or null: where a tile's rows of A are gathered first. The tile's
+   rows stay in L1 while the panels stream by from L2, and C is met row by row. */
+LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_packed, const float *panel,
+                              int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
   const int64_t tiles = lunai_divide_up(m, LUNAI_MR);
   float edge[LUNAI_MR * LUNAI_NR];
-  int64_t i, j;
-  for (j = 0; j < n; j += LUNAI_NR, panel += panel_step)
-    for (i = 0; i < tiles; i++) {
-      const int64_t row = lunai_share(m, i, tiles), rows = lunai_share(m, i + 1, tiles) - row, columns = lunai_min(n - j, LUNAI_NR);
-      const float *at = a_packed ? a + i * LUNAI_MR * k : a + row * a_row;
+  int64_t i, j, p;
+  for (i = 0; i < tiles; i++) {
+    const int64_t row = lunai_share(m, i, tiles), rows = lunai_share(m, i + 1, tiles) - row;
+    const float *at = a + row * a_row, *b = panel;
+    if (a_packed) {
+      LUNAI_K(pack_a)(rows, k, at, a_row, a_column, a_packed);
+      if (a_column == 1 && i + 1 < tiles)
+        for (j = rows; j < 2 * rows; j++)
+          for (p = 0; p < k; p += 16) LUNAI_PREFETCH(at + lunai_min(j, m - 1 - row) * a_row + p);
+      at = a_packed;
+    }
+    for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
+      const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (columns == LUNAI_NR && !t->finish) {
-        float *sum = t->sum + (first_row + row) * t->sum_row + j;
-        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed, panel, b_row, t->alpha, sum, t->sum_row, t->add);
+        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed != NULL, b, b_row, t->alpha, t->sum + row * t->sum_row + j, t->sum_row, t->add);
       } else {
-        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed, panel, b_row, t->alpha, edge, LUNAI_NR, false);
-        LUNAI_K(finish_tile)(t, first_row + row, j, rows, columns, edge);
+        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed != NULL, b, b_row, t->alpha, edge, LUNAI_NR, false);
+        LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
       }
     }
+  }
 }
 
 /* C = alpha A B (+ C) with n columns of B in panels: packed ones (b_row NR), or B's own columns where n is a multiple of NR */
@@ -1537,7 +1632,7 @@ LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const flo
   t.alpha = alpha;
   t.add = accumulate;
   do {
-    LUNAI_K(panels)(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, false, panel + p * b_row, panel_step, b_row, 0, &t);
+    LUNAI_K(panels)(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, NULL, panel + p * b_row, panel_step, b_row, &t);
     t.add = true;
     p += LUNAI_KC;
   } while (p < k);
@@ -1561,7 +1656,7 @@ LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, 
 typedef struct LUNAI_K(gemm_plan) {
   const lunai_gemm *g;
   char *scratch;
-  int64_t row_parts, column_parts, rows, columns; /* rows, columns: of a block */
+  int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   bool late;
 } LUNAI_K(gemm_plan);
@@ -1584,12 +1679,11 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
     p.row_parts = lunai_min(parts / p.column_parts, tiles);
   }
   p.late = g->accumulate && (g->activation != LUNA_NONE || g->pre);
-  p.rows = LUNAI_MC;
   p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: what is packed is read at once, keep it near */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
   p.b_size = p.columns * block_k;
-  if (g->n > 2 * LUNAI_NR && g->m > 1) p.a_size = lunai_min(LUNAI_MC, tiles * LUNAI_MR) * block_k;
-  if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_MC, g->m) * p.columns;
+  if (g->n > 2 * LUNAI_NR && g->m > 1) p.a_size = LUNAI_MR * block_k;
+  if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
 
@@ -1608,26 +1702,13 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
     const float *from = b + p * g->b_row;
-    int64_t i, tile, rows;
     if (slot->held != from || slot->held_n != n || slot->held_k != k) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, slot->b);
     slot->held = from;
     slot->held_n = n;
     slot->held_k = k;
     t->add = p > 0 || (g->accumulate && !plan->late);
     t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_NONE || plan->late);
-    for (i = 0; i < m; i += rows) {
-      const float *at = a + i * g->a_row + p * g->a_column;
-      rows = lunai_min(m - i, LUNAI_MC);
-      if (plan->a_size) {
-        const int64_t tiles = lunai_divide_up(rows, LUNAI_MR);
-        for (tile = 0; tile < tiles; tile++) {
-          const int64_t first = lunai_share(rows, tile, tiles);
-          LUNAI_K(pack_a)(lunai_share(rows, tile + 1, tiles) - first, k, at + first * g->a_row, g->a_row, g->a_column, slot->a + tile * LUNAI_MR * k);
-        }
-        at = slot->a;
-      }
-      LUNAI_K(panels)(rows, n, k, at, g->a_row, g->a_column, plan->a_size > 0, slot->b, LUNAI_NR * k, LUNAI_NR, i, t);
-    }
+    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? slot->a : NULL, slot->b, LUNAI_NR * k, LUNAI_NR, t);
     p += LUNAI_KC;
   } while (p < g->k);
 }
@@ -1636,7 +1717,7 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
 LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t item, int64_t row, int64_t row_end, int64_t column,
                                  int64_t column_end) {
   const lunai_gemm *g = plan->g;
-  const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_MC : row_end - row;
+  const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
   LUNAI_K(target) t;
   int64_t j;
@@ -2168,7 +2249,8 @@ LUNAI_FN void LUNAI_K(adamw)(const lunai_update *update) {
 #define LUNAI_RUN 256              /* most queries an item of the forward work holds */
 
 /* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query lie side by
-   side, so that the queries are read as they lie and the keys are packed; otherwise the scores of a key, and the converse. */
+   side, so that the queries are read as they lie and the keys are packed; otherwise the scores of a key, and the converse: the
+   longer side is not packed. The bits are the same. */
 typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
@@ -2189,11 +2271,12 @@ typedef struct lunai_attention_work {
   int64_t query_blocks, wave, first, last; /* backward: units (pair, key block) at a time, and those of this wave */
   int64_t unit;                         /* floats a unit keeps in `partial` */
   float *partial;
+  bool q_shared, k_shared, v_shared;     /* by the batch */
   bool split, backward;                 /* split: blocks of a tile go to several threads */
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a slot's part of the scratch; see LUNAI_K(attention_space) */
-  float *scores, *slopes, *mask, *mask_row, *clean, *sides, *other_sides, *values, *product, *part, *stats, *state;
+  float *scores, *slopes, *mask, *mask_row, *clean, *sides, *other_sides, *values, *product, *own, *part, *stats, *state;
 } lunai_attention_space;
 
 LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
@@ -2215,7 +2298,8 @@ LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
 }
 
 /* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
-LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end, int64_t key, int64_t depth) {
+LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end, int64_t key,
+                                  int64_t depth) {
   lunai_tile t;
   t.query = query;
   t.key = key;
@@ -2249,6 +2333,9 @@ LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attentio
   w->a = a;
   w->backward = backward;
   w->pairs = a->batch * a->heads;
+  w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
+  w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
+  w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
   w->queries = a->query_offsets ? 0 : a->queries;
   w->keys = a->key_offsets ? 0 : a->keys;
   for (b = 0; b < a->batch; b++) {
@@ -2263,8 +2350,10 @@ LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attentio
   while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * slots) w->run /= 2;
   w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
   w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * slots, lunai_max(w->query_blocks, 1)));
-  if (backward) w->unit = w->queries * a->head_dim + w->query_blocks * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (a->head_dim + a->value_dim);
-  else w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
+  if (!backward) w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
+  else w->unit = w->queries * a->head_dim;
+  if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
+    w->unit += w->query_blocks * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (a->head_dim + a->value_dim);
 }
 
 /* how many keys of a block the queries before `last` see */
@@ -2272,6 +2361,14 @@ LUNAI_FN int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, i
   const int64_t key = block * LUNAI_KEY_BLOCK;
   return lunai_min(lunai_min(LUNAI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LUNAI_KEY_BLOCK);
 }
+
+/* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
+LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, int64_t query) {
+  return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
+}
+
+/* whether a unit's gradients of keys need not wait for others: nothing else adds to that place */
+LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
 
 /* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each query block */
 LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
@@ -2298,7 +2395,8 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   m->sides = lunai_take(&scratch, lunai_max(LUNAI_K(packed_size)(depth, d), (back ? 1 : tiles) * LUNAI_K(packed_size)(LUNAI_TILE, d)));
   m->other_sides = lunai_take(&scratch, back * lunai_max(LUNAI_K(packed_size)(depth, dv), LUNAI_K(packed_size)(LUNAI_TILE, dv)));
   m->values = lunai_take(&scratch, LUNAI_K(packed_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
-  m->product = lunai_take(&scratch, back ? LUNAI_K(packed_size)(most, lunai_max(depth, LUNAI_TILE)) : a->causal ? LUNAI_K(packed_size)(dv, depth) : 0);
+  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(most, LUNAI_TILE));
+  m->own = lunai_take(&scratch, back * depth * (d + dv));
   m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
   m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);
   m->state = lunai_take(&scratch, back ? 0 : tiles * 3 * LUNAI_TILE);
@@ -2330,6 +2428,13 @@ LUNAI_FN void LUNAI_K(tile_product)(const lunai_tile *t, int64_t dim, const floa
   lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
 }
 
+/* c = factor s y [width, n] for the keys' rows y; `packed` holds them, or is room to do so where no other tile needs it (`once`) */
+LUNAI_FN void LUNAI_K(tile_rows_of_keys)(const lunai_tile *t, int64_t n, const float *s, const float *y, int64_t y_row, bool once,
+                                         float *packed, float factor, float *c, int64_t c_row) {
+  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false, packed);
+  else LUNAI_K(product_packed)(t->width, n, t->depth, s, t->q_step, t->k_step, packed, factor, c, c_row, false);
+}
+
 /* keep or 0 for each score of the tile */
 LUNAI_FN void LUNAI_K(tile_mask)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *row, float *mask) {
   int64_t i, j;
@@ -2341,52 +2446,53 @@ LUNAI_FN void LUNAI_K(tile_mask)(const lunai_attention *a, const lunai_head *hea
   lunai_tile_pad(t, mask, 0);
 }
 
-/* s becomes exp(s - maximum), times the mask; stats: each query's maximum, sum before the mask, sum after it */
+/* sums n floats to a vector, halving */
+LUNAI_INLINE vf LUNAI_K(fold)(float *x, int64_t n) {
+  int64_t i, half;
+  for (half = n / 2; half >= VF; half /= 2)
+    for (i = 0; i < half; i += VF) vf_store(x + i, vf_add(vf_load(x + i), vf_load(x + i + half)));
+  return vf_load(x);
+}
+
+/* x = exp(x - top), times the mask; added to the sums before and after it */
+LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, float *sum, float *kept) {
+  vf p = vf_exp(vf_sub(vf_load(x), top));
+  vf_store(sum, vf_add(vf_load(sum), p));
+  if (mask) {
+    p = vf_mul(p, vf_load(mask));
+    vf_store(kept, vf_add(vf_load(kept), p));
+  }
+  vf_store(x, p);
+}
+
+/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it. The sums
+   go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
 LUNAI_FN void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
-  int64_t i, j;
-  for (i = 0; i < t->width; i++) {
-    float *row = s + i * t->step;
-    vf top = vf_set(-INFINITY), sum = vf_zero(), kept = vf_zero(), x;
-    for (j = 0; j < t->length; j += VF) top = vf_max(top, vf_load(row + j));
+  int64_t i, j, l;
+  for (i = 0; i < t->width; i++, s += t->step) {
+    float sum[16] = {0}, kept[16] = {0};
+    vf top = vf_set(-INFINITY);
+    for (j = 0; j < t->length; j += VF) top = vf_max(top, vf_load(s + j));
     stats[i] = vf_hmax(top);
     top = vf_set(stats[i]);
-    for (j = 0; j < t->length; j += VF) {
-      x = vf_exp(vf_sub(vf_load(row + j), top));
-      sum = vf_add(sum, x);
-      if (mask) {
-        x = vf_mul(x, vf_load(mask + i * t->step + j));
-        kept = vf_add(kept, x);
-      }
-      vf_store(row + j, x);
-    }
-    stats[LUNAI_TILE + i] = vf_sum(sum);
-    stats[2 * LUNAI_TILE + i] = vf_sum(kept);
+    for (j = 0; j < t->length; j += 16)
+      for (l = 0; l < 16; l += VF) LUNAI_K(softmax_step)(s + j + l, top, mask ? mask + i * t->step + j + l : NULL, sum + l, kept + l);
+    stats[LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(sum, 16));
+    stats[2 * LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(kept, 16));
   }
 }
 
-/* the same where the scores of a key lie side by side; the sums go by 32 keys, for rounding */
 LUNAI_FN void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *mask, float *stats) {
-  int64_t i, j, end;
+  int64_t i, j;
   for (i = 0; i < t->length; i += VF) {
-    vf top = vf_set(-INFINITY), sum = vf_zero(), kept = vf_zero(), x;
+    float sum[16 * VF] = {0}, kept[16 * VF] = {0};
+    vf top = vf_set(-INFINITY);
     for (j = 0; j < t->lines; j++) top = vf_max(top, vf_load(s + j * t->step + i));
-    for (j = 0; j < t->lines; j = end) {
-      vf some = vf_zero(), some_kept = vf_zero();
-      for (end = lunai_min(j + 32, t->lines); j < end; j++) {
-        x = vf_exp(vf_sub(vf_load(s + j * t->step + i), top));
-        some = vf_add(some, x);
-        if (mask) {
-          x = vf_mul(x, vf_load(mask + j * t->step + i));
-          some_kept = vf_add(some_kept, x);
-        }
-        vf_store(s + j * t->step + i, x);
-      }
-      sum = vf_add(sum, some);
-      kept = vf_add(kept, some_kept);
-    }
+    for (j = 0; j < t->lines; j++)
+      LUNAI_K(softmax_step)(s + j * t->step + i, top, mask ? mask + j * t->step + i : NULL, sum + j % 16 * VF, kept + j % 16 * VF);
     vf_store(stats + i, top);
-    vf_store(stats + LUNAI_TILE + i, sum);
-    vf_store(stats + 2 * LUNAI_TILE + i, kept);
+    vf_store(stats + LUNAI_TILE + i, LUNAI_K(fold)(sum, 16 * VF));
+    vf_store(stats + 2 * LUNAI_TILE + i, LUNAI_K(fold)(kept, 16 * VF));
   }
 }
 
@@ -2406,7 +2512,8 @@ LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int6
 }
 
 /* adds what finite_copy left out, where it is seen */
-LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row, float *part, int64_t part_row) {
+LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row, float *part,
+                                    int64_t part_row) {
   int64_t i, j, c;
   for (j = 0; j < t->depth; j++)
     for (c = 0; c < n; c++)
@@ -2416,7 +2523,8 @@ LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t
 }
 
 /* takes a block's partial result into that of the blocks before it */
-LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out, int64_t out_row) {
+LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out,
+                                       int64_t out_row) {
   int64_t i, j;
   for (i = 0; i < width; i++) {
     const float top = state[i] > stats[i] ? state[i] : stats[i];
@@ -2450,43 +2558,38 @@ LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_he
 LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai_attention_space *m, const lunai_head *head, int64_t first,
                                       int64_t last, int64_t block, int64_t end, float *partial) {
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, side = LUNAI_K(packed_size)(LUNAI_TILE, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, side = head->across ? 0 : LUNAI_K(packed_size)(LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *out = a->out + head->out;
-  int64_t query, i;
-  for (query = first; !head->across && query < last; query += LUNAI_TILE)
-    LUNAI_K(pack_b)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, m->sides + (query - first) / LUNAI_TILE * side);
-  for (; block < end; block++) {
-    const int64_t key = block * LUNAI_KEY_BLOCK, depth = lunai_depth(a, head, block, last);
+  float *mask = a->dropout.threshold ? m->mask : NULL, *sides;
+  int64_t query, depth;
+  for (query = first, sides = m->sides; side && query < last; query += LUNAI_TILE, sides += side)
+    LUNAI_K(pack_b)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, sides);
+  for (; block < end && (depth = lunai_depth(a, head, block, last)) > 0; block++) {
+    const int64_t key = block * LUNAI_KEY_BLOCK;
     const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
-    const bool edge = a->causal && key + depth > first + 1;
-    bool odd = false;
-    if (depth <= 0) break;
-    if (edge) odd = LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
-    else LUNAI_K(pack_b)(dv, depth, v, a->v_row, 1, m->values);
+    const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
+    const bool odd = edge && LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
+    if (!once) LUNAI_K(pack_b)(dv, depth, v, a->v_row, 1, m->values);
     if (head->across) LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
-    for (query = first; query < last; query += LUNAI_TILE) {
+    for (query = first, sides = m->sides; query < last; query += LUNAI_TILE, sides += side) {
       const lunai_tile t = lunai_tile_at(a, head, query, last, key, depth);
-      float *state = m->state + 3 * (query - first), *stats = block == 0 ? state : m->stats;
-      float *part = block == 0 ? out + query * a->out_row : m->part, *mask = a->dropout.threshold ? m->mask : NULL;
-      const int64_t part_row = block == 0 && !partial ? a->out_row : dv;
-      if (partial) {
-        part = partial + query * dv;
-        stats = partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * dv + 3 * query;
-      }
-      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row,
-                            head->across ? m->sides : m->sides + (query - first) / LUNAI_TILE * side, a->scale, m->scores);
+      const bool merge = !partial && block > 0;
+      float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - first);
+      float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
+      float *part = partial ? partial + query * dv : merge ? m->part : out;
+      const int64_t part_row = part == out ? a->out_row : dv;
+      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row, sides, a->scale, m->scores);
       if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
       if (mask) LUNAI_K(tile_mask)(a, head, &t, m->mask_row, mask);
       if (head->across) LUNAI_K(softmax_across)(&t, m->scores, mask, stats);
       else LUNAI_K(softmax_down)(&t, m->scores, mask, stats);
-      if (edge) LUNAI_K(product)(t.width, dv, t.depth, m->scores, t.q_step, t.k_step, m->clean, dv, 1, 1, part, part_row, false, m->product);
-      else LUNAI_K(product_packed)(t.width, dv, t.depth, m->scores, t.q_step, t.k_step, m->values, 1, part, part_row, false);
+      LUNAI_K(tile_rows_of_keys)(&t, dv, m->scores, edge ? m->clean : v, edge ? dv : a->v_row, once, m->values, 1, part, part_row);
       if (odd) LUNAI_K(add_infinite)(&t, m->scores, dv, v, a->v_row, part, part_row);
-      if (!partial && block > 0) LUNAI_K(attention_merge)(t.width, dv, stats, part, state, out + query * a->out_row, a->out_row);
+      if (merge) LUNAI_K(attention_merge)(t.width, dv, stats, part, state, out, a->out_row);
     }
   }
-  for (i = first; !partial && i < last; i += LUNAI_TILE) LUNAI_K(attention_finish)(a, head, i, m->state + 3 * (i - first));
+  for (query = first; !partial && query < last; query += LUNAI_TILE)
+    LUNAI_K(attention_finish)(a, head, query, m->state + 3 * (query - first));
 }
 
 /* items (pair, run of queries), or (pair, run of queries, key block); every slots-th one, for under `causal` the later have more to do */
@@ -2516,13 +2619,12 @@ LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t slot, int64_t sl
     const int64_t pair = item / tiles, query = item % tiles * LUNAI_TILE;
     const lunai_head head = lunai_head_at(a, pair);
     const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
-    float *state = w->partial + pair * w->blocks * w->unit + tiles * LUNAI_TILE * dv + 3 * query; /* block 0's */
+    float *partial = w->partial + pair * w->blocks * w->unit, *state = lunai_stats_of(w, partial, query); /* block 0's */
     float *out = a->out + head.out + query * a->out_row;
     if (width <= 0) continue;
-    for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++) {
-      const float *part = w->partial + (pair * w->blocks + block) * w->unit + query * dv;
-      const float *stats = w->partial + (pair * w->blocks + block) * w->unit + tiles * LUNAI_TILE * dv + 3 * query;
-      if (block > 0) LUNAI_K(attention_merge)(width, dv, stats, part, state, out, a->out_row);
+    for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
+      const float *part = partial + query * dv;
+      if (block > 0) LUNAI_K(attention_merge)(width, dv, lunai_stats_of(w, partial, query), part, state, out, a->out_row);
       for (i = 0; block == 0 && i < width; i++) memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
     }
     LUNAI_K(attention_finish)(a, &head, query, state);
@@ -2537,7 +2639,8 @@ LUNAI_FN void LUNAI_K(attention)(const lunai_attention *a, const lunai_parallel 
 }
 
 /* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale */
-LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask, const float *lse, const float *delta, const float *add) {
+LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask, const float *lse, const float *delta,
+                                      const float *add) {
   const bool across = t->k_step == 1;
   int64_t i, j;
   for (i = 0; i < t->lines; i++)
@@ -2556,8 +2659,15 @@ LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slop
     }
 }
 
+/* c (+)= factor s^T x [depth, n] for the queries' rows x */
+LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x, int64_t x_row, float *packed,
+                                            float factor, float *c, bool accumulate) {
+  LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, packed);
+}
+
 /* What each query of a tile brings: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that vary) */
-LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *lse, float *delta, float *add) {
+LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *lse, float *delta,
+                                      float *add) {
   int64_t i;
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
@@ -2570,28 +2680,41 @@ LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head
   }
 }
 
+/* y += x, both [rows, n] */
+LUNAI_FN void LUNAI_K(add_rows)(int64_t rows, int64_t n, const float *x, float *y, int64_t y_row) {
+  int64_t i;
+  for (i = 0; i < rows; i++) LUNAI_K(add)(n, y + i * y_row, x + i * n, y + i * y_row);
+}
+
 /* the partial gradients of unit (pair, key block) from one query block */
-LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, const lunai_attention_space *m, int64_t unit, int64_t query_block) {
+LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, const lunai_attention_space *m, int64_t unit,
+                                               int64_t query_block) {
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
   const int64_t d = a->head_dim, dv = a->value_dim, block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
   const int64_t first = query_block * LUNAI_KEY_BLOCK, last = lunai_min(first + LUNAI_KEY_BLOCK, head.queries);
   const int64_t depth = lunai_depth(a, &head, block, last);
   const float *k = a->k + head.k + key * a->k_row, *v = a->v + head.v + key * a->v_row;
-  const bool edge = a->causal && key + depth > first + 1;
-  float *dq = w->partial + (unit - w->first) * w->unit, *dk = lunai_grad_part(w, unit, query_block), *dvalue = dk + depth * d;
+  const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
+  const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
+  float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
+  float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
   float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
-  memset(dk, 0, (size_t)(depth * (d + dv)) * sizeof(float));
+  if (a->causal) {
+    memset(dk, 0, (size_t)(depth * d) * sizeof(float));
+    memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
+  }
   if (edge) LUNAI_K(finite_copy)(depth, d, k, a->k_row, m->clean);
-  else LUNAI_K(pack_b)(d, depth, k, a->k_row, 1, m->values);
+  if (!once) LUNAI_K(pack_b)(d, depth, k, a->k_row, 1, m->values);
   if (head.across) {
     LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
     LUNAI_K(pack_b)(depth, dv, v, 1, a->v_row, m->other_sides);
   }
   for (query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
+    const bool more = query > first || a->causal;
     const float *q = a->q + head.q + query * a->q_row, *grad = a->grad_out + head.out + query * a->out_row;
     if (!head.across) {
       LUNAI_K(pack_b)(t.width, d, q, 1, a->q_row, m->sides);
@@ -2604,12 +2727,13 @@ LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, co
     LUNAI_K(softmax_slopes)(&t, m->scores, m->slopes, mask, lse, delta, add);
     if (edge) lunai_tile_hide(&t, m->scores, 0);
     if (edge) lunai_tile_hide(&t, m->slopes, 0);
-    if (a->grad_v) LUNAI_K(product)(t.depth, dv, t.width, m->scores, t.k_step, t.q_step, grad, a->out_row, 1, 1, dvalue, dv, true, m->product);
-    if (a->grad_k) LUNAI_K(product)(t.depth, d, t.width, m->slopes, t.k_step, t.q_step, q, a->q_row, 1, a->scale, dk, d, true, m->product);
-    if (!a->grad_q) continue;
-    if (edge) LUNAI_K(product)(t.width, d, t.depth, m->slopes, t.q_step, t.k_step, m->clean, d, 1, a->scale, dq + query * d, d, false, m->product);
-    else LUNAI_K(product_packed)(t.width, d, t.depth, m->slopes, t.q_step, t.k_step, m->values, a->scale, dq + query * d, d, false);
+    if (a->grad_v) LUNAI_K(tile_rows_of_queries)(&t, dv, m->scores, grad, a->out_row, m->product, 1, dvalue, more);
+    if (a->grad_k) LUNAI_K(tile_rows_of_queries)(&t, d, m->slopes, q, a->q_row, m->product, a->scale, dk, more);
+    if (a->grad_q)
+      LUNAI_K(tile_rows_of_keys)(&t, d, m->slopes, edge ? m->clean : k, edge ? d : a->k_row, once, m->values, a->scale, dq + query * d, d);
   }
+  if (a->grad_k && k_direct) LUNAI_K(add_rows)(depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
+  if (a->grad_v && v_direct) LUNAI_K(add_rows)(depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
 }
 
 LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t slot, int64_t slots) {
@@ -2622,18 +2746,13 @@ LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t slot, int64_t
     LUNAI_K(attention_backward_item)(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
-/* y += x, both [rows, n] */
-LUNAI_FN void LUNAI_K(add_rows)(int64_t rows, int64_t n, const float *x, float *y, int64_t y_row) {
-  int64_t i;
-  for (i = 0; i < rows; i++) LUNAI_K(add)(n, y + i * y_row, x + i * n, y + i * y_row);
-}
-
 /* this wave's dK and dV of `unit`, query block after query block */
 LUNAI_FN void LUNAI_K(attention_merge_keys)(const lunai_attention_work *w, int64_t unit, bool keys) {
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
   const int64_t block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
   int64_t i;
+  if (lunai_direct(&head, keys ? w->k_shared : w->v_shared)) return;
   for (i = 0; i * LUNAI_KEY_BLOCK < head.queries; i++) {
     const int64_t depth = lunai_depth(a, &head, block, lunai_min((i + 1) * LUNAI_KEY_BLOCK, head.queries));
     const float *part = lunai_grad_part(w, unit, i);
@@ -2649,16 +2768,14 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t s
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
   const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE), same = a->heads * w->blocks;
-  const bool q_shared = !a->query_offsets && a->q_batch == 0, k_shared = !a->key_offsets && a->k_batch == 0;
-  const bool v_shared = !a->key_offsets && a->v_batch == 0;
-  const int64_t groups = q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
+  const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
   int64_t item, unit;
   for (item = slot; item < units; item += slots) {
     const bool opens = item < same; /* no unit before it in this wave has its head and key block */
     for (unit = w->first + item; unit < w->last; unit += same) {
       const bool own = unit == w->first + item;
-      if (a->grad_k && (k_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, true);
-      if (a->grad_v && (v_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, false);
+      if (a->grad_k && (w->k_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, true);
+      if (a->grad_v && (w->v_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, false);
     }
   }
   for (item = slot; a->grad_q && item < groups * tiles; item += slots)
@@ -2666,7 +2783,7 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t s
       const int64_t pair = unit / w->blocks, query = item % tiles * LUNAI_TILE;
       const lunai_head head = lunai_head_at(a, pair);
       const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
-      if ((q_shared ? pair % a->heads : pair - w->first / w->blocks) != item / tiles || width <= 0) continue;
+      if ((w->q_shared ? pair % a->heads : pair - w->first / w->blocks) != item / tiles || width <= 0) continue;
       if (lunai_depth(a, &head, unit % w->blocks, query + width) > 0)
         LUNAI_K(add_rows)(width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
                           a->grad_q + head.q + query * a->q_row, a->q_row);
@@ -2691,7 +2808,6 @@ typedef struct lunai_unpack_work {
   size_t slot_bytes;
   int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
   float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
-  bool backward;
 } lunai_unpack_work;
 
 /* One batch row's side of the products, its real slots close together; each slot of the work packs for itself. */
@@ -2727,7 +2843,6 @@ LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *
   char *zero = (char *)w; /* only distances count */
   memset(w, 0, sizeof *w);
   w->u = u;
-  w->backward = backward;
   w->scratch = (char *)scratch;
   w->slot_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &side) - zero);
   w->blocks = lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
@@ -2841,7 +2956,8 @@ LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t n, const float *bias, const float *
 }
 
 /* a panel's dX, and its share of the unit's partial gradients */
-LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows, float *part) {
+LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows,
+                                             float *part) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
   const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
   float *bias = part + 2 * n * d;
@@ -2874,7 +2990,8 @@ LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t slot, int64_t sl
     float *part = w->partial + (unit - w->first) * w->unit;
     if (b != prepared) LUNAI_K(unpack_prepare)(u, prepared = b, true, &side);
     memset(part, 0, (size_t)w->unit * sizeof(float));
-    for (row = first; row < end; row += LUNAI_TILE) LUNAI_K(unpack_backward_panel)(u, &side, b, row, lunai_min(LUNAI_TILE, end - row), part);
+    for (row = first; row < end; row += LUNAI_TILE)
+      LUNAI_K(unpack_backward_panel)(u, &side, b, row, lunai_min(LUNAI_TILE, end - row), part);
   }
 }
 
@@ -3011,22 +3128,24 @@ LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t it
   return c;
 }
 
-/* the state before the chunk takes the place of the chunk's sum, which joins the state. n is a constant: compilers make vectors of it */
-LUNAI_INLINE void LUNAI_K(scan_block)(int64_t n, double joins, double leaves, float *state, double *carried) {
-  double old[8], sum[8];
+/* The state before the chunk takes the place of the chunk's sum, which joins the state. In strips of a constant length, and one
+   operation a loop: so compilers make vectors of it, also at -O2 */
+#undef LUNAI_STRIP
+#define LUNAI_STRIP 64
+LUNAI_INLINE void LUNAI_K(scan_strip)(int64_t n, double joins, double leaves, float *state, double *carried) {
+  double sum[LUNAI_STRIP];
   int64_t i;
-  for (i = 0; i < n; i++) old[i] = carried[i];
   for (i = 0; i < n; i++) sum[i] = (double)state[i];
-  for (i = 0; i < n; i++) state[i] = (float)old[i];
-  for (i = 0; i < n; i++) carried[i] = old[i] + (joins * sum[i] - leaves * old[i]);
+  for (i = 0; i < n; i++) state[i] = (float)carried[i];
+  for (i = 0; i < n; i++) carried[i] += joins * sum[i] - leaves * carried[i];
 }
 LUNAI_FN void LUNAI_K(sweep_scan)(const LUNAI_K(sweep) *s, const LUNAI_K(chunk) *c, double *carried, int64_t first, int64_t end) {
   const double t = c->before + (double)c->rows;
   const double joins = s->reverse ? 1 : 1 / t, leaves = s->reverse ? 0 : (double)c->rows / t;
   int64_t i;
   for (i = first; c->last && i < end; i++) c->state[i] = (float)carried[i];
-  for (; i + 8 <= end; i += 8) LUNAI_K(scan_block)(8, joins, leaves, c->state + i, carried + i);
-  for (; i < end; i++) LUNAI_K(scan_block)(1, joins, leaves, c->state + i, carried + i);
+  for (; i + LUNAI_STRIP <= end; i += LUNAI_STRIP) LUNAI_K(scan_strip)(LUNAI_STRIP, joins, leaves, c->state + i, carried + i);
+  if (i < end) LUNAI_K(scan_strip)(end - i, joins, leaves, c->state + i, carried + i);
 }
 
 LUNAI_FN void LUNAI_K(sweep_start)(const LUNAI_K(sweep) *s, int64_t item, double *carried) {
@@ -3099,11 +3218,43 @@ LUNAI_FN void LUNAI_K(sweep_run)(LUNAI_K(sweep) *s, const lunai_parallel *parall
 
 /* ---- what a chunk is computed with ---- */
 
-/* scores = (X Y^T) o L: what lies above the diagonal is written as 0, whatever it was */
+/* the triangle is computed as two triangles of half a chunk and the square below them */
+#undef LUNAI_HALF
+#define LUNAI_HALF (LUNAI_CHUNK / 2)
+
+/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written nor read */
 LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, const float *x, int64_t x_row, const float *y, int64_t y_row) {
-  int64_t t;
-  LUNAI_K(product)(c->rows, c->rows, depth, x, x_row, 1, y, 1, y_row, 1, c->scores, LUNAI_CHUNK, false, c->packed);
-  for (t = 0; t + 1 < c->rows; t++) memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(c->rows - t - 1) * sizeof(float));
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
+  float *below = c->scores + head * LUNAI_CHUNK;
+  int64_t t, end;
+  LUNAI_K(pack_b)(c->rows, depth, y, 1, y_row, c->packed);
+  LUNAI_K(product_packed)(head, head, depth, x, x_row, 1, c->packed, 1, c->scores, LUNAI_CHUNK, false);
+  if (tail > 0)
+    LUNAI_K(product_packed)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->packed, 1, below, LUNAI_CHUNK, false);
+  for (t = 0; t < c->rows; t++) {
+    end = t < head ? head : c->rows;
+    memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
+  }
+}
+
+/* out = alpha scores Z (+ out) */
+LUNAI_FN void LUNAI_K(causal_apply)(const LUNAI_K(chunk) *c, int64_t n, float alpha, const float *z, int64_t z_row, float *out,
+                                    int64_t out_row, bool accumulate) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
+  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate, c->packed);
+  if (tail > 0)
+    LUNAI_K(product)(tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row, z_row, 1, alpha,
+                     out + head * out_row, out_row, true, c->packed);
+}
+
+/* out += scores^T X */
+LUNAI_FN void LUNAI_K(causal_apply_transposed)(const LUNAI_K(chunk) *c, int64_t n, const float *x, int64_t x_row, float *out,
+                                               int64_t out_row) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
+  LUNAI_K(product)(head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->packed);
+  if (tail > 0)
+    LUNAI_K(product)(c->rows, n, tail, c->scores + head * LUNAI_CHUNK, 1, LUNAI_CHUNK, x + head * x_row, x_row, 1, 1, out, out_row, true,
+                     c->packed);
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
@@ -3126,8 +3277,7 @@ LUNAI_FN void LUNAI_K(causal_mix)(const LUNAI_K(chunk) *c, int64_t dim, int64_t 
     for (t = 0; t < c->rows; t++)
       for (i = 0; i < n; i++) room[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
   if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->packed);
-  LUNAI_K(product)(c->rows, n, c->rows, c->scores, LUNAI_CHUNK, 1, finite, clean ? z_row : n, 1, (float)(1 / base), out, out_row,
-                   !c->begins, c->packed);
+  LUNAI_K(causal_apply)(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
   if (!clean)
     for (j = 0; j < c->rows; j++)
       for (i = 0; i < n; i++)
@@ -3147,10 +3297,10 @@ LUNAI_FN void LUNAI_K(causal_divide)(const LUNAI_K(chunk) *c, int64_t n, float f
     LUNAI_K(scale)(n, (float)((double)factor / (c->before + (double)(t + 1))), x + t * x_row, y + t * n);
 }
 
-/* y = rows of x, dense */
-LUNAI_FN void LUNAI_K(gather)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
-  int64_t t;
-  for (t = 0; t < rows; t++) memcpy(y + t * n, x + t * x_row, (size_t)n * sizeof(float));
+LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
+  int64_t t, i;
+  for (t = 0; t < rows; t++, x += x_row, y += y_row)
+    for (i = 0; i < n; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x + i, n - i), n - i);
 }
 
 /* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
@@ -3158,7 +3308,7 @@ LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t
                                      const float *y, int64_t y_row, float *grad, int64_t grad_row, bool accumulate) {
   if (!c->begins)
     LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate, c->packed);
-  LUNAI_K(product)(c->rows, n, c->rows, c->scores, LUNAI_CHUNK, 1, y, y_row, 1, 1, grad, grad_row, accumulate || !c->begins, c->packed);
+  LUNAI_K(causal_apply)(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
 }
 
 /* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B = R^T) and of Z
@@ -3166,7 +3316,7 @@ LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t
 LUNAI_FN void LUNAI_K(causal_grad_yz)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *a, int64_t a_row, const float *b,
                                       int64_t b_row, int64_t b_column, const float *x, int64_t x_row, float *grad, int64_t grad_row) {
   if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true, c->packed);
-  LUNAI_K(product)(c->rows, n, c->rows, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, grad, grad_row, true, c->packed);
+  LUNAI_K(causal_apply_transposed)(c, n, x, x_row, grad, grad_row);
 }
 
 /* state = Y^T Z */
@@ -3289,7 +3439,7 @@ LUNAI_FN void LUNAI_K(luna_sum)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
   const int64_t d = a->head_dim, l = p.slots;
-  LUNAI_K(gather)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept);
+  LUNAI_K(copy_rows)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
   LUNAI_K(activate)(a->activation, c->rows * l, c->kept, c->kept);
   LUNAI_K(causal_sum)(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
   LUNAI_K(causal_sum)(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
@@ -3304,11 +3454,9 @@ LUNAI_FN void LUNAI_K(luna_out)(const void *args, const LUNAI_K(chunk) *c) {
   LUNAI_K(causal_scores)(c, d, a->q + p.wide, row, a->k + p.wide, row);
   LUNAI_K(causal_mix)(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->room[1]);
   LUNAI_K(softmax)(c->rows, l, w, w);
-  for (t = 0; a->w && t < c->rows; t++) {
-    float *to = a->w + p.narrow + t * p.narrow_row;
-    memcpy(to, w + t * l, (size_t)l * sizeof(float));
-    memset(to + l, 0, (size_t)(a->slots - l) * sizeof(float));
-  }
+  if (a->w) LUNAI_K(copy_rows)(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
+  for (t = 0; a->w && l < a->slots && t < c->rows; t++)
+    memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
   LUNAI_K(causal_scores)(c, l, w, l, c->kept, l);
   LUNAI_K(causal_mix)(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->room[1]);
 }
@@ -3325,7 +3473,7 @@ LUNAI_FN void LUNAI_K(luna_exchange)(const void *args, int64_t item, double *sta
   memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
 
-/* n columns of M <- M + (y^T z - M) / t, then result = x M; n is a constant */
+/* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
 LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z, const float *x, double *mean,
                                       int64_t mean_row, double *result) {
   double wide[8], sum[8];
@@ -3334,11 +3482,8 @@ LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, cons
   for (j = 0; j < n; j++) wide[j] = (double)z[j];
   for (i = 0; i < dim; i++, mean += mean_row) {
     const double yi = (double)y[i], xi = (double)x[i];
-    for (j = 0; j < n; j++) {
-      const double m = mean[j] + (yi * wide[j] - mean[j]) * share;
-      sum[j] += xi * m;
-      mean[j] = m;
-    }
+    for (j = 0; j < n; j++) mean[j] += (yi * wide[j] - mean[j]) * share;
+    for (j = 0; j < n; j++) sum[j] += xi * mean[j];
   }
   for (j = 0; j < n; j++) result[j] = sum[j];
 }
@@ -3401,7 +3546,7 @@ LUNAI_FN void LUNAI_K(luna_out_up)(const void *args, const LUNAI_K(chunk) *c) {
   LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, row, g);
   LUNAI_K(causal_scores)(c, d, g, d, a->v + p.wide, row);
   LUNAI_K(causal_grad_x)(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
-  LUNAI_K(gather)(c->rows, l, a->w + p.narrow, p.narrow_row, w);
+  LUNAI_K(copy_rows)(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   LUNAI_K(softmax_backward)(c->rows, l, w, dw, du);
   LUNAI_K(causal_divide)(c, l, a->scale, du, l, h);
@@ -3417,7 +3562,7 @@ LUNAI_FN void LUNAI_K(luna_sum_down)(const void *args, const LUNAI_K(chunk) *c) 
   const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
   const int64_t d = a->head_dim, l = p.slots;
   float *g = c->kept + LUNAI_CHUNK * l;
-  LUNAI_K(gather)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept);
+  LUNAI_K(copy_rows)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
   LUNAI_K(activate)(a->activation, c->rows * l, c->kept, c->kept);
   LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
   LUNAI_K(causal_sum)(c, d, l, a->q + p.wide, p.wide_row, LUNAI_K(luna_h)(grads, c), l, c->state);
@@ -3441,16 +3586,15 @@ LUNAI_FN void LUNAI_K(luna_out_down)(const void *args, const LUNAI_K(chunk) *c) 
   }
   if (a->grad_s) {
     float *domega = c->room[0], *s = c->room[1], *ds = c->room[2];
-    int64_t t;
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
     LUNAI_K(causal_scores)(c, d, q, row, k, row);
     LUNAI_K(causal_grad_yz)(c, l, d, k, row, r, l, 1, h, l, domega, l);
     LUNAI_K(causal_scores)(c, d, g, d, v, row);
     LUNAI_K(causal_grad_yz)(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
-    LUNAI_K(gather)(c->rows, l, a->s + p.narrow, narrow_row, s);
-    LUNAI_K(gather)(c->rows, l, a->grad_s + p.narrow, narrow_row, ds);
+    LUNAI_K(copy_rows)(c->rows, l, a->s + p.narrow, narrow_row, s, l);
+    LUNAI_K(copy_rows)(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
     LUNAI_K(activate_backward)(a->activation, c->rows * l, s, domega, ds);
-    for (t = 0; t < c->rows; t++) memcpy(a->grad_s + p.narrow + t * narrow_row, ds + t * l, (size_t)l * sizeof(float));
+    LUNAI_K(copy_rows)(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
   }
 }
 
@@ -3758,7 +3902,7 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   const int64_t a_height = args->transpose_a ? args->k : args->m, b_height = args->transpose_b ? args->n : args->k;
   memset(g, 0, sizeof *g);
   if (args->m < 0 || args->n < 0 || args->k < 0 || args->batch < 0) return LUNA_BAD_ARGUMENT;
-  if (args->activation < LUNA_NONE || args->activation > LUNA_SOFTPLUS2) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_activation(args->activation)) return LUNA_BAD_ARGUMENT;
   if (args->m * args->n > 0 && (!args->c || (args->k > 0 && (!args->a || !args->b)))) return LUNA_BAD_ARGUMENT;
   g->a = args->a; g->b = args->b; g->c = args->c; g->bias = args->bias;
   g->m = args->m; g->n = args->n; g->k = args->k;
@@ -3957,7 +4101,9 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   return LUNA_OK;
 }
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) { return lunai_attention_call(args, false); }
+#ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args) { return lunai_attention_call(args, true); }
+#endif
 
 /* --- causal product --- */
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, bool backward, lunai_causal *c) {
@@ -4023,7 +4169,9 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   return LUNA_OK;
 }
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
+#ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args) { return lunai_causal_call(args, true); }
+#endif
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -4864,7 +5012,7 @@ struct luna_ctx {
   uint32_t dropout_ops;
   bool training;
   luna_params *params;
-  luna_status status;
+  luna_status status, refused;       /* the first failure since begin; that of the last call which returned a status */
   char error[320];
 };
 
@@ -4928,13 +5076,14 @@ LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, luna_status status, const char *
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, sentence);
   return NULL;
 }
-/* The failure of a call that returns a status: always its own sentence. */
+/* The failure of a call that returns a status or makes a parameter: always its own sentence. */
 LUNAI_FN luna_status lunai_refuse(luna_ctx *ctx, luna_status status, const char *format, ...) {
   va_list values;
   va_start(values, format);
   lunai_format(ctx->error, sizeof ctx->error, format, values);
   va_end(values);
   if (ctx->status == LUNA_OK) ctx->status = status;
+  ctx->refused = status;
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, ctx->error);
   return status;
 }
@@ -5167,7 +5316,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (training) ctx->state->step++;
   return LUNA_OK;
 }
+#ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, true); }
+#endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
 LUNA_API luna_status luna_state(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 LUNA_API const char *luna_error(const luna_ctx *ctx) { return ctx ? ctx->error : "there is no context: luna_open failed (no memory, a block too small, or options that contradict each other)"; }
@@ -6137,16 +6288,19 @@ LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shap
 LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
 
 /* --- backward --- */
+#ifndef LUNA_NO_TRAIN
 /* the gradient of a tensor that wants one: zeros when new; of a view, its part of the owner's */
 LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t) {
   luna_tensor *owner = t->base ? t->base : t;
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory;
-  if (!owner->grad) {
+  if (!owner->has_grad) {
     if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
+    owner->has_grad = true;
     if (memory && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
+  t->has_grad = true;
   if (t->base && owner->grad) t->grad = owner->grad + t->offset;
   return true;
 }
@@ -6154,10 +6308,10 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t) {
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
-  bool reached = ctx->options.measure;
+  bool reached = false;
   int i;
   *status = LUNA_OUT_OF_MEMORY;
-  for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->grad;
+  for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
   if (!reached) return true;
   for (i = 0; i < op->outputs; i++) if (!lunai_grad_take(ctx, op->out[i])) return false;
   for (i = 0; i < op->inputs; i++) if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i])) return false;
@@ -6187,6 +6341,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   return LUNA_OK;
 }
 
+#endif /* !LUNA_NO_TRAIN */
+
 /* --- inference: temporaries go as the layers go. Everything since mark is freed but the count tensors kept, which move down in the
    order they were made; they must be newer than the mark, older first, and no views. --- */
 LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int count) {
@@ -6197,6 +6353,7 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
   lunai_step_rewind(ctx, mark);
   for (i = 0; i < count; i++) {
     luna_tensor *t = lunai_tensor_take(ctx, old[i].rank, old[i].shape); /* fits: it did before, further up */
+    LUNA_ASSERT(t);
     if (t->data) memmove(t->data, old[i].data, (size_t)luna_count(t) * sizeof(float));
     kept[i] = t;
   }
@@ -6369,15 +6526,21 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   void *memory, *data = NULL;
   const char *wrong;
   if (!ctx || !name) return NULL;
-  if (count < 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
-  if (lunai_param_find(params, name)) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
+  if (count < 0) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
+    return NULL;
+  }
+  if (lunai_param_find(params, name)) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
+    return NULL;
+  }
   mark = lunai_persistent(ctx);
-  if (!lunai_persist(ctx, sizeof(lunai_param), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory", name);
-  p = (lunai_param *)memory;
-  p->name = lunai_persist_text(ctx, name, "");
-  if (!p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
+  p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
+  if (p) p->name = lunai_persist_text(ctx, name, "");
+  if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
-    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count);
+    lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count);
+    return NULL;
   }
   p->hash = lunai_hash(name);
   lunai_tensor_set(&p->tensor, ctx, rank, shape);
@@ -6388,7 +6551,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   if (params->borrowing) lunai_borrow(p, lunai_borrowed(params, name, &p->tensor, &params->source, &wrong));
   else if (lunai_param_fill(ctx, p, init) != LUNA_OK) wrong = "could not be filled by the backend";
   if (wrong) {
-    lunai_fail(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
+    lunai_refuse(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
     lunai_persistent_rewind(ctx, mark);
     return NULL;
   }
@@ -6407,6 +6570,7 @@ LUNAI_FN lunai_params_mark lunai_params_here(const luna_params *params) {
   mark.last = params->last;
   mark.last_meta = params->last_meta;
   mark.size = params->size;
+  params->ctx->refused = LUNA_OK;
   return mark;
 }
 LUNAI_FN luna_status lunai_params_end(luna_params *params, lunai_params_mark mark, bool good) {
@@ -6419,7 +6583,7 @@ LUNAI_FN luna_status lunai_params_end(luna_params *params, lunai_params_mark mar
   if (mark.last_meta) mark.last_meta->next = NULL;
   else params->metas = NULL;
   lunai_persistent_rewind(params->ctx, mark.memory);
-  return params->ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : params->ctx->status;
+  return params->ctx->refused == LUNA_OK ? LUNA_OUT_OF_MEMORY : params->ctx->refused;
 }
 
 /* --- text pairs --- */
@@ -6582,7 +6746,7 @@ LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_ACTIVATION, "luna_activate", 1, x, NULL, NULL)) return NULL;
-  if (activation < LUNA_NONE || activation > LUNA_SOFTPLUS2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_activate: there is no activation %d", (int64_t)activation);
+  if (!lunai_is_activation(activation)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_activate: there is no activation %d", (int64_t)activation);
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -6955,7 +7119,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MOST_NAME], const char *prefix, const char *name) {
   const size_t a = prefix ? strlen(prefix) : 0, b = strlen(name);
   if (a + b >= LUNAI_MOST_NAME) {
-    lunai_fail(params->ctx, LUNA_BAD_ARGUMENT, "the parameter name %s%s is longer than 191 characters", prefix, name);
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "the parameter name %s%s is longer than 191 characters", prefix, name);
     return false;
   }
   if (a) memcpy(out, prefix, a);
@@ -7034,7 +7198,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.pack_heads == 0) c.pack_heads = c.heads;
-  if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads || c.sharing < LUNA_TIED || c.sharing > LUNA_SHARED_QK || !(c.dropout >= 0 && c.dropout < 1))
+  if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads || (unsigned)c.sharing > LUNA_SHARED_QK || !(c.dropout >= 0 && c.dropout < 1))
     return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout below 1", c.dim, c.heads, c.pack_heads);
   mark = lunai_params_here(params);
   init = lunai_projection_init(c.bert_init, false);
@@ -7242,9 +7406,9 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->activation == LUNA_NONE) c->activation = LUNA_RELU;
   if (c->omega == LUNA_NONE) c->omega = LUNA_SOFTPLUS2;
   if (c->dim >= 1 && c->dim <= 1 << 24 && c->ffn >= 1 && c->ffn <= 1 << 26 && c->convolution >= 0 && c->convolution <= 1024 && c->dropout >= 0 && c->dropout < 1 &&
-      c->attention_dropout >= 0 && c->attention_dropout < 1 && c->activation_dropout >= 0 && c->activation_dropout < 1 && c->activation >= LUNA_NONE && c->activation <= LUNA_SOFTPLUS2)
+      c->attention_dropout >= 0 && c->attention_dropout < 1 && c->activation_dropout >= 0 && c->activation_dropout < 1 && lunai_is_activation(c->activation))
     return true;
-  lunai_fail(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1)", c->dim, c->ffn, c->convolution);
+  lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1)", c->dim, c->ffn, c->convolution);
   return false;
 }
 LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_config *c) {
@@ -7492,7 +7656,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   lunai_lm_to_sizes(c, &s);
 #define LUNAI_FIELD(name, least, most) \
   if (s.name < least || s.name > most) { \
-    lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_lm_init: " #name " is %d, outside %d..%d", s.name, (int64_t)(least), (int64_t)(most)); \
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_lm_init: " #name " is %d, outside %d..%d", s.name, (int64_t)(least), (int64_t)(most)); \
     return false; \
   }
   LUNAI_LM_FIELDS(LUNAI_FIELD)
@@ -7512,7 +7676,9 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   memset(model, 0, sizeof *model);
   mark = lunai_params_here(params);
   model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_init(LUNA_NORMAL, (float)(1.0 / sqrt((double)c.layer.dim))));
-  good = model->embedding && lunai_persist(params->ctx, (size_t)c.layers * sizeof(luna_causal_layer), false, &memory);
+  good = model->embedding != NULL;
+  if (good && !lunai_persist(params->ctx, (size_t)c.layers * sizeof(luna_causal_layer), false, &memory))
+    good = lunai_no_memory(params->ctx, "luna_lm_init", (size_t)c.layers * sizeof(luna_causal_layer)) == LUNA_OK;
   model->layers = (luna_causal_layer *)memory;
   for (i = 0; i < c.layers && good; i++) {
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
@@ -8250,15 +8416,17 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   char *raw;
   size_t size;
   int64_t i;
-  if (!ctx || ctx->options.measure) return NULL;
+  if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   lunai_lm_to_sizes(&model->config, &first.sizes);
   wrong = lunai_stream_config(&first, &own);
-  if (wrong || ctx->backend->allocate) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: %s", wrong ? wrong : "streams run on the CPU: open one from the checkpoint's bytes");
+  if (ctx->options.measure) wrong = "a context that measures has no weights";
+  if (ctx->backend->allocate) wrong = "streams run on the CPU: open one from the checkpoint's bytes";
+  if (wrong) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: %s", wrong);
     return NULL;
   }
   first.allocator = ctx->options.allocator;
