@@ -2247,10 +2247,10 @@ LUNAI_FN void LUNAI_K(adamw)(const lunai_update *update) {
 #if LUNAI_PASS == LUNAI_ISA_SCALAR /* what all passes share */
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* most queries an item of the forward work holds */
+#define LUNAI_FEW_KEYS 128         /* so few are worth packing, to read the queries as they lie */
 
 /* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query lie side by
-   side, so that the queries are read as they lie and the keys are packed; otherwise the scores of a key, and the converse: the
-   longer side is not packed. The bits are the same. */
+   side, the keys are packed and the queries read as they lie; otherwise the scores of a key, and the converse. Same bits. */
 typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
@@ -2293,7 +2293,7 @@ LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
   r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
   r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
   r.element = pair * a->queries * a->keys;
-  r.across = r.queries >= r.keys;
+  r.across = r.keys <= LUNAI_FEW_KEYS && r.keys <= r.queries;
   return r;
 }
 
@@ -2384,18 +2384,18 @@ LUNAI_INLINE int64_t lunai_slots(const lunai_parallel *parallel) {
 /* a slot's part of the scratch, from `scratch` on; returns its end */
 LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), tiles = w->run / LUNAI_TILE;
+  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t dropped = a->dropout.threshold ? 1 : 0, most = lunai_max(d, dv);
+  const int64_t dropped = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, dropped * scores);
   m->mask_row = lunai_take(&scratch, dropped * depth);
   m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
-  m->sides = lunai_take(&scratch, lunai_max(LUNAI_K(packed_size)(depth, d), (back ? 1 : tiles) * LUNAI_K(packed_size)(LUNAI_TILE, d)));
-  m->other_sides = lunai_take(&scratch, back * lunai_max(LUNAI_K(packed_size)(depth, dv), LUNAI_K(packed_size)(LUNAI_TILE, dv)));
+  m->sides = lunai_take(&scratch, lunai_max(LUNAI_K(packed_size)(few, d), tiles * LUNAI_K(packed_size)(LUNAI_TILE, d)));
+  m->other_sides = lunai_take(&scratch, back * lunai_max(LUNAI_K(packed_size)(few, dv), LUNAI_K(packed_size)(LUNAI_TILE, dv)));
   m->values = lunai_take(&scratch, LUNAI_K(packed_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
-  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(most, LUNAI_TILE));
+  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(lunai_max(d, dv), LUNAI_TILE));
   m->own = lunai_take(&scratch, back * depth * (d + dv));
   m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
   m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);

@@ -316,7 +316,7 @@ static int train(luna_ctx *ctx, const char *path, text all) {
     .convolution = set.convolution, .activation = LUNA_GELU, .dropout = (float)set.dropout } };
   if (luna_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_COSINE, .warmup = set.steps / 10, .total = set.steps, .floor = 0.05f } });
+    .schedule = { .decay = LUNA_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size, (long long)held.size, (long long)luna_params_count(params));
   double first = mean_loss(ctx, &model, held, set.window, VALIDATION), start = seconds();
   if (!adam || !(first >= 0) || !show_sample("before the first step", &model, &prompt)) return failed(ctx);
