@@ -1444,8 +1444,8 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 
 LUNAI_FN int64_t LUNAI_K(packed_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
 
-/* one panel, `columns` of it real */
-LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
+/* one panel, `columns` of it real; `ahead` columns of B follow in memory from the panel's first on */
+LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
   int64_t j = 0, p;
   if (b_column == 1 && columns == LUNAI_NR) {
     for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
@@ -1453,9 +1453,11 @@ LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t k, const float *b, in
   }
   if (b_row == 1)
     for (; j + 4 <= columns; j += 4) {
-      const float *x = b + j * b_column;
-      for (p = 0; p + 4 <= k; p += 4)
+      const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
+      for (p = 0; p + 4 <= k; p += 4) {
+        LUNAI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* a line of each of four columns every sixteen k */
         LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j, LUNAI_NR);
+      }
       for (; p < k; p++) {
         int64_t i;
         for (i = 0; i < 4; i++) to[p * LUNAI_NR + j + i] = x[p + i * b_column];
@@ -1474,7 +1476,7 @@ LUNAI_FN void LUNAI_K(pack_b)(int64_t n, int64_t k, const float *b, int64_t b_ro
         for (i = 0; i < 4; i++)
           memcpy(packed + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR, LUNAI_NR * sizeof(float));
   for (; j < n; j += LUNAI_NR)
-    LUNAI_K(pack_panel)(lunai_min(n - j, LUNAI_NR), k, b + j * b_column, b_row, b_column, packed + j * k);
+    LUNAI_K(pack_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, packed + j * k);
 }
 
 /* `rows` <= MR rows of A as [k][MR]; what lies beyond `rows` is not read by a tile */
@@ -1494,8 +1496,8 @@ LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a
     for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
 
-/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant. `rows` is one wherever it is
-   inlined. Rows of A are reached from every third one, for x86 adds a stride once or twice within an address. */
+/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in every case below.
+   Rows of A are reached from every third one, for an x86 address adds a stride once or twice for nothing. */
 #undef LUNAI_ROWS
 #undef LUNAI_TILE_ZERO
 #undef LUNAI_TILE_STEP
@@ -1531,8 +1533,8 @@ LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, float *c, bool add) {
   if (add) v = vf_add(vf_load(c), v);
   vf_store(c, v);
 }
-LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, float alpha,
-                                     float *c, int64_t c_row, bool add) {
+LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+                                     float alpha, float *c, int64_t c_row, bool add) {
   const vf scale = vf_set(alpha);
   const float *at[5];
   vf sum[14][4], panel[4];
@@ -1557,8 +1559,8 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
   }
   LUNAI_ROWS(LUNAI_TILE_STORE)
 }
-LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, bool a_packed, const float *b, int64_t b_row,
-                            float alpha, float *c, int64_t c_row, bool add) {
+LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, bool a_packed, const float *b,
+                            int64_t b_row, float alpha, float *c, int64_t c_row, bool add) {
   switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
 }
 
@@ -1594,8 +1596,8 @@ LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t 
 
 /* m rows of A by the panels of a block; a_packed, MR * k floats or null: where a tile's rows of A are gathered first. The tile's
    rows stay in L1 while the panels stream by from L2, and C is met row by row. */
-LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_packed, const float *panel,
-                              int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
+LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_packed,
+                              const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
   const int64_t tiles = lunai_divide_up(m, LUNAI_MR);
   float edge[LUNAI_MR * LUNAI_NR];
   int64_t i, j, p;
@@ -1604,15 +1606,21 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     const float *at = a + row * a_row, *b = panel;
     if (a_packed) {
       LUNAI_K(pack_a)(rows, k, at, a_row, a_column, a_packed);
-      if (a_column == 1 && i + 1 < tiles)
-        for (j = rows; j < 2 * rows; j++)
-          for (p = 0; p < k; p += 16) LUNAI_PREFETCH(at + lunai_min(j, m - 1 - row) * a_row + p);
+      if (i + 1 < tiles) {
+        const int64_t last = m - 1 - row;
+        if (a_row == 1)
+          for (p = 0; p < k; p++) LUNAI_PREFETCH(at + lunai_min(2 * rows, last) + p * a_column);
+        else if (a_column == 1)
+          for (j = rows; j < 2 * rows; j++)
+            for (p = 0; p < k; p += 16) LUNAI_PREFETCH(at + lunai_min(j, last) * a_row + p);
+      }
       at = a_packed;
     }
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (columns == LUNAI_NR && !t->finish) {
-        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed != NULL, b, b_row, t->alpha, t->sum + row * t->sum_row + j, t->sum_row, t->add);
+        float *sum = t->sum + row * t->sum_row + j;
+        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed != NULL, b, b_row, t->alpha, sum, t->sum_row, t->add);
       } else {
         LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed != NULL, b, b_row, t->alpha, edge, LUNAI_NR, false);
         LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
@@ -1641,8 +1649,9 @@ LUNAI_FN void LUNAI_K(product_packed)(int64_t m, int64_t n, int64_t k, const flo
                                       float alpha, float *c, int64_t c_row, bool accumulate) {
   LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, packed, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
 }
-LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                               int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *packed_scratch) {
+LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                               int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate,
+                               float *packed_scratch) {
   /* packing pays when a panel is read more than twice */
   const int64_t whole = b_column == 1 && m <= 2 * LUNAI_MR ? n / LUNAI_NR * LUNAI_NR : 0;
   if (whole) LUNAI_K(product_panels)(m, whole, k, a, a_row, a_column, b, LUNAI_NR, b_row, alpha, c, c_row, accumulate);
@@ -1695,8 +1704,8 @@ typedef struct LUNAI_K(gemm_slot) {
 } LUNAI_K(gemm_slot);
 
 /* m rows by the n columns of a block, over all of k */
-LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t m, int64_t n, const float *a, const float *b,
-                                  LUNAI_K(target) *t) {
+LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t m, int64_t n, const float *a,
+                                  const float *b, LUNAI_K(target) *t) {
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
   do {
@@ -1714,8 +1723,8 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
 }
 
 /* rows [row, row_end) by columns [column, column_end) of one batch item */
-LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t item, int64_t row, int64_t row_end, int64_t column,
-                                 int64_t column_end) {
+LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t item, int64_t row, int64_t row_end,
+                                 int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
   const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
@@ -1740,20 +1749,22 @@ LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_sl
 }
 LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t slot, int64_t slots) {
   const LUNAI_K(gemm_plan) *p = (const LUNAI_K(gemm_plan) *)work;
-  const int64_t parts = p->row_parts * p->column_parts, units = p->g->batch[0] * p->g->batch[1] * parts, end = lunai_share(units, slot + 1, slots);
-  const int64_t tiles = lunai_divide_up(p->g->m, LUNAI_MR), panels = lunai_divide_up(p->g->n, LUNAI_NR);
+  const lunai_gemm *g = p->g;
+  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
+  const int64_t tiles = lunai_divide_up(g->m, LUNAI_MR), panels = lunai_divide_up(g->n, LUNAI_NR);
   char *scratch = p->scratch + slot * LUNAI_K(gemm_plan_slot)(p);
   LUNAI_K(gemm_slot) own;
-  int64_t unit;
+  int64_t unit, end = lunai_share(units, slot + 1, slots);
   memset(&own, 0, sizeof own);
   own.a = lunai_take(&scratch, p->a_size);
   own.b = lunai_take(&scratch, p->b_size);
   own.sum = lunai_take(&scratch, p->sum_size);
   for (unit = lunai_share(units, slot, slots); unit < end; unit++) {
     const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-    LUNAI_K(gemm_part)(p, &own, unit / parts, lunai_min(p->g->m, lunai_share(tiles, r, p->row_parts) * LUNAI_MR),
-                       lunai_min(p->g->m, lunai_share(tiles, r + 1, p->row_parts) * LUNAI_MR),
-                       lunai_share(panels, c, p->column_parts) * LUNAI_NR, lunai_min(p->g->n, lunai_share(panels, c + 1, p->column_parts) * LUNAI_NR));
+    const int64_t row = lunai_share(tiles, r, p->row_parts) * LUNAI_MR, row_end = lunai_share(tiles, r + 1, p->row_parts) * LUNAI_MR;
+    const int64_t column = lunai_share(panels, c, p->column_parts) * LUNAI_NR;
+    const int64_t column_end = lunai_share(panels, c + 1, p->column_parts) * LUNAI_NR;
+    LUNAI_K(gemm_part)(p, &own, unit / parts, row, lunai_min(g->m, row_end), column, lunai_min(g->n, column_end));
   }
 }
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t slots) {

@@ -46,10 +46,10 @@ static struct {
   double lr, dropout, temperature;
 } set = {
   .out = "lm.safetensors", .prompt = "\n",
-  .steps = 600, .batch = 16, .window = 256,
+  .steps = 3000, .batch = 4, .window = 256,
   .layers = 2, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .convolution = 4,
   .bytes = 1000, .seed = 1,
-  .lr = 3e-3, .temperature = 0.8
+  .lr = 5e-3, .temperature = 0.8
 };
 
 static const struct flag {
