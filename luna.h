@@ -608,11 +608,11 @@ typedef struct luna_op {
   const int32_t *lengths, *query_offsets, *key_offsets;
   int64_t size[6];                   /* the row's whole numbers: axis, heads, counts, ... */
   float number[2];                   /* the row's real numbers: factor, scale, smoothing */
-  float dropout;
+  float dropout;                     /* 0 outside training */
   uint32_t dropout_op;               /* this op's number among those of the step that drop */
   bool flag[2];
   luna_activation activation;
-  bool training;                     /* keep what backward needs */
+  bool training;                     /* keep what backward needs: this op is on the tape */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -3846,13 +3846,6 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
   return "unknown";
 }
 
-#ifndef LUNA_ONLY_STREAM
-/* ----------------------------------------------------------------------------------------------------------------------
-   >>functions: the context-free calls
-   Each has a plain form of a few loops, which is the reference and what runs without scratch, and the kernel. Guarded by tests/ops.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { lunai_philox(counter, key, out); }
-
 LUNA_API const char *luna_status_text(luna_status status) {
   switch (status) {
     case LUNA_OK: return "ok";
@@ -3866,6 +3859,13 @@ LUNA_API const char *luna_status_text(luna_status status) {
   }
   return "unknown status";
 }
+
+#ifndef LUNA_ONLY_STREAM
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>functions: the context-free calls
+   Each has a plain form of a few loops, which is the reference and what runs without scratch, and the kernel. Guarded by tests/ops.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { lunai_philox(counter, key, out); }
 
 LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
   lunai_parallel p;
@@ -5510,7 +5510,7 @@ LUNAI_FN luna_status lunai_activation_backward(luna_op *op) { lunai_split(op, lu
 
 LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
   const luna_step_state *state = op->ctx->state;
-  return lunai_dropout_of(op->training ? op->dropout : 0, state->seed, op->dropout_op, (uint32_t)state->step);
+  return lunai_dropout_of(op->dropout, state->seed, op->dropout_op, (uint32_t)state->step);
 }
 LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
   const lunai_dropout d = lunai_op_dropout(op);
@@ -6198,7 +6198,6 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_row_id row, const char *name, int
   s->op.in[1] = inputs > 1 ? b : NULL;
   s->op.in[2] = inputs > 2 ? c : NULL;
   s->op.outputs = 1;
-  s->op.training = ctx->training;
   for (i = 0; i < inputs; i++)
     if (!s->op.in[i]) {
       if (ctx->status == LUNA_OK) lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d is null", name, (int64_t)i);
@@ -6282,8 +6281,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     if (!lunai_step(ctx, sizeof(luna_op), false, &memory)) return lunai_op_no_memory(s);
     op = (luna_op *)memory;
     *op = s->op;
-  } else op->training = false;
-  if (op->dropout > 0 && op->training) op->dropout_op = ctx->dropout_ops++;
+  }
+  op->training = record;
+  if (!ctx->training) op->dropout = 0;
+  if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_take(ctx, rank, shape)) == NULL) return lunai_op_no_memory(s);
   if (extra && (op->out[op->outputs++] = lunai_tensor_take(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
   if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_give_up(s);
@@ -7038,7 +7039,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
 /* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
 LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
-  const int swap[3] = { 1, 0, 2 };
+  const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
   int64_t flat[3], grouped[4], rows[2];
   luna_tensor *s;
   flat[0] = batch; flat[1] = h * l; flat[2] = d;
@@ -7046,7 +7047,8 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   rows[0] = batch; rows[1] = h * l;
   s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
   s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(bias, 2, rows)), swap);
-  s = luna_dropout(luna_softmax(luna_reshape(s, 4, grouped), lengths), dropout);
+  s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
+  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first); /* the fused row's order of elements */
   grouped[2] = h * l;
   s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(v, 3, flat), false, false);
   return out_bias ? luna_add(s, out_bias) : s;

@@ -1,0 +1,340 @@
+/* Softmax attention and the folded unpack, forward and backward, against loops in double and the scalar pass: odd sizes, strides, lengths with
+   NaN behind them, causal, dropout, shared operands. The same bits for any number of slots, packed or alone, however many queries there are;
+   a query's past is never touched by what comes after it. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include "kernels.h"
+
+static char sentence[200]; /* what is being tried */
+
+/* ---- the reference, one query of one head at a time ---- */
+enum { OUT, LSE, SUMS, GRAD_Q, GRAD_K, GRAD_V };
+typedef struct line { int64_t keys, q, k, v, out, row, element; } line; /* the keys it sees; where it begins in each array */
+
+static line line_of(const lunai_attention *a, int64_t b, int64_t h, int64_t i) {
+  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
+  line at;
+  at.keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
+  if (a->lengths && a->lengths[b] < at.keys) at.keys = a->lengths[b];
+  if (a->causal && i + 1 < at.keys) at.keys = i + 1;
+  at.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
+  at.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
+  at.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
+  at.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
+  at.row = ((a->query_offsets ? query : b * a->queries) + i) * a->heads + h;
+  at.element = ((b * a->heads + h) * a->queries + i) * a->keys;
+  return at;
+}
+static double dot(const float *a, const float *b, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += (double)a[i] * (double)b[i];
+  return sum;
+}
+/* p becomes softmax(p); returns log-sum-exp, 0 for none */
+static double soften(double *p, int64_t n) {
+  double most = -INFINITY, sum = 0;
+  for (int64_t j = 0; j < n; j++) most = fmax(most, p[j]);
+  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - most);
+  for (int64_t j = 0; j < n; j++) p[j] /= sum;
+  return n > 0 ? most + log(sum) : 0;
+}
+static void reference_line(const lunai_attention *a, line at, double **want, double *p, double *dp) {
+  double kept = 0, mean = 0;
+  for (int64_t j = 0; j < at.keys; j++) p[j] = (double)a->scale * dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
+  want[LSE][at.row] = soften(p, at.keys);
+  for (int64_t c = 0; c < a->value_dim; c++) want[OUT][at.out + c] = 0;
+  for (int64_t j = 0; j < at.keys; j++) {
+    const double keep = exact_dropout(&a->dropout, at.element + j), g = dot(a->grad_out + at.out, a->v + at.v + j * a->v_row, a->value_dim);
+    for (int64_t c = 0; c < a->value_dim; c++) {
+      want[OUT][at.out + c] += p[j] * keep * (double)a->v[at.v + j * a->v_row + c];
+      want[GRAD_V][at.v + j * a->v_row + c] += p[j] * keep * (double)a->grad_out[at.out + c];
+    }
+    dp[j] = keep * (g + (double)a->grad_sums[at.row]);
+    kept += p[j] * keep, mean += p[j] * dp[j];
+  }
+  want[SUMS][at.row] = kept;
+  for (int64_t j = 0; j < at.keys; j++)
+    for (int64_t c = 0; c < a->head_dim; c++) {
+      const double ds = p[j] * (dp[j] - mean) * (double)a->scale;
+      want[GRAD_Q][at.q + c] += ds * (double)a->k[at.k + j * a->k_row + c];
+      want[GRAD_K][at.k + j * a->k_row + c] += ds * (double)a->q[at.q + c];
+    }
+}
+static void reference(const lunai_attention *a, double **want) {
+  double *p = doubles(a->keys), *dp = doubles(a->keys);
+  for (int64_t b = 0; b < a->batch; b++)
+    for (int64_t h = 0; h < a->heads; h++)
+      for (int64_t i = 0; i < a->queries; i++) reference_line(a, line_of(a, b, h, i), want, p, dp);
+  free(p), free(dp);
+}
+
+static void run_pass(const lunai_attention *a, const lunai_kernels *table, int64_t slots, bool backward) {
+  const lunai_parallel parallel = kernels_parallel(slots);
+  kernels_scratch s = kernels_scratch_open(table->attention_scratch(a, slots, backward));
+  if (backward) table->attention_backward(a, &parallel, s.at);
+  else table->attention(a, &parallel, s.at);
+  kernels_scratch_close(&s);
+}
+static void run(const void *call, const lunai_kernels *table, int64_t slots) {
+  run_pass((const lunai_attention *)call, table, slots, false);
+  run_pass((const lunai_attention *)call, table, slots, true);
+}
+
+/* ---- one call: STRIDED has q as [batch, heads, queries, dim] and gaps in the others, ALIAS one array for keys and values ---- */
+enum { CAUSAL = 1, LENGTHS = 2, DROPOUT = 4, SHARED_Q = 8, SHARED_KV = 16, STRIDED = 32, ALIAS = 64 };
+typedef struct shape { int64_t batch, heads, queries, keys, dim, value_dim; int flags; } shape;
+typedef struct arrays { float *q, *k, *v, *grad_out, *grad_sums; int32_t *lengths; int64_t sizes[4]; } arrays;
+
+static lunai_attention attention_of(const shape *s) {
+  const int64_t h = s->heads, gap = s->flags & STRIDED ? 3 : 0;
+  lunai_attention a;
+  memset(&a, 0, sizeof a);
+  a.batch = s->batch, a.heads = h, a.queries = s->queries, a.keys = s->keys, a.head_dim = s->dim, a.value_dim = s->value_dim;
+  a.causal = (s->flags & CAUSAL) != 0;
+  a.scale = s->dim > 0 ? (float)(1 / sqrt((double)s->dim)) : 1;
+  a.q_head = gap ? s->dim * s->queries : s->dim, a.q_row = gap ? s->dim : h * s->dim, a.q_batch = h * s->queries * s->dim + gap;
+  a.k_head = s->dim, a.k_row = h * s->dim + gap, a.k_batch = s->keys * a.k_row;
+  a.v_head = s->value_dim, a.v_row = h * s->value_dim + gap, a.v_batch = s->keys * a.v_row;
+  a.out_head = s->value_dim, a.out_row = h * s->value_dim + gap, a.out_batch = s->queries * a.out_row;
+  if (s->flags & DROPOUT) a.dropout.seed = 77, a.dropout.op = 3, a.dropout.step = 9, a.dropout.threshold = 65536 / 4, a.dropout.keep = 4.0f / 3;
+  return a;
+}
+/* what keys a row has not is NaN: to read one would show */
+static void hide_keys(const lunai_attention *a, float *x, int64_t batch, int64_t row, int64_t width) {
+  for (int64_t b = 0; b < a->batch && batch > 0; b++)
+    for (int64_t j = a->lengths[b]; j < a->keys; j++) fill(x + b * batch + j * row, width, (float)NAN);
+}
+static arrays arrays_of(lunai_attention *a, int flags) {
+  arrays x;
+  const int64_t rows = a->batch * a->queries * a->heads;
+  if (flags & SHARED_Q) a->q_batch = 0;
+  if (flags & SHARED_KV) a->k_batch = a->v_batch = 0;
+  x.sizes[0] = flags & SHARED_Q ? a->heads * a->queries * a->head_dim : a->batch * a->q_batch;
+  x.sizes[1] = flags & SHARED_KV ? a->keys * a->k_row : a->batch * a->k_batch;
+  x.sizes[2] = flags & SHARED_KV ? a->keys * a->v_row : a->batch * a->v_batch;
+  x.sizes[3] = a->batch * a->out_batch;
+  a->q = x.q = fresh(x.sizes[0], 2);
+  a->k = x.k = fresh(x.sizes[1], 2);
+  x.v = flags & ALIAS ? x.k : fresh(x.sizes[2], 1);
+  a->v = x.v;
+  a->grad_out = x.grad_out = fresh(x.sizes[3], 1);
+  a->grad_sums = x.grad_sums = fresh(rows, 1);
+  x.lengths = (int32_t *)common_alloc((size_t)a->batch * sizeof(int32_t));
+  for (int64_t b = 0; b < a->batch; b++) x.lengths[b] = b == 1 ? 0 : (int32_t)(a->keys - b * 37 % (a->keys + 1));
+  if (flags & LENGTHS) {
+    a->lengths = x.lengths;
+    hide_keys(a, x.k, a->k_batch, a->k_row, a->heads * a->head_dim);
+    hide_keys(a, x.v, a->v_batch, a->v_row, a->heads * a->value_dim);
+  }
+  return x;
+}
+static void arrays_close(const arrays *x) {
+  if (x->v != x->k) drop(x->v);
+  drop(x->q), drop(x->k), drop(x->grad_out), drop(x->grad_sums), free(x->lengths);
+}
+static outputs outputs_of(lunai_attention *a, const arrays *x) {
+  const int64_t rows = a->batch * a->queries * a->heads;
+  outputs o;
+  memset(&o, 0, sizeof o);
+  a->out = outputs_add(&o, "out", false, x->sizes[3]);
+  a->lse = outputs_add(&o, "log-sum-exp", false, rows);
+  a->sums = outputs_add(&o, "sums", false, rows);
+  a->grad_q = outputs_add(&o, "grad_q", true, x->sizes[0]);
+  a->grad_k = outputs_add(&o, "grad_k", true, x->sizes[1]);
+  a->grad_v = x->v == x->k ? a->grad_k : outputs_add(&o, "grad_v", true, x->sizes[2]);
+  return o;
+}
+static void check_attention(const shape *s) {
+  lunai_attention a = attention_of(s);
+  const arrays x = arrays_of(&a, s->flags);
+  outputs o = outputs_of(&a, &x);
+  if (x.v == x.k) o.want[GRAD_V] = o.want[GRAD_K];
+  reference(&a, o.want);
+  snprintf(sentence, sizeof sentence, "batch %d, heads %d, queries %d, keys %d, dim %d, %d, flags %d", (int)s->batch, (int)s->heads, (int)s->queries, (int)s->keys, (int)s->dim,
+           (int)s->value_dim, s->flags);
+  outputs_check(&o, sentence, run, &a);
+  outputs_close(&o), arrays_close(&x);
+}
+
+/* ---- packed sequences are each alone, bit for bit ---- */
+static void check_packed(bool causal, int64_t slots) {
+  enum { COUNT = 5, HEADS = 2, DIM = 24, VALUE = 20, Q = HEADS * DIM, V = HEADS * VALUE };
+  const int32_t queries[COUNT] = {70, 0, 300, 16, 600}, keys[COUNT] = {130, 20, 700, 1100, 600};
+  int32_t q_at[COUNT + 1] = {0}, k_at[COUNT + 1] = {0};
+  const shape s = {COUNT, HEADS, 600, 1100, DIM, VALUE, causal ? CAUSAL : 0};
+  lunai_attention a = attention_of(&s);
+  for (int b = 0; b < COUNT; b++) q_at[b + 1] = q_at[b] + queries[b], k_at[b + 1] = k_at[b] + (causal ? queries[b] : keys[b]);
+  const int64_t n = q_at[COUNT], m = k_at[COUNT];
+  float *q = fresh(n * Q, 2), *k = fresh(m * Q, 2), *v = fresh(m * V, 1), *grad_out = fresh(n * V, 1);
+  const int64_t sizes[5] = {n * V, n * HEADS, n * Q, m * Q, m * V};
+  float *packed[5], *alone[5];
+  for (int i = 0; i < 5; i++) packed[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
+  a.q = q, a.k = k, a.v = v, a.grad_out = grad_out, a.query_offsets = q_at, a.key_offsets = k_at;
+  a.out = packed[0], a.lse = packed[1], a.grad_q = packed[2], a.grad_k = packed[3], a.grad_v = packed[4];
+  run(&a, kernels, slots);
+  for (int b = 0; b < COUNT; b++) {
+    lunai_attention one = a;
+    one.query_offsets = one.key_offsets = NULL, one.batch = 1, one.queries = q_at[b + 1] - q_at[b], one.keys = k_at[b + 1] - k_at[b];
+    one.q += q_at[b] * Q, one.k += k_at[b] * Q, one.v += k_at[b] * V, one.grad_out += q_at[b] * V;
+    one.out = alone[0] + q_at[b] * V, one.lse = alone[1] + q_at[b] * HEADS, one.grad_q = alone[2] + q_at[b] * Q;
+    one.grad_k = alone[3] + k_at[b] * Q, one.grad_v = alone[4] + k_at[b] * V;
+    run(&one, kernels, 1 + slots % 3);
+  }
+  for (int i = 0; i < 5; i++) CHECK(same(packed[i], alone[i], sizes[i]), "%s: packed%s, %d slots: array %d has other bits than each alone", kernels_name, causal ? ", causal" : "", (int)slots, i);
+  for (int i = 0; i < 5; i++) drop(packed[i]), drop(alone[i]);
+  drop(q), drop(k), drop(v), drop(grad_out);
+}
+
+/* ---- a query's bits do not depend on how many there are ---- */
+static void check_prefix(int64_t keys, bool dropout) {
+  const int64_t counts[] = {1, 3, 16, 40, 64, 65, 200, 700};
+  shape s = {1, dropout ? 1 : 2, 1200, keys, 24, 24, dropout ? DROPOUT : 0}; /* a dropped element's number counts queries: one head */
+  lunai_attention a = attention_of(&s);
+  const arrays x = arrays_of(&a, s.flags);
+  outputs all = outputs_of(&a, &x), some;
+  a.grad_k = a.grad_v = NULL;
+  run(&a, kernels, 1);
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+    a.queries = counts[i];
+    some = outputs_of(&a, &x);
+    a.grad_k = a.grad_v = NULL;
+    run(&a, kernels, 1 + (int64_t)i);
+    for (int r = OUT; r <= GRAD_Q; r++)
+      CHECK(same(some.got[r], all.got[r], counts[i] * (r == LSE || r == SUMS ? s.heads : s.heads * 24)), "%s: %d of 1200 queries, %d keys: %s has other bits", kernels_name, (int)counts[i],
+            (int)keys, all.name[r]);
+    outputs_close(&some);
+  }
+  outputs_close(&all), arrays_close(&x);
+}
+
+/* ---- causal is exact: what is at row t never reaches a row before it, and a NaN is not lost after it ---- */
+static void check_causality(int64_t n, int64_t t, float odd, int64_t slots) {
+  enum { HEADS = 2, DIM = 17, VALUE = 19, Q = HEADS * DIM, V = HEADS * VALUE };
+  const shape s = {1, HEADS, n, n, DIM, VALUE, CAUSAL};
+  lunai_attention a = attention_of(&s);
+  const arrays x = arrays_of(&a, s.flags);
+  float *clean = zeros(n * V), *out = zeros(n * V);
+  a.out = clean;
+  run_pass(&a, kernels, 1, false);
+  for (int which = 0; which < 2; which++) { /* a value; then query and key too */
+    int64_t bad = 0;
+    fill(x.v + t * V, V, odd);
+    if (which) fill(x.q + t * Q, Q, odd), fill(x.k + t * Q, Q, odd);
+    a.out = out;
+    run_pass(&a, kernels, slots, false);
+    for (int64_t i = t * V; i < n * V; i++) bad += !(fabs((double)out[i]) < 1e30);
+    CHECK(same(out, clean, t * V), "%s: %g at row %d of %d reaches what is before it", kernels_name, (double)odd, (int)t, (int)n);
+    CHECK(odd == odd ? isfinite(odd) || bad >= V : bad == (n - t) * V, "%s: %g at row %d of %d is lost: %d of %d", kernels_name, (double)odd, (int)t, (int)n, (int)bad, (int)((n - t) * V));
+  }
+  drop(clean), drop(out), arrays_close(&x);
+}
+
+/* ---- the folded unpack ---- */
+enum { U_OUT, U_LSE, U_X, U_K, U_V, U_BIAS, U_OUT_BIAS };
+enum { NO_OUT_BIAS = 8 };
+static void unpack_run(const void *call, const lunai_kernels *table, int64_t slots) {
+  const lunai_unpack *u = (const lunai_unpack *)call;
+  const lunai_parallel parallel = kernels_parallel(slots);
+  for (int backward = 0; backward < 2; backward++) {
+    kernels_scratch s = kernels_scratch_open(table->unpack_scratch(u, slots, backward != 0));
+    if (backward) table->unpack_backward(u, &parallel, s.at);
+    else table->unpack(u, &parallel, s.at);
+    kernels_scratch_close(&s);
+  }
+}
+/* one row of one head: adds to out and the gradients */
+static void unpack_reference(const lunai_unpack *u, double **want, int64_t b, int64_t h, int64_t i) {
+  const int64_t d = u->dim, row = b * u->rows + i, first = (b * u->heads + h) * u->slots, slots = u->lengths ? u->lengths[b] : u->slots;
+  const float *x = u->x + row * d, *g = u->grad_out + row * d;
+  double *p = doubles(slots), *dp = doubles(slots), mean = 0;
+  for (int64_t s = 0; s < slots; s++) p[s] = (double)u->bias[first + s] + dot(x, u->k + (first + s) * d, d);
+  want[U_LSE][row * u->heads + h] = soften(p, slots);
+  for (int64_t s = 0; s < slots; s++) {
+    const double keep = exact_dropout(&u->dropout, ((b * u->heads + h) * u->rows + i) * u->slots + s);
+    for (int64_t c = 0; c < d; c++) {
+      want[U_OUT][row * d + c] += p[s] * keep * (double)u->v[(first + s) * d + c];
+      want[U_V][(first + s) * d + c] += p[s] * keep * (double)g[c];
+    }
+    dp[s] = keep * dot(g, u->v + (first + s) * d, d);
+    mean += p[s] * dp[s];
+  }
+  for (int64_t s = 0; s < slots; s++) {
+    const double ds = p[s] * (dp[s] - mean);
+    want[U_BIAS][first + s] += ds;
+    for (int64_t c = 0; c < d; c++) want[U_X][row * d + c] += ds * (double)u->k[(first + s) * d + c], want[U_K][(first + s) * d + c] += ds * (double)x[c];
+  }
+  free(p), free(dp);
+}
+/* batch row 2 alone: the same bits */
+static void unpack_alone(const lunai_unpack *all, const outputs *o) {
+  const int64_t d = all->dim, x = all->rows * d, k = all->heads * all->slots * d, b = 2;
+  float *out = zeros(x), *grad_x = zeros(x), *grad_k = zeros(k), *lse = zeros(all->rows * all->heads);
+  lunai_unpack u = *all;
+  fill(grad_x, x, KERNELS_START), fill(grad_k, k, KERNELS_START);
+  u.batch = 1, u.x += b * x, u.k += b * k, u.v += b * k, u.bias += b * u.heads * u.slots, u.grad_out += b * x;
+  if (u.lengths) u.lengths += b;
+  u.out = out, u.lse = lse, u.grad_x = grad_x, u.grad_k = grad_k, u.grad_v = u.grad_bias = u.grad_out_bias = NULL;
+  unpack_run(&u, kernels, 2);
+  CHECK(same(out, o->got[U_OUT] + b * x, x) && same(grad_x, o->got[U_X] + b * x, x) && same(grad_k, o->got[U_K] + b * k, k), "%s: %s: row 2 alone has other bits", kernels_name, sentence);
+  drop(out), drop(grad_x), drop(grad_k), drop(lse);
+}
+static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int flags) {
+  const int64_t x_size = batch * rows * dim, k_size = batch * heads * slots * dim, bias_size = batch * heads * slots;
+  float *x = fresh(x_size, 1), *k = fresh(k_size, 2 / sqrt((double)dim)), *v = fresh(k_size, 1), *bias = fresh(bias_size, 1), *out_bias = fresh(dim, 1), *grad_out = fresh(x_size, 1);
+  int32_t *lengths = (int32_t *)common_alloc((size_t)batch * sizeof(int32_t));
+  lunai_unpack u;
+  outputs o;
+  memset(&u, 0, sizeof u), memset(&o, 0, sizeof o);
+  u.batch = batch, u.rows = rows, u.dim = dim, u.heads = heads, u.slots = slots;
+  u.x = x, u.k = k, u.v = v, u.bias = bias, u.grad_out = grad_out, u.out_bias = flags & NO_OUT_BIAS ? NULL : out_bias;
+  if (flags & LENGTHS) u.lengths = lengths;
+  if (flags & DROPOUT) u.dropout.seed = 5, u.dropout.op = 1, u.dropout.step = 2, u.dropout.threshold = 65536 / 10, u.dropout.keep = 1 / 0.9f;
+  for (int64_t b = 0; b < batch; b++) {
+    lengths[b] = b == 1 ? 0 : (int32_t)(slots - b * 5 % (slots + 1));
+    for (int64_t s = b * heads * slots; s < (b + 1) * heads * slots && u.lengths; s++)
+      if (s % slots >= lengths[b]) bias[s] = (float)NAN, fill(k + s * dim, dim, (float)NAN), fill(v + s * dim, dim, (float)NAN);
+  }
+  u.out = outputs_add(&o, "out", false, x_size);
+  u.lse = outputs_add(&o, "log-sum-exp", false, batch * rows * heads);
+  u.grad_x = outputs_add(&o, "grad_x", true, x_size);
+  u.grad_k = outputs_add(&o, "grad_k", true, k_size);
+  u.grad_v = outputs_add(&o, "grad_v", true, k_size);
+  u.grad_bias = outputs_add(&o, "grad_bias", true, bias_size);
+  u.grad_out_bias = outputs_add(&o, "grad_out_bias", true, dim);
+  for (int64_t i = 0; i < x_size; i++) o.want[U_OUT][i] = u.out_bias ? (double)out_bias[i % dim] : 0, o.want[U_OUT_BIAS][i % dim] += (double)grad_out[i];
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t i = 0; i < rows; i++) unpack_reference(&u, o.want, b, h, i);
+  snprintf(sentence, sizeof sentence, "unpack, batch %d, rows %d, dim %d, heads %d, slots %d, flags %d", (int)batch, (int)rows, (int)dim, (int)heads, (int)slots, flags);
+  outputs_check(&o, sentence, unpack_run, &u);
+  if (batch > 2 && !(flags & DROPOUT)) unpack_alone(&u, &o); /* a dropped element's number counts the batch */
+  outputs_close(&o), drop(x), drop(k), drop(v), drop(bias), drop(out_bias), drop(grad_out), free(lengths);
+}
+
+static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim */
+  {1, 1, 1, 1, 1, 1, 0}, {2, 3, 5, 7, 3, 2, 0}, {1, 2, 0, 5, 4, 4, 0}, {1, 2, 5, 0, 4, 4, 0}, {1, 1, 4, 6, 0, 3, 0}, {1, 1, 4, 6, 3, 0, 0}, {0, 1, 4, 6, 3, 2, 0},
+  {2, 2, 64, 512, 16, 16, 0}, {1, 2, 130, 1030, 33, 20, STRIDED}, {1, 1, 1100, 70, 12, 40, 0}, {1, 1, 1, 3000, 64, 64, 0}, {1, 1, 40, 700, 300, 280, DROPOUT},
+  {1, 2, 700, 700, 32, 32, CAUSAL}, {2, 1, 600, 520, 20, 24, CAUSAL | LENGTHS | STRIDED}, {3, 2, 65, 1200, 20, 24, CAUSAL | LENGTHS},
+  {1, 1, 513, 1025, 64, 65, CAUSAL | DROPOUT}, {2, 2, 520, 600, 8, 8, CAUSAL | DROPOUT | STRIDED | ALIAS},
+  {3, 2, 16, 1500, 20, 20, LENGTHS | SHARED_Q}, {3, 2, 16, 1500, 20, 20, LENGTHS | DROPOUT | SHARED_Q}, {3, 2, 600, 16, 20, 20, LENGTHS | DROPOUT | SHARED_KV},
+  {3, 1, 30, 40, 8, 8, LENGTHS | DROPOUT | SHARED_Q | SHARED_KV | ALIAS}, {3, 2, 600, 600, 8, 8, SHARED_KV | ALIAS}, {5, 2, 600, 30, 8, 8, SHARED_Q | SHARED_KV | ALIAS},
+};
+
+int main(void) {
+  const float odd[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1e38f};
+  for (int at = 0; kernels_next(&at);) {
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(&shapes[i]);
+    for (int64_t slots = 1; slots < 8; slots += 3) check_packed(false, slots), check_packed(true, slots);
+    for (int dropout = 0; dropout < 2; dropout++) check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout), check_prefix(1100, dropout);
+    for (int i = 0; i < 4; i++)
+      for (int64_t slots = 1; slots < 8; slots += 3)
+        check_causality(3, 1, odd[i], slots), check_causality(90, 10, odd[i], slots), check_causality(200, 64, odd[i], slots), check_causality(600, 511, odd[i], slots),
+          check_causality(600, 515, odd[i], slots);
+    check_unpack(1, 1, 1, 1, 1, 0), check_unpack(2, 70, 12, 3, 5, 0), check_unpack(1, 1200, 40, 4, 16, 0), check_unpack(1, 0, 4, 2, 3, 0), check_unpack(1, 5, 4, 2, 0, 0);
+    check_unpack(3, 130, 33, 2, 17, LENGTHS), check_unpack(3, 70, 20, 4, 16, LENGTHS | DROPOUT | NO_OUT_BIAS), check_unpack(3, 600, 24, 2, 40, LENGTHS | DROPOUT);
+    check_unpack(2, 65, 300, 3, 130, LENGTHS), check_unpack(3, 200, 16, 2, 8, NO_OUT_BIAS);
+  }
+  return test_report("attention");
+}

@@ -1,0 +1,556 @@
+/* Checkpoints through bytes, callbacks and paths: what is saved comes back bit for bit; every file that is not as it should be is refused with
+   a sentence that names what is wrong, and then no parameter has changed; borrowed and shared sets; every allocation made to fail in turn. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* ---- an allocator that counts, and fails when told ---- */
+typedef struct heap { int64_t live, most, calls, fail_at; } heap;
+static void *heap_allocate(void *user, size_t bytes) {
+  heap *h = (heap *)user;
+  void *p = ++h->calls == h->fail_at ? NULL : malloc(bytes);
+  if (p) h->live += (int64_t)bytes;
+  if (h->live > h->most) h->most = h->live;
+  return p;
+}
+static void heap_release(void *user, void *pointer, size_t bytes) {
+  ((heap *)user)->live -= (int64_t)bytes;
+  free(pointer);
+}
+static luna_ctx *ctx_open(heap *h) {
+  luna_options options = {0};
+  memset(h, 0, sizeof *h);
+  options.threads = 1;
+  options.allocator.allocate = heap_allocate, options.allocator.release = heap_release, options.allocator.user = h;
+  luna_ctx *ctx = luna_open(&options);
+  if (!ctx) exit(2);
+  return ctx;
+}
+static void ctx_close(luna_ctx *ctx, const heap *h) {
+  luna_close(ctx);
+  CHECK(h->live == 0, "%d bytes leaked", (int)h->live);
+}
+
+/* ---- bytes; limit: how many a writer takes, a reader gives ---- */
+typedef struct buffer { uint8_t *at; size_t size, room, read, limit; } buffer;
+static bool buffer_write(void *user, const void *bytes, size_t size) {
+  buffer *b = (buffer *)user;
+  if (b->size + size > b->limit) return false;
+  if (b->size + size > b->room) {
+    b->room = 2 * (b->size + size);
+    b->at = (uint8_t *)realloc(b->at, b->room);
+    if (!b->at) exit(2);
+  }
+  memcpy(b->at + b->size, bytes, size);
+  b->size += size;
+  return true;
+}
+static bool buffer_read(void *user, void *bytes, size_t size) {
+  buffer *b = (buffer *)user;
+  if (b->read + size > b->limit) return false;
+  memcpy(bytes, b->at + b->read, size);
+  b->read += size;
+  return true;
+}
+static luna_io io_of(buffer *b, size_t limit) {
+  luna_io io = {buffer_read, buffer_write, b, b->size};
+  b->limit = limit, b->read = 0;
+  return io;
+}
+static buffer saved(const luna_params *params) {
+  buffer b = {NULL, 0, 0, 0, 0};
+  const luna_io io = io_of(&b, SIZE_MAX);
+  CHECK(luna_save_io(params, &io) == LUNA_OK, "luna_save_io fails");
+  return b;
+}
+/* a file of this header and of data_size bytes, all `data` */
+static buffer forged(const char *json, size_t data_size, int data) {
+  buffer b = {NULL, 0, 0, 0, SIZE_MAX};
+  const size_t size = strlen(json);
+  for (int i = 0; i < 8; i++) buffer_write(&b, &(uint8_t){(uint8_t)((uint64_t)size >> 8 * i)}, 1);
+  buffer_write(&b, json, size);
+  for (size_t i = 0; i < data_size; i++) buffer_write(&b, &(uint8_t){(uint8_t)data}, 1);
+  return b;
+}
+
+/* ---- a small set, and a copy of its values ---- */
+static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
+static luna_params *set_open(luna_ctx *ctx, const char *second) {
+  luna_params *params = luna_params_open(ctx);
+  const luna_init normal = {LUNA_NORMAL, 1};
+  CHECK(luna_param(params, "first", 2, matrix, normal) && luna_param(params, second, 1, vector, normal), "%s", luna_error(ctx));
+  return params;
+}
+static float *values_of(const luna_params *params) {
+  float *values = common_floats(luna_params_count(params)), *at = values;
+  for (int64_t i = 0; i < luna_params_size(params); i++) {
+    const luna_tensor *t = luna_params_at(params, i, NULL);
+    memcpy(at, t->data, (size_t)luna_count(t) * sizeof(float));
+    at += luna_count(t);
+  }
+  return values;
+}
+static bool unchanged(const luna_params *params, const float *values) {
+  float *now = values_of(params);
+  const bool same = memcmp(now, values, (size_t)luna_params_count(params) * sizeof(float)) == 0;
+  free(now);
+  return same;
+}
+/* a call that must fail with this status and a sentence that has `part` in it, and leave the values as they were */
+static void refused(luna_params *params, luna_ctx *ctx, luna_status got, luna_status want, const char *part, const float *values, const char *what) {
+  CHECK(got == want && strstr(luna_error(ctx), part) && luna_error(ctx)[0], "%s: %s, \"%s\", not %s with \"%s\"", what, luna_status_text(got), luna_error(ctx), luna_status_text(want), part);
+  CHECK(unchanged(params, values), "%s: parameters have changed", what);
+  luna_begin_inference(ctx);
+}
+
+/* ---- round trip ---- */
+#define ODD_NAME "odd \"name\" \\ \x01\t \xc3\xa9 \xf0\x9f\x98\x80"
+static const char *const odd_pairs[][2] = {{"plain", "text"}, {"quo\"te", "back\\slash \"quoted\""}, {"control\x01\x1f", "line\nbreak\ttab\r"}, {"\xc3\xa9", "\xe2\x82\xac \xf0\x9f\x98\x80"}, {"empty", ""}};
+enum { ODD_PAIRS = sizeof odd_pairs / sizeof *odd_pairs };
+
+static void check_round_trip(void) {
+  const float special[6] = {-0.0f, (float)INFINITY, -(float)INFINITY, 1e-45f, 3.4e38f, (float)NAN};
+  heap ha, hb;
+  luna_ctx *a = ctx_open(&ha), *b = ctx_open(&hb);
+  luna_params *from = set_open(a, ODD_NAME), *to = set_open(b, ODD_NAME);
+  lunai_st st;
+  lunai_st_text text;
+  memcpy(luna_params_find(from, "first")->data, special, sizeof special);
+  luna_params_set(from, odd_pairs[0][0], "replaced");
+  for (int i = 0; i < ODD_PAIRS; i++) CHECK(luna_params_set(from, odd_pairs[i][0], odd_pairs[i][1]) == LUNA_OK, "%s", luna_error(a));
+  float *values = values_of(from);
+  buffer file = saved(from), again;
+  for (int way = 0; way < 2; way++) {
+    const luna_io io = io_of(&file, file.size);
+    common_params(to, 7 + (uint64_t)way);
+    const luna_status status = way ? luna_load_io(to, &io) : luna_load_bytes(to, file.at, file.size);
+    CHECK(status == LUNA_OK && unchanged(to, values), "way %d: %s", way, luna_error(b));
+  }
+  for (int i = 0; i < ODD_PAIRS; i++) {
+    CHECK(strcmp(luna_params_get(from, odd_pairs[i][0]), odd_pairs[i][1]) == 0, "the pair %s is not kept", odd_pairs[i][0]);
+    luna_params_set(to, odd_pairs[i][0], odd_pairs[i][1]);
+    CHECK(!lunai_st_open(&st, file.at, file.size) && lunai_st_meta(&st, odd_pairs[i][0], &text) && lunai_st_equal(text, odd_pairs[i][1]), "the pair %s is not in the file", odd_pairs[i][0]);
+  }
+  again = saved(to);
+  CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "saved again, the file has other bytes");
+  CHECK(!luna_params_get(from, "none") && luna_params_set(from, "k", NULL) == LUNA_BAD_ARGUMENT, "pairs that are none");
+  free(file.at), free(again.at), free(values), ctx_close(a, &ha), ctx_close(b, &hb);
+}
+
+/* F16, BF16 and F64 are read; -2 and 1 have few digits in all of them */
+static void check_dtypes(void) {
+  static const struct { const char *dtype; int size; uint8_t one[8], minus_two[8]; } formats[4] = {
+    {"F16", 2, {0, 0x3c}, {0, 0xc0}}, {"BF16", 2, {0x80, 0x3f}, {0, 0xc0}}, {"F32", 4, {0, 0, 0x80, 0x3f}, {0, 0, 0, 0xc0}}, {"F64", 8, {0, 0, 0, 0, 0, 0, 0xf0, 0x3f}, {0, 0, 0, 0, 0, 0, 0, 0xc0}}};
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = set_open(ctx, "second");
+  for (int f = 0; f < 4; f++) {
+    const int size = formats[f].size;
+    char json[300];
+    int right = 0;
+    snprintf(json, sizeof json, "{\"second\":{\"dtype\":\"%s\",\"shape\":[4],\"data_offsets\":[0,%d]},\"first\":{\"dtype\":\"%s\",\"shape\":[2,3],\"data_offsets\":[%d,%d]}}", formats[f].dtype,
+             4 * size, formats[f].dtype, 4 * size, 10 * size);
+    buffer file = forged(json, 0, 0);
+    for (int i = 0; i < 10; i++) buffer_write(&file, i < 4 ? formats[f].one : formats[f].minus_two, (size_t)size);
+    CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "%s: %s", formats[f].dtype, luna_error(ctx));
+    float *values = values_of(params);
+    for (int i = 0; i < 10; i++) right += values[i] == (i < 6 ? -2 : 1);
+    CHECK(right == 10, "%s: %d of 10 numbers are right", formats[f].dtype, right);
+    free(values), free(file.at), common_params(params, 3);
+  }
+  ctx_close(ctx, &h);
+}
+
+/* ---- refusals ---- */
+#define FIRST "\"first\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}"
+#define SECOND(dtype, shape, end) "\"second\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[24," #end "]}"
+static const struct { const char *json; size_t data; luna_status status; const char *part; } wrong_files[] = {
+  {"{" FIRST "}", 24, LUNA_MISMATCH, "second"}, {"{}", 0, LUNA_MISMATCH, "first"},
+  {"{" FIRST "," SECOND("F32", "4", 40) ",\"third\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[40,44]}}", 44, LUNA_MISMATCH, "third"},
+  {"{" FIRST ",\"Second\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[24,40]}}", 40, LUNA_MISMATCH, "Second"},
+  {"{" FIRST "," SECOND("F32", "5", 44) "}", 44, LUNA_MISMATCH, "second"}, {"{" FIRST "," SECOND("F32", "4,1", 40) "}", 40, LUNA_MISMATCH, "second"},
+  {"{" FIRST "," SECOND("F32", "", 28) "}", 28, LUNA_MISMATCH, "second"}, {"{" FIRST "," SECOND("F32", "1,1,1,1,1,1,1,4", 40) "}", 40, LUNA_MISMATCH, "second"},
+  {"{" FIRST "," SECOND("I32", "4", 40) "}", 40, LUNA_MISMATCH, "second"}, {"{" FIRST "," SECOND("U8", "4", 28) "}", 28, LUNA_MISMATCH, "second"},
+  {"{" FIRST "," SECOND("I64", "4", 56) "}", 56, LUNA_MISMATCH, "second"}, {"{" FIRST "," SECOND("BOOL", "4", 28) "}", 28, LUNA_MISMATCH, "second"},
+  {"{" FIRST "," SECOND("F8_E4M3", "4", 28) "}", 28, LUNA_MISMATCH, "second"}, {"{" FIRST "," SECOND("F32", "4", 40) "}", 44, LUNA_BAD_FILE, "cover"},
+  {"{" FIRST "," FIRST "}", 24, LUNA_BAD_FILE, ""}, {"{\"a\":1}", 0, LUNA_BAD_FILE, "JSON"}, {"", 0, LUNA_BAD_FILE, "{"}, {"<html>not a checkpoint</html>", 0, LUNA_BAD_FILE, "{"},
+};
+static void check_refusals(void) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = set_open(ctx, "second");
+  float *values = values_of(params);
+  for (size_t i = 0; i < sizeof wrong_files / sizeof *wrong_files; i++) {
+    buffer file = forged(wrong_files[i].json, wrong_files[i].data, 1);
+    const luna_io io = io_of(&file, file.size);
+    refused(params, ctx, luna_load_bytes(params, file.at, file.size), wrong_files[i].status, wrong_files[i].part, values, wrong_files[i].json);
+    refused(params, ctx, luna_load_io(params, &io), wrong_files[i].status, wrong_files[i].part, values, wrong_files[i].json);
+    free(file.at);
+  }
+  refused(params, ctx, luna_load_bytes(params, NULL, 0), LUNA_BAD_FILE, "", values, "no bytes");
+  CHECK(luna_load_bytes(NULL, "", 0) == LUNA_BAD_ARGUMENT && luna_load_io(params, NULL) == LUNA_BAD_ARGUMENT && luna_save_io(NULL, NULL) == LUNA_BAD_ARGUMENT, "null arguments");
+  free(values), ctx_close(ctx, &h);
+}
+/* a file cut at each byte; a reader that gives out at each byte; a writer that fails at each byte */
+static void check_cuts(void) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = set_open(ctx, ODD_NAME);
+  luna_params_set(params, odd_pairs[2][0], odd_pairs[2][1]);
+  buffer file = saved(params);
+  common_params(params, 5);
+  float *values = values_of(params);
+  for (size_t cut = 0; cut < file.size; cut++) {
+    uint8_t *copy = (uint8_t *)common_alloc(cut);
+    buffer half = {NULL, 0, 0, 0, 0};
+    memcpy(copy, file.at, cut);
+    refused(params, ctx, luna_load_bytes(params, copy, cut), LUNA_BAD_FILE, "not a safetensors checkpoint", values, "a file cut short");
+    const luna_io reader = io_of(&file, cut), writer = io_of(&half, cut);
+    refused(params, ctx, luna_load_io(params, &reader), LUNA_CANNOT_READ, "could not be read", values, "a reader that gives out");
+    refused(params, ctx, luna_save_io(params, &writer), LUNA_CANNOT_WRITE, "could not be written", values, "a writer that fails");
+    CHECK(half.size <= cut, "%d bytes are written after a failure at %d", (int)half.size, (int)cut);
+    free(copy), free(half.at);
+  }
+  free(file.at), free(values), ctx_close(ctx, &h);
+}
+
+/* ---- paths ---- */
+static char folder[200], path[300], temporary[320];
+static bool exists(const char *name) {
+  FILE *file = fopen(name, "rb");
+  if (file) fclose(file);
+  return file != NULL;
+}
+static bool holds(const char *name, const buffer *want) {
+  FILE *file = fopen(name, "rb");
+  uint8_t *bytes = (uint8_t *)common_alloc(want->size + 1);
+  const bool same = file && fread(bytes, 1, want->size + 1, file) == want->size && memcmp(bytes, want->at, want->size) == 0;
+  if (file) fclose(file);
+  free(bytes);
+  return same;
+}
+static void paths_open(void) {
+  const char *build = getenv("BUILD");
+  if (!build) build = "build";
+  mkdir(build, 0777);
+  snprintf(folder, sizeof folder, "%s/checkpoints_test", build);
+  mkdir(folder, 0777);
+  snprintf(path, sizeof path, "%s/model.safetensors", folder);
+  snprintf(temporary, sizeof temporary, "%s.tmp", path);
+  remove(path), remove(temporary);
+}
+static void check_paths(void) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = set_open(ctx, "second"), *unwritable = set_open(ctx, "\xff");
+  float *values = values_of(params), *others = values_of(unwritable);
+  buffer old = saved(params), empty = {NULL, 0, 0, 0, 0};
+  char long_path[1200], below[400];
+  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && !exists(temporary), "luna_save: %s", luna_error(ctx));
+  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && !exists(temporary), "over an older file: %s", luna_error(ctx));
+  common_params(params, 5);
+  CHECK(luna_load(params, path) == LUNA_OK && unchanged(params, values), "luna_load: %s", luna_error(ctx));
+  refused(unwritable, ctx, luna_save(unwritable, path), LUNA_CANNOT_WRITE, "", others, "a name that is no UTF-8");
+  CHECK(holds(path, &old) && !exists(temporary), "a save that failed touched the older file, or left a temporary one");
+  snprintf(below, sizeof below, "%s/none/model.safetensors", folder);
+  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, below, values, "a folder that is not there");
+  refused(params, ctx, luna_load(params, below), LUNA_CANNOT_READ, below, values, "a file that is not there");
+  snprintf(below, sizeof below, "%s/model.safetensors", path);
+  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, below, values, "a file for a folder");
+  CHECK(holds(path, &old), "the file taken for a folder has changed");
+  refused(params, ctx, luna_save(params, folder), LUNA_CANNOT_WRITE, folder, values, "saving onto a folder");
+  snprintf(below, sizeof below, "%s.tmp", folder);
+  CHECK(!exists(below), "saving onto a folder leaves a temporary file");
+  refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ, folder, values, "loading a folder");
+  memset(long_path, 'x', sizeof long_path - 1);
+  long_path[sizeof long_path - 1] = 0;
+  refused(params, ctx, luna_save(params, long_path), LUNA_CANNOT_WRITE, "too long", values, "a path too long");
+  refused(params, ctx, luna_load(params, long_path), LUNA_CANNOT_READ, "xxx", values, "a path too long");
+  mkdir(temporary, 0777); /* the temporary file cannot be made */
+  refused(params, ctx, luna_save(params, path), LUNA_CANNOT_WRITE, temporary, values, "a folder in the temporary file's place");
+  CHECK(holds(path, &old), "the older file has changed");
+  rmdir(temporary);
+  FILE *file = fopen(path, "wb");
+  if (file) fclose(file);
+  CHECK(holds(path, &empty), "the test cannot empty its own file");
+  refused(params, ctx, luna_load(params, path), LUNA_BAD_FILE, "not a safetensors", values, "an empty file");
+  CHECK(luna_save(params, NULL) == LUNA_BAD_ARGUMENT && luna_load(params, NULL) == LUNA_BAD_ARGUMENT && luna_load(NULL, path) == LUNA_BAD_ARGUMENT, "null arguments");
+  remove(path), free(old.at), free(values), free(others), ctx_close(ctx, &h);
+}
+
+/* ---- language models ---- */
+static luna_lm_config lm_config(void) {
+  luna_lm_config c;
+  memset(&c, 0, sizeof c);
+  c.vocab = 11, c.layers = 2, c.memory = 3;
+  c.layer.dim = 8, c.layer.heads = 2, c.layer.ffn = 12, c.layer.convolution = 3, c.layer.pre_norm = true, c.layer.sharing = LUNA_FULL;
+  c.layer.activation = LUNA_GELU, c.layer.omega = LUNA_ELU1;
+  return c;
+}
+static buffer lm_file(void) {
+  const luna_lm_config config = lm_config();
+  luna_lm model;
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = luna_params_open(ctx);
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  common_params(params, 21);
+  buffer file = saved(params);
+  ctx_close(ctx, &h);
+  return file;
+}
+static void lm_logits(const luna_lm *model, luna_ctx *ctx, float out[2 * 5 * 11]) {
+  int32_t *tokens = common_tokens(10, 3, 11);
+  luna_begin_inference(ctx);
+  CHECK(luna_read(luna_lm_forward(model, tokens, 2, 5), out) == LUNA_OK, "%s", luna_error(ctx));
+  free(tokens);
+}
+static bool lm_same_config(const luna_lm_config *a, const luna_lm_config *b) {
+  return a->vocab == b->vocab && a->layers == b->layers && a->memory == b->memory && a->layer.dim == b->layer.dim && a->layer.heads == b->layer.heads && a->layer.ffn == b->layer.ffn &&
+         a->layer.convolution == b->layer.convolution && a->layer.pre_norm == b->layer.pre_norm && a->layer.sharing == b->layer.sharing && a->layer.activation == b->layer.activation &&
+         a->layer.omega == b->layer.omega;
+}
+/* owned from bytes and from a path, borrowed before init, borrowed by luna_lm_load_bytes, shared: the same model, the same logits, the same file */
+static void check_lm(void) {
+  const luna_lm_config config = lm_config();
+  buffer file = lm_file();
+  float want[110], got[110];
+  FILE *out = fopen(path, "wb");
+  CHECK(out && fwrite(file.at, 1, file.size, out) == file.size && fclose(out) == 0, "the test cannot write its own file");
+  for (int way = 0; way < 5; way++) {
+    heap h, hs;
+    luna_ctx *ctx = ctx_open(&h), *sharer = ctx_open(&hs);
+    luna_params *params = luna_params_open(ctx), *shared;
+    luna_lm model, other;
+    luna_status status = way == 2 || way == 3 ? luna_load_borrowed(params, file.at, file.size) : LUNA_OK;
+    if (status == LUNA_OK) status = way == 1 ? luna_lm_load(&model, params, path) : way == 2 ? luna_lm_init(&model, params, &config) : luna_lm_load_bytes(&model, params, file.at, file.size);
+    if (!CHECK(status == LUNA_OK && lm_same_config(&model.config, &config), "way %d: %s", way, luna_error(ctx))) exit(1);
+    lm_logits(&model, ctx, way ? got : want);
+    if (way == 4) {
+      shared = luna_params_share(sharer, params);
+      CHECK(luna_lm_init(&other, shared, &config) == LUNA_OK && other.embedding->data == model.embedding->data, "sharing: %s", luna_error(sharer));
+      lm_logits(&other, sharer, got);
+      params = shared;
+    }
+    CHECK(way == 0 || memcmp(got, want, sizeof want) == 0, "way %d: other logits", way);
+    buffer again = saved(params);
+    CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "way %d: saved again, the file has other bytes", way);
+    free(again.at), ctx_close(sharer, &hs), ctx_close(ctx, &h);
+  }
+  remove(path), free(file.at);
+}
+
+/* the file with `from` in its header replaced by `to` */
+static buffer edited(const buffer *file, const char *from, const char *to) {
+  size_t header = 0, data;
+  for (int i = 7; i >= 0; i--) header = header << 8 | file->at[i];
+  char *json = (char *)common_alloc(header + strlen(to) + 1), *at;
+  memcpy(json, file->at + 8, header);
+  at = strstr(json, from);
+  if (!at) {
+    CHECK(false, "the test's own file has no %s", from);
+    exit(1);
+  }
+  memmove(at + strlen(to), at + strlen(from), strlen(at + strlen(from)) + 1);
+  memcpy(at, to, strlen(to));
+  buffer b = forged(json, 0, 0);
+  data = file->size - 8 - header;
+  buffer_write(&b, file->at + 8 + header, data);
+  free(json);
+  return b;
+}
+/* Claims are only claims: refused, with nothing left behind, and without having taken much more memory than the file itself has. */
+static const char *const lm_claims[][2] = {
+  {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"16777216\""}, {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"12\""}, {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"0\""},
+  {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"-11\""}, {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"99999999999999999999\""}, {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"\""},
+  {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"1e1\""}, {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\" 11\""}, {"\"luna.vocab\"", "\"luna.Vocab\""},
+  {"\"luna.layers\":\"2\"", "\"luna.layers\":\"1\""}, {"\"luna.layers\":\"2\"", "\"luna.layers\":\"3\""}, {"\"luna.layers\":\"2\"", "\"luna.layers\":\"1000\""},
+  {"\"luna.layers\":\"2\"", "\"luna.layers\":\"4096\""}, {"\"luna.layers\":\"2\"", "\"luna.layers\":\"999999999\""}, {"\"luna.layers\":\"2\"", "\"luna.layers\":\"0\""},
+  {"\"luna.memory\":\"3\"", "\"luna.memory\":\"1048576\""}, {"\"luna.dim\":\"8\"", "\"luna.dim\":\"1048576\""}, {"\"luna.dim\":\"8\"", "\"luna.dim\":\"16\""}, {"\"luna.dim\":\"8\"", "\"luna.dim\":\"7\""},
+  {"\"luna.heads\":\"2\"", "\"luna.heads\":\"3\""}, {"\"luna.heads\":\"2\"", "\"luna.heads\":\"65536\""}, {"\"luna.ffn\":\"12\"", "\"luna.ffn\":\"4194304\""},
+  {"\"luna.convolution\":\"3\"", "\"luna.convolution\":\"1024\""}, {"\"luna.convolution\":\"3\"", "\"luna.convolution\":\"0\""}, {"\"luna.sharing\":\"1\"", "\"luna.sharing\":\"0\""},
+  {"\"luna.sharing\":\"1\"", "\"luna.sharing\":\"9\""}, {"\"luna.activation\":\"2\"", "\"luna.activation\":\"77\""}, {"\"luna.pre_norm\":\"1\"", "\"luna.pre_norm\":\"0\""},
+  {"\"causal_lm\"", "\"classifier\""}, {"\"luna.kind\"", "\"luna.mind\""}, {"\"__metadata__\"", "\"__metadata__\":{},\"x\""},
+  {"\"layers.1.fc2.bias\"", "\"layers.1.fc2.bias2\""}, {"\"layers.0.projected_embeddings\"", "\"layers.0.projected\""}, {"\"embed_tokens.weight\"", "\"embed_tokens\""},
+};
+static void check_claims(void) {
+  buffer file = lm_file();
+  for (size_t i = 0; i < sizeof lm_claims / sizeof *lm_claims; i++) {
+    heap h;
+    luna_lm model;
+    luna_ctx *ctx = ctx_open(&h);
+    luna_params *params = luna_params_open(ctx);
+    buffer wrong = edited(&file, lm_claims[i][0], lm_claims[i][1]);
+    const int64_t before = h.live;
+    const luna_status status = luna_lm_load_bytes(&model, params, wrong.at, wrong.size);
+    CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] && luna_params_size(params) == 0 && !luna_params_get(params, "luna.kind"), "%s: %s, \"%s\", %d parameters left",
+          lm_claims[i][1], luna_status_text(status), luna_error(ctx), (int)luna_params_size(params));
+    CHECK(h.live == before, "%s: %d bytes more than before stay in use", lm_claims[i][1], (int)(h.live - before));
+    CHECK(h.most - before <= 8 * (int64_t)wrong.size + 100000, "%s: a file of %d bytes made luna.h take %d", lm_claims[i][1], (int)wrong.size, (int)(h.most - before));
+    free(wrong.at), ctx_close(ctx, &h);
+  }
+  free(file.at);
+}
+static void check_lm_cuts(void) {
+  heap h;
+  luna_lm model;
+  buffer file = lm_file();
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = luna_params_open(ctx);
+  const int64_t before = h.live;
+  int refusals = 0;
+  for (size_t cut = 0; cut < file.size; cut++) {
+    refusals += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE && luna_params_size(params) == 0 && h.live == before;
+    luna_begin_inference(ctx);
+  }
+  CHECK(refusals == (int)file.size, "a language model cut short is refused %d times of %d", refusals, (int)file.size);
+  CHECK(luna_param(params, "embed_tokens.weight", 1, vector, (luna_init){LUNA_ZEROS, 0}) != NULL, "%s", luna_error(ctx));
+  CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) != LUNA_OK && luna_params_size(params) == 1, "a language model is loaded into a set that has its names");
+  CHECK(luna_lm_load_bytes(NULL, params, file.at, file.size) == LUNA_BAD_ARGUMENT && luna_lm_load(&model, params, NULL) == LUNA_BAD_ARGUMENT, "null arguments");
+  free(file.at), ctx_close(ctx, &h);
+}
+
+/* ---- borrowed and shared sets ---- */
+static void check_untrainable(luna_params *params, luna_ctx *ctx, const char *what) {
+  luna_begin_inference(ctx);
+  CHECK(!luna_adamw(params, NULL) && strstr(luna_error(ctx), "luna_adamw") && luna_state(ctx) != LUNA_OK, "%s: luna_adamw: \"%s\"", what, luna_error(ctx));
+  luna_begin_inference(ctx);
+  CHECK(!luna_sgd(params, NULL) && strstr(luna_error(ctx), "luna_sgd"), "%s: luna_sgd: \"%s\"", what, luna_error(ctx));
+  luna_begin_inference(ctx);
+}
+static void check_borrowed(void) {
+  heap h, hs;
+  luna_ctx *ctx = ctx_open(&h), *sharer = ctx_open(&hs);
+  const luna_init normal = {LUNA_NORMAL, 1};
+  luna_params *owner = set_open(ctx, "second"), *early = luna_params_open(ctx), *late = set_open(ctx, "second"), *shared = luna_params_share(sharer, owner);
+  buffer file = saved(owner), copy = saved(owner), half = forged("{" FIRST "," SECOND("F16", "4", 32) "}", 32, 0);
+  float *values = values_of(owner);
+  common_params(late, 9);
+  float *own = values_of(late);
+  refused(late, ctx, luna_load_borrowed(late, half.at, half.size), LUNA_MISMATCH, "second", own, "borrowing F16");
+  refused(late, ctx, luna_load_borrowed(late, file.at, file.size - 1), LUNA_BAD_FILE, "", own, "borrowing a file cut short");
+  uint8_t *odd = (uint8_t *)common_alloc(file.size + 1);
+  memcpy(odd + 1, file.at, file.size);
+  refused(late, ctx, luna_load_borrowed(late, odd + 1, file.size), LUNA_MISMATCH, "first", own, "borrowing at an odd address");
+  CHECK(luna_load_borrowed(late, file.at, file.size) == LUNA_OK && unchanged(late, values), "borrowing after init: %s", luna_error(ctx));
+  CHECK(luna_load_borrowed(early, file.at, file.size) == LUNA_OK && luna_param(early, "second", 1, vector, normal) && luna_param(early, "first", 2, matrix, normal), "before: %s", luna_error(ctx));
+  CHECK(luna_param(shared, "first", 2, matrix, normal) && luna_param(shared, "second", 1, vector, normal) && unchanged(shared, values), "sharing: %s", luna_error(sharer));
+  for (int i = 0; i < 2; i++) {
+    const uint8_t *data = (const uint8_t *)luna_params_find(i ? late : early, "first")->data;
+    CHECK(data > file.at && data < file.at + file.size && memcmp(data, values, 24) == 0 && !luna_params_find(i ? late : early, "first")->needs_grad, "set %d is not in the file", i);
+  }
+  CHECK(!luna_param(early, "third", 1, vector, normal) && strstr(luna_error(ctx), "third"), "a parameter that the file lacks: \"%s\"", luna_error(ctx));
+  luna_begin_inference(ctx);
+  luna_params *narrow = luna_params_open(ctx);
+  luna_load_borrowed(narrow, file.at, file.size);
+  CHECK(!luna_param(narrow, "first", 1, vector, normal) && strstr(luna_error(ctx), "first"), "a parameter of another shape in the file: \"%s\"", luna_error(ctx));
+  CHECK(!luna_param(shared, "third", 1, vector, normal) && strstr(luna_error(sharer), "third"), "a parameter that the shared set lacks: \"%s\"", luna_error(sharer));
+  check_untrainable(early, ctx, "borrowed before"), check_untrainable(late, ctx, "borrowed after"), check_untrainable(shared, sharer, "shared");
+  refused(late, ctx, luna_load_bytes(late, file.at, file.size), LUNA_BAD_ARGUMENT, "borrows", values, "loading into a borrowed set");
+  refused(shared, sharer, luna_load_bytes(shared, file.at, file.size), LUNA_BAD_ARGUMENT, "borrows", values, "loading into a shared set");
+  refused(shared, sharer, luna_load_borrowed(shared, file.at, file.size), LUNA_BAD_ARGUMENT, "shares", values, "borrowing into a shared set");
+  CHECK(!luna_params_share(sharer, NULL) && file.size == copy.size && memcmp(file.at, copy.at, file.size) == 0, "sharing nothing, or the borrowed file has changed");
+  free(file.at), free(copy.at), free(half.at), free(odd), free(values), free(own), ctx_close(sharer, &hs), ctx_close(ctx, &h);
+}
+/* an optimiser made before the set was borrowed must not write into the file */
+static void check_borrowed_while_training(void) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = set_open(ctx, "second");
+  luna_adamw_config config;
+  memset(&config, 0, sizeof config);
+  config.weight_decay = 0.1f;
+  luna_optimizer *adam = luna_adamw(params, &config);
+  buffer file = saved(params), copy = saved(params);
+  for (int step = 0; step < 3; step++) {
+    if (step == 1) CHECK(luna_load_borrowed(params, file.at, file.size) == LUNA_OK || luna_error(ctx)[0], "no sentence");
+    luna_begin_step(ctx);
+    luna_tensor *loss = luna_sum(luna_mul(luna_params_find(params, "second"), luna_params_find(params, "second")), 0);
+    if (loss) luna_backward(loss);
+    luna_optimizer_step(adam);
+  }
+  CHECK(memcmp(file.at, copy.at, file.size) == 0, "an optimiser writes into the bytes a set has borrowed");
+  free(file.at), free(copy.at), ctx_close(ctx, &h);
+}
+
+/* ---- every allocation made to fail in turn ---- */
+enum { SAVE, SAVE_PATH, LOAD_IO, LOAD_PATH, SET_PAIR, WAYS };
+static luna_status allocation_try(int way, luna_params *params, buffer *file) {
+  buffer out = {NULL, 0, 0, 0, 0};
+  const luna_io reader = io_of(file, file->size), writer = io_of(&out, SIZE_MAX);
+  const luna_status status = way == SAVE ? luna_save_io(params, &writer) : way == SAVE_PATH ? luna_save(params, path) : way == LOAD_IO ? luna_load_io(params, &reader)
+                           : way == LOAD_PATH ? luna_load(params, path) : luna_params_set(params, "a new key", "a value");
+  free(out.at);
+  return status;
+}
+static void check_allocations(void) {
+  for (int way = 0; way < WAYS; way++) {
+    luna_status status = LUNA_OUT_OF_MEMORY;
+    int failures = -1;
+    for (int fail = 1; status != LUNA_OK && fail < 100; fail++, failures++) {
+      heap h;
+      luna_ctx *ctx = ctx_open(&h);
+      luna_params *params = set_open(ctx, "second");
+      buffer file = saved(params);
+      luna_save(params, path);
+      if (way == SAVE_PATH) remove(path);
+      common_params(params, 31);
+      float *values = values_of(params);
+      luna_close(ctx), ctx = ctx_open(&h); /* so that no block of the step lies ready */
+      params = set_open(ctx, "second");
+      common_params(params, 31);
+      h.fail_at = h.calls + fail;
+      status = allocation_try(way, params, &file);
+      if (status != LUNA_OK) {
+        refused(params, ctx, status, LUNA_OUT_OF_MEMORY, "no memory", values, "an allocation that fails");
+        CHECK(!luna_params_get(params, "a new key") && (way != SAVE_PATH || (!exists(path) && !exists(temporary))), "a failed call leaves something behind");
+      } else CHECK(unchanged(params, values) == (way != LOAD_IO && way != LOAD_PATH), "what is loaded has no effect, or what is saved has");
+      free(file.at), free(values), ctx_close(ctx, &h), remove(path);
+    }
+    CHECK(status == LUNA_OK && failures > 0, "way %d: after %d failed allocations: %s", way, failures, luna_status_text(status));
+  }
+}
+static void check_lm_allocations(void) {
+  buffer file = lm_file();
+  luna_status status = LUNA_OUT_OF_MEMORY;
+  int failures = -1;
+  for (int fail = 1; status != LUNA_OK && fail < 2000; fail++, failures++) {
+    heap h;
+    luna_lm model;
+    luna_ctx *ctx = ctx_open(&h);
+    luna_params *params = luna_params_open(ctx);
+    const int64_t before = h.live;
+    h.fail_at = h.calls + fail;
+    status = luna_lm_load_bytes(&model, params, file.at, file.size);
+    CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0] && luna_params_size(params) == 0 && h.live == before), "allocation %d: %s, \"%s\", %d parameters", fail,
+          luna_status_text(status), luna_error(ctx), (int)luna_params_size(params));
+    if (status != LUNA_OK) {
+      luna_begin_inference(ctx);
+      CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK, "a second try fails: %s", luna_error(ctx));
+    }
+    ctx_close(ctx, &h);
+  }
+  CHECK(status == LUNA_OK && failures > 50, "after %d failed allocations: %s", failures, luna_status_text(status));
+  free(file.at);
+}
+
+int main(void) {
+  paths_open();
+  check_round_trip();
+  check_dtypes();
+  check_refusals();
+  check_cuts();
+  check_paths();
+  check_lm();
+  check_claims();
+  check_lm_cuts();
+  check_borrowed();
+  check_borrowed_while_training();
+  check_allocations();
+  check_lm_allocations();
+  rmdir(folder);
+  return test_report("checkpoints");
+}

@@ -1,0 +1,154 @@
+#!/bin/sh
+# cli.sh: examples/lm.c from outside: training, writing, measuring, wrong use, interruption. Only $BUILD/lm is needed.
+cd "$(dirname "$0")/.." || exit 1
+build=${BUILD:-build}
+case $build in /*) ;; *) build=$PWD/$build ;; esac
+work=$build/cli
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work" || exit 1
+lm() { "$build/lm" "$@" >out 2>err; }
+
+passed=0 failed=0
+check() {                                                # a sentence, then a command that should succeed
+  sentence=$1
+  shift
+  if "$@" >/dev/null 2>&1; then passed=$((passed + 1)); return; fi
+  failed=$((failed + 1))
+  echo "failed: $sentence"
+  sed 's/^/    out: /' out | tail -n 5
+  sed 's/^/    err: /' err | tail -n 5
+}
+refuses() {                                              # words the sentence must have, then a command line: exit 2, one sentence
+  words=$1
+  shift
+  lm "$@"
+  status=$?
+  check "lm $* ends with 2, not $status" [ "$status" = 2 ]
+  check "lm $* says: $words" grep -q -- "$words" err
+  check "lm $* says it in one sentence" [ "$(grep -c '^lm: ' err)" = 1 ]
+}
+same() { cmp -s "$1" "$2"; }
+differ() { ! cmp -s "$1" "$2"; }
+
+i=0
+while [ $i -lt 120 ]; do
+  echo "$i: the moon goes round the earth, and the earth goes round the sun, in $((i * 7 % 30)) days"
+  i=$((i + 1))
+done >text
+size=$(wc -c <text)
+small="--layers 1 --dim 16 --heads 2 --memory 4 --ffn 32 --window 32 --batch 4 --threads 2"
+
+# ---- it learns, and says so
+check "lm train succeeds" lm train text --out a.safetensors --steps 60 $small
+check "plain lines when the output is no terminal" [ "$(grep -c '^step ' out)" -ge 10 ]
+check "no carriage return in them" sh -c "! grep -q \"$(printf '\r')\" out"
+check "a line has nats, bits per byte, speed and the time left" grep -q '^step .* nats .* bits/byte .* tokens/s .* left$' out
+check "samples before and after" [ "$(grep -c '^---- .* step: ' out)" = 2 ]
+check "the last line has both validation losses" sh -c "tail -n 1 out | grep -q 'validation loss [0-9.]* -> [0-9.]* nats'"
+check "validation loss falls" sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/' | awk '{ exit !(\$2 < 0.8 * \$1) }'"
+check "the model is there" [ -s a.safetensors ]
+check "and nothing beside it" [ "$(echo a.safetensors*)" = a.safetensors ]
+lm train text --out b.safetensors --steps 60 $small
+check "the same seed gives the same model" same a.safetensors b.safetensors
+lm train text --out b.safetensors --steps 60 $small --threads 3
+check "so does another number of threads" same a.safetensors b.safetensors
+lm train text --out b.safetensors --steps 60 $small --seed 2
+check "another seed gives another one" differ a.safetensors b.safetensors
+head -c $((size - size / 10)) text >head.text
+{ cat head.text; head -c $((size / 10)) text | tr 'a-z' 'b-za'; } >other.text
+lm train other.text --out b.safetensors --steps 10 $small
+lm train text --out c.safetensors --steps 10 $small
+check "the last tenth is not trained on" same b.safetensors c.safetensors
+rm -f b.safetensors c.safetensors
+
+# ---- it writes, and measures
+check "lm generate succeeds" lm generate a.safetensors --bytes 200 --prompt "the moon"
+check "it begins with the prompt" grep -q '^the moon' out
+check "and writes as many bytes as asked" [ "$(wc -c <out)" = 209 ]
+cp out first
+lm generate a.safetensors --bytes 200 --prompt "the moon"
+check "the same seed writes the same" same out first
+lm generate a.safetensors --bytes 200 --prompt "the moon" --seed 5
+check "another seed something else" differ out first
+lm generate a.safetensors --bytes 50 --top-k 1 && cp out first
+lm generate a.safetensors --bytes 50 --top-k 1 --seed 9
+check "--top-k 1 is greedy" same out first
+check "an empty prompt is a line break" lm generate a.safetensors --bytes 10 --prompt ""
+check "lm eval succeeds" lm eval a.safetensors text
+check "it gives bits per byte" grep -q '[0-9]\.[0-9]* bits per byte' out
+cp out first
+lm eval a.safetensors text --threads 1
+check "the same for any number of threads" same out first
+printf 'ab' >two
+check "two bytes can be measured" lm eval a.safetensors two
+check "lm --help succeeds" lm --help
+check "it names the flags" grep -q -- --temperature out
+
+# ---- texts that are short
+printf 'a text shorter than any window, but not too short' >short
+check "a short text is trained on in shorter windows" lm train short --out short.safetensors --steps 2 $small --window 4096
+check "and it says so" grep -q 'windows cut to' out
+
+# ---- wrong use: exit 2, a sentence, and nothing is overwritten
+cp a.safetensors before
+: >empty
+printf 'tiny' >tiny
+head -c 300 text >not.safetensors
+head -c 200 a.safetensors >cut.safetensors
+mkdir folder
+refuses "train, generate or eval"
+refuses "no command dance" dance
+refuses "text file is missing" train
+refuses "model file is missing" generate
+refuses "text file is missing" eval a.safetensors
+refuses "one word too many" train text text
+refuses "no flag --stepz" train text --stepz 3
+refuses "no flag --steps" generate a.safetensors --steps 3
+refuses "needs a value" train text --steps
+refuses "whole number" train text --steps three
+refuses "whole number" train text --steps 1.5
+refuses "whole number" train text --steps 0 --out a.safetensors
+refuses "whole number" train text --steps -5 --out a.safetensors
+refuses "whole number" train text --threads 99999999999999999999 --out a.safetensors
+refuses "takes a number" train text --lr nan --out a.safetensors
+refuses "takes a number" generate a.safetensors --temperature 0
+refuses "cannot read missing" train missing --out a.safetensors
+refuses "cannot read folder" train folder --out a.safetensors
+refuses "is empty" train empty --out a.safetensors
+refuses "has 4 bytes" train tiny --out a.safetensors
+refuses "cannot write" train text --out nowhere/a.safetensors
+refuses "cannot write" train text --out folder
+refuses "overwrite the text" train text --out text
+refuses "[0-9]" train text --dim 10 --heads 3 --out a.safetensors
+refuses "missing.safetensors" generate missing.safetensors
+refuses "[a-z]" generate not.safetensors
+refuses "[a-z]" generate cut.safetensors
+refuses "[a-z]" generate empty
+refuses "[a-z]" generate folder
+refuses "[a-z]" eval not.safetensors text
+refuses "cannot read missing" eval a.safetensors missing
+refuses "is empty" eval a.safetensors empty
+check "the old model is as it was" same a.safetensors before
+check "so is the text" [ "$(wc -c <text)" = "$size" ]
+check "no other file appeared" [ "$(echo *.probe *.tmp* nowhere)" = "*.probe *.tmp* nowhere" ]
+if [ -e /dev/full ]; then
+  "$build/lm" generate a.safetensors --bytes 10 >/dev/full 2>err
+  check "a full disk is noticed" [ $? = 2 ]
+fi
+
+# ---- Ctrl-C saves what has been learnt
+"$build/lm" train text --out stopped.safetensors --steps 100000000 $small >out 2>err &
+pid=$!
+tries=0
+while ! grep -q '^---- before' out && [ $tries -lt 100 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
+sleep 1
+kill -INT $pid
+wait $pid
+check "an interrupted training ends well" [ $? = 0 ]
+check "it says what it did" grep -q '^stopped at step .* stopped.safetensors' out
+check "the model is saved" lm eval stopped.safetensors text
+check "and has learnt something" sh -c "sed 's/.*: \([0-9.]*\) bits.*/\1/' out | awk '{ exit !(\$1 < 6) }'"
+
+echo "cli: $passed passed, $failed failed"
+[ "$failed" = 0 ]

@@ -1,0 +1,134 @@
+#!/bin/sh
+# compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects, and
+# compiles the README's programs. Only $CC is needed; other compilers are used where they are there.
+cd "$(dirname "$0")/.." || exit 1
+root=$PWD
+work=${BUILD:-build}/compile
+cc=${CC:-cc}
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work" || exit 1
+
+c_strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -I$root"
+cpp_strict="-Wall -Wextra -Wpedantic -Werror -I$root"
+id_of() { echo "$1" | tr -c 'a-zA-Z0-9+\n' _; }
+have() { command -v "${1%% *}" >/dev/null 2>&1; }
+
+# ---- sources
+printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >implementation.c
+printf '#include <stdio.h>\n#include <stdlib.h>\n#include <time.h>\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >after.c
+printf '#define LUNA_STATIC\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\nint main(void) { return luna_isa_best() == LUNA_ISA_BEST; }\n' >static.c
+printf '#include "luna.h"\n#include "luna.h"\nluna_isa which(void);\nluna_isa which(void) { return luna_isa_best(); }\n' >declarations.c
+printf '#include "luna.h"\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n#include "luna.h"\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >twice.c
+printf '#include "luna.h"\nluna_isa which(void);\nint main(void) { return luna_isa_best() == LUNA_ISA_BEST || which() != luna_isa_best(); }\n' >main.c
+for source in implementation after static declarations twice main; do cp $source.c $source.cpp; done
+sed -i.old 's/^luna_isa which(void);/extern "C" luna_isa which(void);/' declarations.cpp main.cpp
+
+awk '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
+     /^```/ { if (kind != "" && text ~ /int main\(/) { printf "%s", text > ("readme" ++count "." kind) } kind = ""; next }
+     kind != "" { text = text $0 "\n" }' "$root/README.md"
+
+# ---- cases: one a line, "name<TAB>command"
+add() { printf '%s\t%s\n' "$1" "$2" >>cases; }
+
+version=$($cc --version 2>/dev/null | head -n 1 | cut -d ' ' -f 2-)
+for c in "$cc" gcc clang; do
+  have "$c" || { echo "skipped: $c is not here"; continue; }
+  [ "$c" = "$cc" ] || [ "$($c --version | head -n 1 | cut -d ' ' -f 2-)" != "$version" ] || continue # gcc is cc
+  [ ! -e "$(id_of "$c").c99" ] || continue
+  id=$(id_of "$c")
+  : >"$id.c99"
+  add "$c -std=c99 -O2" "$c -std=c99 -O2 $c_strict -c implementation.c -o $id-c99.o"
+  add "$c -std=c11" "$c -std=c11 $c_strict -fsyntax-only implementation.c"
+  add "$c: stdio.h, stdlib.h, time.h before it" "$c -std=c99 $c_strict -c after.c -o $id-after.o"
+  add "$c: LUNA_STATIC" "$c -std=c99 $c_strict static.c -o $id-static -lm -lpthread && ./$id-static"
+  add "$c: declarations alone" "$c -std=c99 $c_strict -c declarations.c -o $id-declarations.o"
+  add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
+  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD "LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD" "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
+    add "$c: $switch" "$c -std=c99 $c_strict -D$switch -fsyntax-only implementation.c"
+  done
+  add "$c: LUNA_ONLY_STREAM" "$c -std=c99 -O1 $c_strict -DLUNA_ONLY_STREAM -c implementation.c -o $id-stream.o"
+  add "$c: LUNA_ONLY_STREAM, LUNA_STATIC" "$c -std=c99 $c_strict -DLUNA_ONLY_STREAM -DLUNA_STATIC -fsyntax-only implementation.c"
+  add "$c: lm.c" "$c -std=c99 $c_strict -fsyntax-only $root/examples/lm.c"
+done
+for c in g++ clang++; do
+  have "$c" || { echo "skipped: $c is not here"; continue; }
+  add "$c -std=c++11" "$c -std=c++11 -O1 $cpp_strict -c implementation.cpp -o $c-cpp11.o"
+  add "$c: stdio.h, stdlib.h, time.h before it" "$c -std=c++11 $cpp_strict -fsyntax-only after.cpp"
+  add "$c: LUNA_STATIC" "$c -std=c++11 $cpp_strict -fsyntax-only static.cpp"
+  add "$c: declarations alone" "$c -std=c++11 $cpp_strict -c declarations.cpp -o $c-declarations.o"
+  add "$c: LUNA_ONLY_STREAM" "$c -std=c++11 $cpp_strict -DLUNA_ONLY_STREAM -fsyntax-only implementation.cpp"
+done
+if have arm-none-eabi-gcc; then
+  m4="-mcpu=cortex-m4 -mthumb -mfloat-abi=hard -mfpu=fpv4-sp-d16 -ffreestanding"
+  add "arm-none-eabi-gcc, Cortex-M4: LUNA_ONLY_STREAM" "arm-none-eabi-gcc -std=c99 $m4 -Os -Wall -Wextra -Wpedantic -Werror -I$root -DLUNA_ONLY_STREAM -c implementation.c -o arm-stream.o"
+else
+  echo "skipped: arm-none-eabi-gcc is not here"
+fi
+for c in x86_64-w64-mingw32-gcc; do
+  have "$c" || { echo "skipped: $c is not here"; continue; }
+  add "$c: lm.c" "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $root/examples/lm.c -o lm.exe"
+done
+for program in readme*.c readme*.cpp; do
+  [ -e "$program" ] || continue
+  case $program in
+    *.cpp) have g++ && add "README: $program" "g++ -std=c++11 -fsyntax-only $cpp_strict $program" ;;
+    *) add "README: $program" "$cc -std=c99 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -I$root $program" ;;
+  esac
+done
+
+# ---- run them, as many at a time as there are cores
+jobs=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+count=$(awk 'END { print NR }' cases)
+worker() {
+  for number in $(seq "$1" "$jobs" "$count"); do
+    command=$(sed -n "${number}p" cases | cut -f 2)
+    if sh -c "$command" >"log$number" 2>&1; then : >"passed$number"; fi
+  done
+}
+for first in $(seq 1 "$jobs"); do worker "$first" & done
+wait
+
+passed=0 failed=0
+good() { passed=$((passed + 1)); }
+bad() { failed=$((failed + 1)); echo "failed: $*"; }
+for number in $(seq 1 "$count"); do
+  if [ -e "passed$number" ]; then
+    good
+  else
+    bad "$(sed -n "${number}p" cases | tr '\t' '\n')"
+    head -n 20 "log$number"
+  fi
+done
+[ -e readme1.c ] || bad "README.md has no program to compile"
+
+# ---- what the objects hold
+symbols() { nm "$@" 2>/dev/null | awk 'NF >= 3 && $(NF - 1) ~ /[A-TV-Z]/ { print $NF }' | sed 's/^_//'; }
+wanted() { nm -u "$@" 2>/dev/null | awk '{ print $NF }' | sed 's/^_//;s/@.*//'; }
+for object in *-c99.o *-stream.o *-cpp11.o; do
+  [ -e "$object" ] || continue
+  foreign=$(symbols -g "$object" | grep -v '^luna_')
+  if [ -n "$(symbols -g "$object")" ] && [ -z "$foreign" ]; then good; else bad "$object has external symbols that do not start with luna_:" $foreign; fi
+done
+for object in *-stream.o; do
+  [ -e "$object" ] || continue
+  foreign=$(wanted "$object" | grep -E '^(malloc|calloc|realloc|free|aligned_alloc|posix_memalign|mmap|pthread_.*|f?printf|s?n?printf|fopen.*|fread|fwrite|fclose|fseek.*|rename|remove|abort|exit|__assert.*)$')
+  if [ -z "$foreign" ]; then good; else bad "$object calls" $foreign; fi
+done
+for object in *-c99.o; do                                # no state outside contexts, but the word that keeps which instruction sets there are
+  [ -e "$object" ] || continue
+  state=$(nm -f sysv "$object" 2>/dev/null | awk -F '|' '$NF ~ /^ *[.](data|bss|tbss|tdata)$/ { print $1 }')
+  if [ "$(echo "$state" | grep -c .)" -le 1 ]; then good; else bad "$object has more than one mutable global:" $state; fi
+done
+link() {                                                 # two units with declarations, one with the implementation
+  if "$@" -lm -lpthread -o link >link.log 2>&1 && ./link; then good; else bad "two units linked: $*"; cat link.log; fi
+}
+for c in "$cc" gcc clang; do
+  id=$(id_of "$c")
+  [ -e "$id-c99.o" ] && link $c -I"$root" main.c "$id-declarations.o" "$id-c99.o"
+done
+for c in g++ clang++; do
+  [ -e "$c-cpp11.o" ] && link $c -std=c++11 -I"$root" main.cpp "$c-declarations.o" "$c-cpp11.o"
+done
+echo "compile: $passed passed, $failed failed"
+[ "$failed" = 0 ]

@@ -1,0 +1,408 @@
+/* Maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout and the optimisers' updates of every pass against loops in
+   double: all sizes to 70 and some large ones, at odd addresses, in place where that is allowed, in pieces where a caller shares them out. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include "kernels.h"
+
+/* one check: |got - want| <= tolerance (1 + |want|), element by element */
+static void near(const char *what, int64_t n, int64_t count, const float *got, const double *want, double tolerance) {
+  double worst = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const double error = fabs((double)got[i] - want[i]) / (1 + fabs(want[i]));
+    if (!(error <= worst)) worst = error == error ? error : INFINITY;
+  }
+  CHECK(worst <= tolerance, "%s: %s of %d: error %.3g over %.3g", kernels_name, what, (int)n, worst, tolerance);
+}
+static void equal(const char *what, int64_t n, const float *a, const float *b, int64_t count) { CHECK(same(a, b, count), "%s: %s of %d: other bits", kernels_name, what, (int)n); }
+
+/* ---- maps ---- */
+static void check_activations(int64_t n) {
+  float *x = fresh(n, 4), *dy = fresh(n, 1), *before = fresh(n, 1);
+  double *want = doubles(n);
+  for (int kind = LUNA_NONE; kind <= LUNA_SOFTPLUS2; kind++) {
+    float *y = zeros(n), *in_place = copied(x, n), *dx = copied(before, n);
+    for (int64_t i = 0; i < n; i++) want[i] = exact_activation(kind, (double)x[i]);
+    kernels->activate(kind, n, x, y);
+    near("activate", n, n, y, want, 5e-7);
+    kernels->activate(kind, n, in_place, in_place);
+    equal("activate in place", n, y, in_place, n);
+    for (int64_t i = 0; i < n; i++) want[i] = (double)before[i] + (double)dy[i] * exact_slope(kind, (double)x[i]);
+    kernels->activate_backward(kind, n, x, dy, dx);
+    near("activate_backward", n, n, dx, want, 5e-7);
+    drop(y), drop(in_place), drop(dx);
+  }
+  drop(x), drop(dy), drop(before), free(want);
+}
+
+enum { ADD, MUL, SCALE, MUL_ADD, SCALE_ADD, MAPS };
+static const char *const map_name[MAPS] = {"add", "mul", "scale", "mul_add", "scale_add"};
+static void map_run(const lunai_kernels *table, int map, int64_t n, const float *a, const float *b, float *y) {
+  if (map == ADD) table->add(n, a, b, y);
+  if (map == MUL) table->mul(n, a, b, y);
+  if (map == SCALE) table->scale(n, 0.3f, a, y);
+  if (map == MUL_ADD) table->mul_add(n, a, b, y);
+  if (map == SCALE_ADD) table->scale_add(n, 0.3f, a, y);
+}
+static double map_exact(int map, double a, double b, double y) {
+  const double factor = (double)0.3f;
+  return map == ADD ? a + b : map == MUL ? a * b : map == SCALE ? factor * a : map == MUL_ADD ? y + a * b : y + factor * a;
+}
+static void check_maps(int64_t n) {
+  float *a = fresh(n, 2), *b = fresh(n, 2), *before = fresh(n, 1);
+  double *want = doubles(n);
+  for (int map = 0; map < MAPS; map++) {
+    float *y = copied(before, n), *other = copied(before, n), *left = copied(a, n), *right = copied(b, n);
+    map_run(kernels, map, n, a, b, y);
+    for (int64_t i = 0; i < n; i++) want[i] = map_exact(map, (double)a[i], (double)b[i], (double)before[i]);
+    near(map_name[map], n, n, y, want, 2.5e-7);
+    if (map < MUL_ADD) { /* one rounding: the same bits everywhere; and the result may lie where an argument lies */
+      map_run(lunai_kernels_of(LUNA_ISA_SCALAR), map, n, a, b, other);
+      equal("a map beside the scalar pass", n, y, other, n);
+      map_run(kernels, map, n, left, b, left);
+      map_run(kernels, map, n, a, right, map == SCALE ? other : right);
+      equal("a map in place", n, y, left, n);
+      equal("a map in place", n, y, map == SCALE ? other : right, n);
+    }
+    drop(y), drop(other), drop(left), drop(right);
+  }
+  drop(a), drop(b), drop(before), free(want);
+}
+
+/* ---- sums ---- */
+static void check_sums(int64_t n, double shift, double tolerance) {
+  float *a = fresh(n, 2), *b = fresh(n, 2);
+  double sum = 0, squares = 0, dot = 0, size = 0, dot_size = 0;
+  for (int64_t i = 0; i < n; i++) {
+    a[i] = (float)((double)a[i] + shift);
+    sum += (double)a[i], size += fabs((double)a[i]), squares += (double)a[i] * (double)a[i];
+    dot += (double)a[i] * (double)b[i], dot_size += fabs((double)a[i] * (double)b[i]);
+  }
+  CHECK(fabs(kernels->sum(n, a) - sum) <= tolerance * size, "%s: sum of %d: %.9g for %.9g", kernels_name, (int)n, kernels->sum(n, a), sum);
+  CHECK(fabs(kernels->sum_squares(n, a) - squares) <= tolerance * squares, "%s: sum_squares of %d: %.9g for %.9g", kernels_name, (int)n, kernels->sum_squares(n, a), squares);
+  CHECK(fabs((double)kernels->dot(n, a, b) - dot) <= tolerance * dot_size + 6e-8 * fabs(dot), "%s: dot of %d: %.9g for %.9g", kernels_name, (int)n, (double)kernels->dot(n, a, b), dot);
+  drop(a), drop(b);
+}
+
+/* ---- softmax ---- */
+static void check_softmax(int64_t rows, int64_t n) {
+  const int64_t size = rows * n;
+  float *x = fresh(size, 12), *y = zeros(size), *in_place = copied(x, size), *dy = fresh(size, 1), *dx = fresh(size, 1);
+  double *want = doubles(size);
+  for (int64_t i = 0; i < n && i < 3; i++) x[i] = in_place[i] = i == 1 ? 300.0f : -300.0f; /* no score is too large to be compared */
+  for (int64_t r = 0; r < rows; r++) {
+    double most = -INFINITY, sum = 0;
+    for (int64_t i = r * n; i < (r + 1) * n; i++) most = fmax(most, (double)x[i]);
+    for (int64_t i = r * n; i < (r + 1) * n; i++) sum += want[i] = exp((double)x[i] - most);
+    for (int64_t i = r * n; i < (r + 1) * n; i++) want[i] /= sum;
+  }
+  kernels->softmax(rows, n, x, y);
+  near("softmax", n, size, y, want, 5e-7);
+  kernels->softmax(rows, n, in_place, in_place);
+  equal("softmax in place", n, y, in_place, size);
+  for (int64_t r = 0; r < rows; r++) {
+    double dot = 0;
+    for (int64_t i = r * n; i < (r + 1) * n; i++) dot += (double)y[i] * (double)dy[i];
+    for (int64_t i = r * n; i < (r + 1) * n; i++) want[i] = (double)dx[i] + (double)y[i] * ((double)dy[i] - dot);
+  }
+  kernels->softmax_backward(rows, n, y, dy, dx);
+  near("softmax_backward", n, size, dx, want, 5e-7);
+  drop(x), drop(y), drop(in_place), drop(dy), drop(dx), free(want);
+}
+/* a row of -Inf alone becomes zeros, a NaN or Inf makes its own row NaN and no other */
+static void check_softmax_odd(int64_t n) {
+  enum { ROWS = 5 };
+  float *x = fresh(ROWS * n, 5), *clean = zeros(ROWS * n), *y = zeros(ROWS * n);
+  int wrong = 0;
+  kernels->softmax(ROWS, n, x, clean);
+  fill(x, n, -(float)INFINITY);
+  x[n + n / 2] = (float)NAN;
+  x[2 * n + n - 1] = (float)INFINITY;
+  kernels->softmax(ROWS, n, x, y);
+  for (int64_t i = 0; i < n; i++) wrong += y[i] != 0 || y[n + i] == y[n + i];
+  CHECK(wrong == 0 && y[3 * n - 1] != y[3 * n - 1], "%s: softmax of %d with -Inf, NaN and Inf: %d wrong", kernels_name, (int)n, wrong);
+  equal("softmax beside a NaN", n, y + 3 * n, clean + 3 * n, 2 * n);
+  drop(x), drop(clean), drop(y);
+}
+
+/* ---- layer norm. back: what its gradient's error may be, for a mean far from 0 leaves few digits of x - mean ---- */
+typedef struct normed { double *hat, *rstd; } normed;
+static normed norm_exact(int64_t rows, int64_t n, const float *x) {
+  normed e;
+  e.hat = doubles(rows * n), e.rstd = doubles(rows);
+  for (int64_t r = 0; r < rows; r++) {
+    double mean = 0, variance = 0;
+    for (int64_t i = r * n; i < (r + 1) * n; i++) mean += (double)x[i] / (double)n;
+    for (int64_t i = r * n; i < (r + 1) * n; i++) variance += ((double)x[i] - mean) * ((double)x[i] - mean) / (double)n;
+    e.rstd[r] = 1 / sqrt(variance + 1e-5);
+    for (int64_t i = r * n; i < (r + 1) * n; i++) e.hat[i] = ((double)x[i] - mean) * e.rstd[r];
+  }
+  return e;
+}
+static void check_norm_backward(int64_t rows, int64_t n, const float *x, const normed *e, const float *weight, const float *mean, const float *rstd, double back) {
+  float *dy = fresh(rows * n, 1), *dx = fresh(rows * n, 1);
+  double *want = doubles(rows * n);
+  for (int64_t r = 0; r < rows; r++) {
+    double sum = 0, product = 0;
+    for (int64_t i = 0; i < n; i++) {
+      const double g = (double)dy[r * n + i] * (weight ? (double)weight[i] : 1);
+      sum += g / (double)n, product += g * e->hat[r * n + i] / (double)n;
+    }
+    for (int64_t i = 0; i < n; i++)
+      want[r * n + i] = (double)dx[r * n + i] + e->rstd[r] * ((double)dy[r * n + i] * (weight ? (double)weight[i] : 1) - sum - e->hat[r * n + i] * product);
+  }
+  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx);
+  if (n > 2) near("layer_norm_backward", n, rows * n, dx, want, back);
+  drop(dy), drop(dx), free(want);
+}
+/* column sums: any split of the columns gives the same bits */
+static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean, const float *rstd, double back) {
+  float *dy = fresh(rows * n, 1), *dw = fresh(n, 1), *db = fresh(n, 1), *dw1 = copied(dw, n), *db1 = copied(db, n);
+  double *want_w = doubles(n), *want_b = doubles(n);
+  const int64_t cut = n / 3, cut2 = (n + 1) / 2;
+  for (int64_t i = 0; i < n; i++) {
+    want_w[i] = (double)dw[i], want_b[i] = (double)db[i];
+    for (int64_t r = 0; r < rows; r++) want_w[i] += (double)dy[r * n + i] * e->hat[r * n + i], want_b[i] += (double)dy[r * n + i];
+  }
+  kernels->layer_norm_weights(rows, n, 0, n, x, mean, rstd, dy, dw, db);
+  near("layer_norm_weights", n, n, dw, want_w, 2 * back + 2e-8 * (double)rows);
+  near("layer_norm_weights, bias", n, n, db, want_b, 1e-6 + 2e-8 * (double)rows);
+  kernels->layer_norm_weights(rows, n, 0, cut, x, mean, rstd, dy, dw1, NULL);
+  kernels->layer_norm_weights(rows, n, cut, cut2, x, mean, rstd, dy, dw1, NULL);
+  kernels->layer_norm_weights(rows, n, cut2, n, x, mean, rstd, dy, dw1, NULL);
+  for (int64_t i = n; i-- > 0;) kernels->layer_norm_weights(rows, n, i, i + 1, x, mean, rstd, dy, NULL, db1);
+  equal("layer_norm_weights in pieces", n, dw, dw1, n);
+  equal("layer_norm_weights, bias, in pieces", n, db, db1, n);
+  drop(dy), drop(dw), drop(db), drop(dw1), drop(db1), free(want_w), free(want_b);
+}
+static void check_norm(int64_t rows, int64_t n, double shift) {
+  float *x = fresh(rows * n, 2), *weight = fresh(n, 1), *bias = fresh(n, 1), *y = zeros(rows * n), *mean = zeros(rows), *rstd = zeros(rows);
+  double *want = doubles(rows * n);
+  const double back = shift > 0 ? 1e-3 : 2e-6;
+  for (int64_t i = 0; i < rows * n; i++) x[i] = (float)((double)x[i] + shift);
+  normed e = norm_exact(rows, n, x);
+  for (int without = 3; without >= 0; without--) { /* weight, bias, mean and rstd may be null */
+    const float *w = without & 1 ? NULL : weight, *b = without & 2 ? NULL : bias;
+    for (int64_t i = 0; i < rows * n; i++) want[i] = e.hat[i] * (w ? (double)w[i % n] : 1) + (b ? (double)b[i % n] : 0);
+    kernels->layer_norm(rows, n, x, w, b, 1e-5f, y, without & 1 ? NULL : mean, without & 2 ? NULL : rstd);
+    near("layer_norm", n, rows * n, y, want, 1e-6);
+  }
+  near("layer_norm's rstd", n, n ? rows : 0, rstd, e.rstd, 3e-7);
+  check_norm_backward(rows, n, x, &e, weight, mean, rstd, back);
+  check_norm_backward(rows, n, x, &e, NULL, mean, rstd, back);
+  check_norm_weights(rows, n, x, &e, mean, rstd, back);
+  drop(x), drop(weight), drop(bias), drop(y), drop(mean), drop(rstd), free(want), free(e.hat), free(e.rstd);
+}
+static void check_sum_rows(int64_t rows, int64_t n) {
+  const int64_t stride = n + 3;
+  float *x = fresh(rows * stride, 1), *y = fresh(n, 1), *pieces = copied(y, n);
+  double *want = doubles(n);
+  for (int64_t i = 0; i < n; i++) {
+    want[i] = (double)y[i];
+    for (int64_t r = 0; r < rows; r++) want[i] += (double)0.7f * (double)x[r * stride + i];
+  }
+  kernels->sum_rows(rows, n, stride, 0, n, 0.7f, x, y);
+  near("sum_rows", n, n, y, want, 1e-6 + 2e-8 * (double)rows);
+  for (int64_t i = 0; i < n; i += 5) kernels->sum_rows(rows, n, stride, i, i + 5 < n ? i + 5 : n, 0.7f, x, pieces);
+  equal("sum_rows in pieces", n, y, pieces, n);
+  drop(x), drop(y), drop(pieces), free(want);
+}
+
+/* ---- cross-entropy: every fourth row is ignored ---- */
+static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
+  const float factor = 0.25f, eps = (float)smoothing;
+  float *x = fresh(rows * n, 6), *loss = zeros(rows), *lse = zeros(rows), *dx = fresh(rows * n, 1);
+  double *want = doubles(rows * n), *want_loss = doubles(rows), *want_lse = doubles(rows);
+  int32_t *labels = common_tokens(rows, ++kernels_seed, (int32_t)n);
+  for (int64_t r = 0; r < rows; r++) {
+    double sum = 0, mean = 0;
+    for (int64_t i = 0; i < n; i++) sum += exp((double)x[r * n + i]), mean += (double)x[r * n + i] / (double)n, want[r * n + i] = (double)dx[r * n + i];
+    if (r % 4 == 3) labels[r] = -100;
+    if (labels[r] < 0) continue;
+    want_lse[r] = log(sum);
+    want_loss[r] = want_lse[r] - (1 - (double)eps) * (double)x[r * n + labels[r]] - (double)eps * mean;
+    for (int64_t i = 0; i < n; i++) want[r * n + i] += (double)factor * (exp((double)x[r * n + i] - want_lse[r]) - (i == labels[r]) * (1 - (double)eps) - (double)eps / (double)n);
+  }
+  kernels->cross_entropy(rows, n, x, labels, -100, eps, loss, NULL);
+  near("cross_entropy", n, rows, loss, want_loss, 1e-6);
+  kernels->cross_entropy(rows, n, x, labels, -100, eps, loss, lse);
+  near("cross_entropy's lse", n, rows, lse, want_lse, 5e-7);
+  kernels->cross_entropy_backward(rows, n, x, labels, -100, eps, lse, factor, dx);
+  near("cross_entropy_backward", n, rows * n, dx, want, 1e-6);
+  drop(x), drop(loss), drop(lse), drop(dx), free(labels), free(want), free(want_loss), free(want_lse);
+}
+
+/* ---- the short convolution ---- */
+typedef struct convolution { int64_t rows, n, width; float *x, *history, *weight, *bias; } convolution;
+
+static void check_convolution_forward(const convolution *c) {
+  const int64_t rows = c->rows, n = c->n, width = c->width, cut = rows / 2;
+  float *y = zeros(rows * n), *z = zeros(rows * n), *later = zeros((width - 1) * n);
+  double *want = doubles(rows * n);
+  for (int64_t t = 0; t < rows; t++)
+    for (int64_t ch = 0; ch < n; ch++) {
+      double sum = c->bias ? (double)c->bias[ch] : 0;
+      for (int64_t i = 0; i < width; i++) {
+        const int64_t from = t - width + 1 + i;
+        const float *past = from >= 0 ? c->x + from * n : c->history ? c->history + (from + width - 1) * n : NULL;
+        if (past) sum += (double)c->weight[ch * width + i] * (double)past[ch];
+      }
+      want[t * n + ch] = sum;
+    }
+  kernels->short_convolution(rows, n, width, c->x, c->history, c->weight, c->bias, y);
+  near("short_convolution", n, rows * n, y, want, 1e-6);
+  if (c->history && n > 0 && rows > 0) { /* in two pieces, the second with the first's end as its history: the same bits */
+    for (int64_t t = 0; t < width - 1; t++) {
+      const int64_t from = cut - width + 1 + t;
+      memcpy(later + t * n, from >= 0 ? c->x + from * n : c->history + (from + width - 1) * n, (size_t)n * sizeof(float));
+    }
+    kernels->short_convolution(cut, n, width, c->x, c->history, c->weight, c->bias, z);
+    kernels->short_convolution(rows - cut, n, width, c->x + cut * n, later, c->weight, c->bias, z + cut * n);
+    equal("short_convolution in pieces", n, y, z, rows * n);
+  }
+  float *odd = copied(c->x, rows * n);
+  for (int64_t i = cut * n; i < rows * n; i++) odd[i] = i % 3 ? (float)NAN : (float)INFINITY;
+  kernels->short_convolution(rows, n, width, odd, c->history, c->weight, c->bias, z);
+  equal("short_convolution before a NaN", n, y, z, cut * n);
+  drop(y), drop(z), drop(later), drop(odd), free(want);
+}
+static void check_convolution_backward(const convolution *c) {
+  const int64_t rows = c->rows, n = c->n, width = c->width;
+  float *dy = fresh(rows * n, 1), *dx = fresh(rows * n, 1), *dw = fresh(n * width, 1), *db = fresh(n, 1), *dw1 = copied(dw, n * width), *db1 = copied(db, n);
+  double *want_x = doubles(rows * n), *want_w = doubles(n * width), *want_b = doubles(n);
+  for (int64_t i = 0; i < rows * n; i++) want_x[i] = (double)dx[i];
+  for (int64_t i = 0; i < n * width; i++) want_w[i] = (double)dw[i];
+  for (int64_t ch = 0; ch < n; ch++) {
+    want_b[ch] = (double)db[ch];
+    for (int64_t t = 0; t < rows; t++) {
+      want_b[ch] += (double)dy[t * n + ch];
+      for (int64_t i = 0; i < width; i++) {
+        const int64_t from = t - width + 1 + i;
+        if (from < 0) continue;
+        want_x[from * n + ch] += (double)c->weight[ch * width + i] * (double)dy[t * n + ch];
+        want_w[ch * width + i] += (double)dy[t * n + ch] * (double)c->x[from * n + ch];
+      }
+    }
+  }
+  kernels->short_convolution_backward(rows, n, width, c->weight, dy, dx);
+  near("short_convolution_backward", n, rows * n, dx, want_x, 1e-6);
+  kernels->short_convolution_weights(rows, n, width, 0, n, c->x, dy, dw, db);
+  near("short_convolution_weights", n, n * width, dw, want_w, 1e-6 + 3e-8 * (double)rows);
+  near("short_convolution_weights, bias", n, n, db, want_b, 1e-6 + 3e-8 * (double)rows);
+  for (int64_t i = 0; i < n; i += 3) {
+    kernels->short_convolution_weights(rows, n, width, i, i + 3 < n ? i + 3 : n, c->x, dy, dw1, NULL);
+    kernels->short_convolution_weights(rows, n, width, i, i + 3 < n ? i + 3 : n, c->x, dy, NULL, db1);
+  }
+  equal("short_convolution_weights in pieces", n, dw, dw1, n * width);
+  equal("short_convolution_weights, bias, in pieces", n, db, db1, n);
+  drop(dy), drop(dx), drop(dw), drop(db), drop(dw1), drop(db1), free(want_x), free(want_w), free(want_b);
+}
+static void check_convolution(int64_t rows, int64_t n, int64_t width, bool history, bool bias) {
+  convolution c;
+  c.rows = rows, c.n = n, c.width = width;
+  c.x = fresh(rows * n, 1), c.weight = fresh(n * width, 1);
+  c.history = history ? fresh((width - 1) * n, 1) : NULL;
+  c.bias = bias ? fresh(n, 1) : NULL;
+  check_convolution_forward(&c);
+  check_convolution_backward(&c);
+  drop(c.x), drop(c.weight);
+  if (history) drop(c.history);
+  if (bias) drop(c.bias);
+}
+
+/* ---- dropout: the rule of Philox, bit for bit; a NaN that is dropped is gone ---- */
+static void check_dropout(int64_t first, int64_t n, double probability) {
+  lunai_dropout d;
+  float *x = fresh(n, 1), *y = zeros(n), *in_place = copied(x, n), *sum = fresh(n, 1), *before = copied(sum, n);
+  bool good = true, added = true, gone = true;
+  d.seed = 0x123456789ABCDEFu, d.op = 7, d.step = 99;
+  d.threshold = (uint32_t)(65536 * probability + 0.5);
+  d.keep = (float)(1 / (1 - probability));
+  kernels->dropout(&d, first, n, x, y, false);
+  kernels->dropout(&d, first, n, in_place, in_place, false);
+  kernels->dropout(&d, first, n, x, sum, true);
+  for (int64_t i = 0; i < n; i++) {
+    const float kept = (float)(d.threshold ? exact_dropout(&d, first + i) : (double)d.keep), want = kept > 0 ? x[i] * kept : 0;
+    good = good && y[i] == want;
+    added = added && sum[i] == before[i] + want;
+  }
+  fill(x, n, (float)NAN);
+  kernels->dropout(&d, first, n, x, in_place, false);
+  for (int64_t i = 0; i < n; i++) gone = gone && (y[i] == 0) == (in_place[i] == 0);
+  CHECK(good, "%s: dropout of %d", kernels_name, (int)n);
+  CHECK(added, "%s: dropout that adds, of %d", kernels_name, (int)n);
+  CHECK(gone, "%s: dropout of %d NaNs", kernels_name, (int)n);
+  drop(x), drop(y), drop(in_place), drop(sum), drop(before);
+}
+
+/* ---- optimisers: plain, momentum, Nesterov, AdamW, each four steps ---- */
+static void update_exact(const lunai_update *u, int kind, int64_t i, double *value, double *first, double *second) {
+  double g = (double)u->factor * (double)u->grad[i];
+  if (kind == 3) {
+    *first = (double)u->beta1 * *first + (1 - (double)u->beta1) * g;
+    *second = (double)u->beta2 * *second + (1 - (double)u->beta2) * g * g;
+    *value -= (double)u->lr * (double)u->decay * *value;
+    *value -= (double)u->lr * (*first / (double)u->correction1) / (sqrt(*second / (double)u->correction2) + (double)u->epsilon);
+    return;
+  }
+  g += (double)u->decay * *value;
+  if (kind > 0) {
+    *first = (double)u->momentum * *first + g;
+    g = kind == 2 ? g + (double)u->momentum * *first : *first;
+  }
+  *value -= (double)u->lr * g;
+}
+static void check_updates(int64_t n) {
+  for (int kind = 0; kind < 4; kind++) {
+    lunai_update u;
+    double *value = doubles(n), *first = doubles(n), *second = doubles(n);
+    memset(&u, 0, sizeof u);
+    u.value = fresh(n, 1), u.grad = zeros(n), u.first = kind ? zeros(n) : NULL, u.second = kind == 3 ? zeros(n) : NULL;
+    u.count = n, u.lr = 0.1f, u.decay = 0.01f, u.factor = 0.5f, u.epsilon = 1e-8f;
+    u.momentum = kind ? 0.9f : 0, u.nesterov = kind == 2, u.beta1 = 0.9f, u.beta2 = 0.99f;
+    for (int64_t i = 0; i < n; i++) value[i] = (double)u.value[i];
+    for (int step = 1; step <= 4; step++) {
+      bool zeroed = true;
+      u.correction1 = (float)(1 - pow((double)u.beta1, step)), u.correction2 = (float)(1 - pow((double)u.beta2, step));
+      common_fill(u.grad, n, ++kernels_seed, 1);
+      for (int64_t i = 0; i < n; i++) update_exact(&u, kind, i, &value[i], &first[i], &second[i]);
+      if (kind == 3) kernels->adamw(&u);
+      else kernels->sgd(&u);
+      near(kind == 3 ? "adamw" : "sgd", n, n, u.value, value, 2e-6);
+      for (int64_t i = 0; i < n; i++) zeroed = zeroed && u.grad[i] == 0;
+      CHECK(zeroed, "%s: %d gradients are not zeroed", kernels_name, (int)n);
+    }
+    drop(u.value), drop(u.grad), free(value), free(first), free(second);
+    if (u.first) drop(u.first);
+    if (u.second) drop(u.second);
+  }
+}
+
+static void check_small(int64_t n) {
+  check_activations(n), check_maps(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_sum_rows(5, n), check_updates(n);
+  if (n > 0) check_softmax_odd(n), check_cross_entropy(9, n, 0), check_cross_entropy(9, n, 0.1);
+  check_convolution(n % 9, n, n % 5 + 1, n % 2 != 0, n % 3 != 0);
+  check_dropout(n * 13, n, 0.1), check_dropout(n, n, 0), check_dropout(n, n, 0.5);
+}
+
+int main(void) {
+  const uint32_t zero[4] = {0, 0, 0, 0};
+  uint32_t word[4];
+  luna_philox(zero, 0, word);
+  CHECK(word[0] == 0x6627E8D5u && word[1] == 0xE169C58Du && word[2] == 0xBC57AC4Cu && word[3] == 0x9B00DBD8u, "Philox of zeros gives %08x ...", (unsigned)word[0]);
+  for (int at = 0; kernels_next(&at);) {
+    for (int64_t n = 0; n <= 70; n++) check_small(n);
+    check_activations(5000), check_maps(5000), check_softmax(2, 5000), check_cross_entropy(3, 20000, 0.1);
+    check_norm(700, 133, 0), check_norm(3, 1000, 0), check_norm(3, 300, 1000), check_norm(0, 5, 0), check_norm(1, 4000, 30);
+    check_sums(1000000, 0, 2e-7), check_sums(1000000, 1000, 2e-7), check_sum_rows(100000, 20);
+    for (int64_t width = 1; width < 20; width++) {
+      check_convolution(50, 37, width, true, true);
+      check_convolution(width, 70, 9, false, true);
+      check_convolution(3, 5, width, width % 2 != 0, false);
+    }
+    check_convolution(600, 200, 4, false, true), check_convolution(0, 10, 4, true, true);
+    check_dropout(((int64_t)1 << 36) - 77, 2000, 0.3);
+  }
+  return test_report("elementwise");
+}

@@ -1,0 +1,288 @@
+/* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data). Every attention, causal, encoder_layer and
+   decoder_layer file in it, on every instruction set, in the plain and the folded form: outputs to 2e-6, gradients to 2e-5
+   (error of a tensor: ||a - b|| / ||b||). Other kinds of model come later and are named as skipped.
+   A file holds parameters, inputs x, p, context, lengths, outputs y, yp, seed.y and seed.yp, and the gradients of
+   sum(seed.y y) + sum(seed.yp yp) as grad.NAME. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include <dirent.h>
+
+#define OUTPUT_LIMIT 2e-6
+#define GRADIENT_LIMIT 2e-5
+#define FLOOR 5e-2                   /* gradients of a smaller root mean square than this are true zeros: key biases */
+#define MOST_FILES 256
+
+typedef struct golden_worst { double error; char where[256]; } golden_worst;
+typedef struct golden {
+  const char *path, *name;
+  uint8_t *bytes;
+  size_t size;
+  lunai_st st;
+  char kind[32];
+  int64_t dim, heads, pack_heads, ffn;
+  bool tied, pre_norm;
+  luna_activation activation, omega;
+  golden_worst output, gradient;
+  const char *how;                   /* instruction set and form of the run */
+} golden;
+
+static int64_t golden_number(const golden *g, const char *key) {
+  lunai_st_text value;
+  char text[32];
+  if (!lunai_st_meta(&g->st, key, &value)) return 0;
+  lunai_st_decode(value, text, sizeof text);
+  return strtol(text, NULL, 10);
+}
+static bool golden_is(const golden *g, const char *key, const char *value) {
+  lunai_st_text text;
+  return lunai_st_meta(&g->st, key, &text) && lunai_st_equal(text, value);
+}
+
+/* a file's array as floats, to be freed; null when it is not there */
+static float *golden_floats(const golden *g, const char *name, lunai_st_tensor *t) {
+  float *out;
+  if (!lunai_st_find(&g->st, name, t)) return NULL;
+  out = common_floats(t->count);
+  if (lunai_st_floats(t, out)) return out;
+  free(out);
+  return NULL;
+}
+static luna_tensor *golden_tensor(const golden *g, luna_ctx *ctx, const char *name) {
+  lunai_st_tensor t;
+  float *values = golden_floats(g, name, &t);
+  luna_tensor *made = values ? luna_require_grad(luna_tensor_new(ctx, values, t.rank, t.shape)) : NULL;
+  free(values);
+  return made;
+}
+static int32_t *golden_lengths(const golden *g) {
+  lunai_st_tensor t;
+  int32_t *out;
+  if (!lunai_st_find(&g->st, "lengths", &t) || t.dtype != LUNAI_ST_I32) return NULL;
+  out = (int32_t *)common_alloc((size_t)t.count * sizeof(int32_t));
+  for (int64_t i = 0; i < t.count; i++) {
+    const uint8_t *at = t.data + 4 * i;
+    out[i] = (int32_t)((uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
+  }
+  return out;
+}
+
+static bool golden_open(golden *g) {
+  FILE *file = fopen(g->path, "rb");
+  lunai_st_text kind;
+  const char *wrong;
+  long size = 0;
+  if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file);
+  if (!CHECK(file && size > 0, "%s cannot be read", g->path)) return false;
+  g->size = (size_t)size;
+  g->bytes = (uint8_t *)common_alloc(g->size);
+  rewind(file);
+  const size_t got = fread(g->bytes, 1, g->size, file);
+  fclose(file);
+  wrong = got == g->size ? lunai_st_open(&g->st, g->bytes, g->size) : "it is cut short";
+  if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(lunai_st_meta(&g->st, "kind", &kind), "%s does not say its kind", g->name)) return false;
+  lunai_st_decode(kind, g->kind, sizeof g->kind);
+  g->dim = golden_number(g, "dim");
+  g->heads = golden_number(g, "heads");
+  g->pack_heads = golden_number(g, "pack_heads");
+  g->ffn = golden_number(g, "ffn");
+  g->tied = golden_is(g, "tied_kv", "true");
+  g->pre_norm = golden_is(g, "pre_norm", "true");
+  g->activation = golden_is(g, "activation", "gelu") ? LUNA_GELU : LUNA_RELU;
+  g->omega = golden_is(g, "pack_activation", "elu") || golden_is(g, "pack_activation", "elu1") ? LUNA_ELU1 : LUNA_SOFTPLUS2;
+  return true;
+}
+
+/* ---- the layer of a file: parameters from it, then forward ---- */
+typedef union golden_layer {
+  luna_nested_attention_layer attention;
+  luna_causal_attention_layer causal;
+  luna_encoder_layer encoder;
+  luna_decoder_layer decoder;
+} golden_layer;
+
+static luna_status golden_init(const golden *g, golden_layer *layer, luna_params *params) {
+  const luna_sharing sharing = g->tied ? LUNA_TIED : LUNA_FULL;
+  if (strcmp(g->kind, "attention") == 0) {
+    luna_nested_attention_config config = {0};
+    config.dim = g->dim, config.heads = g->heads, config.pack_heads = g->pack_heads, config.sharing = sharing;
+    return luna_nested_attention_layer_init(&layer->attention, params, NULL, &config);
+  }
+  if (strcmp(g->kind, "causal") == 0) {
+    luna_causal_attention_config config = {0};
+    config.dim = g->dim, config.heads = g->heads, config.sharing = sharing, config.omega = g->omega;
+    return luna_causal_attention_layer_init(&layer->causal, params, NULL, &config);
+  }
+  luna_layer_config config = {0};
+  config.dim = g->dim, config.heads = g->heads, config.pack_heads = g->pack_heads, config.sharing = sharing;
+  config.ffn = g->ffn, config.activation = g->activation, config.pre_norm = g->pre_norm;
+  if (strcmp(g->kind, "encoder_layer") == 0) return luna_encoder_layer_init(&layer->encoder, params, NULL, &config);
+  return luna_decoder_layer_init(&layer->decoder, params, NULL, &config);
+}
+static luna_tensor *golden_forward(const golden *g, const golden_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context,
+                                   const int32_t *lengths, luna_tensor **packed) {
+  if (strcmp(g->kind, "attention") == 0) return luna_nested_attention_layer_forward(&layer->attention, x, p, context, lengths, packed);
+  if (strcmp(g->kind, "causal") == 0) return luna_causal_attention_layer_forward(&layer->causal, x, p, lengths);
+  *packed = p;
+  if (strcmp(g->kind, "encoder_layer") == 0) return luna_encoder_layer_forward(&layer->encoder, x, packed, lengths);
+  return luna_decoder_layer_forward(&layer->decoder, x, packed, context, lengths);
+}
+
+/* every parameter from the file, which must have it in the same shape */
+static void golden_set(const golden *g, luna_params *params) {
+  for (int64_t i = 0; i < luna_params_size(params); i++) {
+    const char *name;
+    luna_tensor *parameter = luna_params_at(params, i, &name);
+    lunai_st_tensor t;
+    float *values = golden_floats(g, name, &t);
+    bool fits = values && t.rank == parameter->rank;
+    for (int a = 0; fits && a < t.rank; a++) fits = t.shape[a] == parameter->shape[a];
+    if (CHECK(fits, "%s: parameter %s is not in the file in that shape", g->name, name))
+      memcpy(parameter->data, values, (size_t)t.count * sizeof(float));
+    free(values);
+  }
+}
+
+/* ---- comparison ---- */
+static void golden_note(golden *g, golden_worst *worst, const char *name, double error) {
+  if (error <= worst->error || worst->error != worst->error) return; /* a NaN stays */
+  worst->error = error;
+  snprintf(worst->where, sizeof worst->where, "%s, %s", name, g->how);
+}
+static void golden_output(golden *g, const char *name, const luna_tensor *t) {
+  lunai_st_tensor found;
+  float *expected = golden_floats(g, name, &found);
+  if (!expected) return;
+  if (CHECK(t && luna_count(t) == found.count, "%s: %s was not computed (%s)", g->name, name, g->how))
+    golden_note(g, &g->output, name, common_error(t->data, expected, found.count, 1e-6));
+  free(expected);
+}
+static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
+  char full[128] = "grad.";
+  lunai_st_tensor found;
+  float *expected, *got;
+  strncat(full, name, sizeof full - strlen(full) - 1);
+  expected = golden_floats(g, full, &found);
+  if (!t || !CHECK(expected && luna_count(t) == found.count, "%s: there is no %s of that size (%s)", g->name, full, g->how)) {
+    free(expected);
+    return 0;
+  }
+  got = common_floats(found.count); /* zeros: of a parameter that backward did not reach (the folded form has no key bias) */
+  if (CHECK(!t->grad || luna_read_grad(t, got) == LUNA_OK, "%s: no gradient for %s (%s)", g->name, name, g->how))
+    golden_note(g, &g->gradient, full, common_error(got, expected, found.count, FLOOR));
+  free(got);
+  free(expected);
+  return 1;
+}
+static int golden_gradients_in_file(const golden *g) {
+  lunai_st_tensor t;
+  size_t cursor = 0;
+  int count = 0;
+  while (lunai_st_next(&g->st, &cursor, &t)) count += t.name.size > 5 && memcmp(t.name.at, "grad.", 5) == 0;
+  return count;
+}
+
+static luna_tensor *golden_loss(const golden *g, luna_tensor *y, luna_tensor *packed) {
+  luna_tensor *part[2] = {NULL, NULL}, *out[2];
+  static const char *const seed[2] = {"seed.y", "seed.yp"};
+  out[0] = y;
+  out[1] = packed;
+  for (int i = 0; i < 2; i++) {
+    luna_tensor *weights = out[i] ? golden_tensor(g, out[i]->ctx, seed[i]) : NULL;
+    const int64_t flat[2] = {1, luna_count(weights)};
+    if (weights) part[i] = luna_sum(luna_reshape(luna_mul(out[i], weights), 2, flat), 1);
+  }
+  return part[1] ? luna_add(part[0], part[1]) : part[0];
+}
+
+static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
+  luna_options options = {0};
+  golden_layer layer;
+  luna_tensor *packed = NULL;
+  int32_t *lengths = golden_lengths(g);
+  char how[96];
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "plain", training ? "" : " inference");
+  g->how = how;
+  options.threads = 2;
+  options.isa = isa;
+  options.form = form;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  if (!CHECK(golden_init(g, &layer, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
+    luna_close(ctx);
+    free(lengths);
+    return;
+  }
+  golden_set(g, params);
+  if (training) luna_begin_step(ctx);
+  else luna_begin_inference(ctx);
+  luna_tensor *x = golden_tensor(g, ctx, "x"), *p = golden_tensor(g, ctx, "p"), *context = golden_tensor(g, ctx, "context");
+  luna_tensor *y = golden_forward(g, &layer, x, p, context, lengths, &packed);
+  golden_output(g, "y", y);
+  if (packed) golden_output(g, "yp", packed);
+  if (training && CHECK(luna_backward(golden_loss(g, y, packed)) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx))) {
+    int compared = golden_gradient(g, "x", x) + golden_gradient(g, "p", p) + golden_gradient(g, "context", context);
+    for (int64_t i = 0; i < luna_params_size(params); i++) {
+      const char *name;
+      const luna_tensor *parameter = luna_params_at(params, i, &name);
+      compared += golden_gradient(g, name, parameter);
+    }
+    CHECK(compared == golden_gradients_in_file(g), "%s (%s): %d gradients of the file's %d were compared", g->name, how, compared,
+          golden_gradients_in_file(g));
+  }
+  luna_close(ctx);
+  free(lengths);
+}
+
+static int golden_file(golden *g) { /* 1 when it was compared */
+  static const char *const kinds[4] = {"attention", "causal", "encoder_layer", "decoder_layer"};
+  int known = 0;
+  if (!golden_open(g)) return 0;
+  for (int i = 0; i < 4; i++) known |= strcmp(g->kind, kinds[i]) == 0;
+  if (!known) {
+    printf("golden: skipped %s (%s comes later)\n", g->name, g->kind);
+    return 0;
+  }
+  for (int i = 0; i < COMMON_ISAS; i++) {
+    if (!luna_isa_available(common_isas[i])) continue;
+    for (int mode = 0; mode < 4; mode++) golden_run(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, mode < 2);
+  }
+  printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)\n", g->name, g->output.error, g->output.where, g->gradient.error, g->gradient.where);
+  CHECK(g->output.error <= OUTPUT_LIMIT, "%s: an output is off by %.3g", g->name, g->output.error);
+  CHECK(g->gradient.error <= GRADIENT_LIMIT, "%s: a gradient is off by %.3g", g->name, g->gradient.error);
+  return 1;
+}
+
+static int golden_order(const void *a, const void *b) { return strcmp((const char *)a, (const char *)b); }
+
+int main(int argc, char **argv) {
+  const char *folder = argc > 1 && argv[1][0] ? argv[1] : "tests/data";
+  static char names[MOST_FILES][256];
+  DIR *dir = opendir(folder);
+  struct dirent *entry;
+  int files = 0, compared = 0;
+  if (!dir) {
+    fprintf(stderr, "golden: cannot open the folder %s\n", folder);
+    return 1;
+  }
+  while ((entry = readdir(dir)) != NULL && files < MOST_FILES) {
+    const size_t n = strlen(entry->d_name);
+    if (n > 12 && n < 256 && strcmp(entry->d_name + n - 12, ".safetensors") == 0) strcpy(names[files++], entry->d_name);
+  }
+  closedir(dir);
+  qsort(names, (size_t)files, sizeof names[0], golden_order);
+  for (int i = 0; i < files; i++) {
+    golden g;
+    char *path = (char *)common_alloc(strlen(folder) + strlen(names[i]) + 2);
+    strcat(strcat(strcpy(path, folder), "/"), names[i]);
+    memset(&g, 0, sizeof g);
+    g.path = path;
+    g.name = names[i];
+    compared += golden_file(&g);
+    free(g.bytes);
+    free(path);
+  }
+  CHECK(compared > 0, "%s has no file that can be compared", folder);
+  return test_report("golden");
+}

@@ -1,0 +1,190 @@
+/* What the tests of the kernels share; include it after luna.h's implementation, test.h and common.h. Arrays are as long as they must be
+   and lie at odd places; scratch ends where the kernel said it does: the address sanitizer sees one byte too many. */
+#ifndef KERNELS_H
+#define KERNELS_H
+#include <pthread.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KERNELS_ASAN
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KERNELS_ASAN
+#endif
+#endif
+#ifdef KERNELS_ASAN
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(at, size) ((void)(at), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(at, size) ((void)(at), (void)(size))
+#endif
+
+enum { KERNELS_GUARD = 64, KERNELS_SLOTS = 4 };
+static const int64_t kernels_slots[KERNELS_SLOTS] = {1, 2, 3, 7};
+
+/* what is under test now */
+static const lunai_kernels *kernels;
+static const char *kernels_name = "";
+static uint64_t kernels_seed;
+
+/* the next instruction set this machine has, *at from 0; false after the last */
+TEST_UNUSED static bool kernels_next(int *at) {
+  for (kernels = NULL; *at < COMMON_ISAS && !kernels; ++*at) {
+    kernels = lunai_kernels_of(common_isas[*at]);
+    kernels_name = luna_isa_name(common_isas[*at]);
+  }
+  kernels_seed = 1;
+  return kernels != NULL;
+}
+
+/* ---- slots: two run backwards in the caller's thread, more in threads of their own ---- */
+typedef struct kernels_job { void (*task)(void *work, int64_t index); void *work; int64_t index; } kernels_job;
+static void *kernels_job_run(void *argument) {
+  const kernels_job *job = (const kernels_job *)argument;
+  job->task(job->work, job->index);
+  return NULL;
+}
+static void kernels_for(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
+  enum { MOST = 16 };
+  pthread_t thread[MOST];
+  kernels_job job[MOST];
+  (void)user;
+  if (count < 3 || count > MOST)
+    while (count-- > 0) task(work, count);
+  for (int64_t i = 0; i < count; i++) {
+    job[i].task = task, job[i].work = work, job[i].index = i;
+    if (pthread_create(&thread[i], NULL, kernels_job_run, &job[i]) != 0) exit(2);
+  }
+  for (int64_t i = 0; i < count; i++) pthread_join(thread[i], NULL);
+}
+TEST_UNUSED static lunai_parallel kernels_parallel(int64_t slots) {
+  lunai_parallel parallel;
+  parallel.run = kernels_for;
+  parallel.user = NULL;
+  parallel.slots = slots;
+  return parallel;
+}
+
+/* ---- scratch: 64-aligned, full of NaN, with a guard behind it ---- */
+typedef struct kernels_scratch { char *memory, *at; size_t size; } kernels_scratch;
+TEST_UNUSED static kernels_scratch kernels_scratch_open(size_t size) {
+  kernels_scratch s;
+  s.memory = (char *)common_alloc(size + KERNELS_GUARD + 64);
+  s.at = s.memory + (64 - (uintptr_t)s.memory % 64) % 64;
+  s.size = size;
+  memset(s.at, 0xFF, size);
+  memset(s.at + size, 0x5A, KERNELS_GUARD);
+  ASAN_POISON_MEMORY_REGION(s.at + size, KERNELS_GUARD);
+  return s;
+}
+TEST_UNUSED static void kernels_scratch_close(kernels_scratch *s) {
+  int whole = 0;
+  ASAN_UNPOISON_MEMORY_REGION(s->at + s->size, KERNELS_GUARD);
+  for (int i = 0; i < KERNELS_GUARD; i++) whole += s->at[s->size + (size_t)i] == 0x5A;
+  CHECK(whole == KERNELS_GUARD, "%s: written beyond the %zu bytes of scratch asked for", kernels_name, s->size);
+  free(s->memory);
+}
+
+/* ---- arrays, one float after an aligned place; drop() frees them ---- */
+TEST_UNUSED static float *zeros(int64_t n) { return (float *)common_alloc((size_t)(n + 1) * sizeof(float)) + 1; }
+TEST_UNUSED static void drop(const float *x) { free((float *)(uintptr_t)x - 1); }
+TEST_UNUSED static float *fresh(int64_t n, double scale) {
+  float *x = zeros(n);
+  common_fill(x, n, ++kernels_seed, scale);
+  return x;
+}
+TEST_UNUSED static float *copied(const float *from, int64_t n) {
+  float *x = zeros(n);
+  if (n > 0) memcpy(x, from, (size_t)n * sizeof(float));
+  return x;
+}
+TEST_UNUSED static void fill(float *x, int64_t n, float value) { for (int64_t i = 0; i < n; i++) x[i] = value; }
+TEST_UNUSED static double *doubles(int64_t n) { return (double *)common_alloc((size_t)n * sizeof(double)); }
+TEST_UNUSED static bool same(const float *a, const float *b, int64_t n) { return n <= 0 || memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
+/* a whole number in [0, n) */
+TEST_UNUSED static int64_t pick(int64_t n) { return (int64_t)(common_hash(++kernels_seed, 7) % (uint64_t)n); }
+
+/* ---- what a kernel computes, beside its reference: results, and gradients that it adds to. Both start from KERNELS_START. ---- */
+#define KERNELS_START 0.01f
+enum { KERNELS_OUTPUTS = 7 };
+typedef struct outputs {
+  int count;
+  const char *name[KERNELS_OUTPUTS];
+  bool gradient[KERNELS_OUTPUTS];
+  int64_t size[KERNELS_OUTPUTS];
+  float *got[KERNELS_OUTPUTS];       /* of the kernel; after outputs_check those of one slot */
+  double *want[KERNELS_OUTPUTS];     /* a reference sets results and adds to gradients */
+} outputs;
+TEST_UNUSED static float *outputs_add(outputs *o, const char *name, bool gradient, int64_t size) {
+  const int i = o->count++;
+  o->name[i] = name, o->gradient[i] = gradient, o->size[i] = size;
+  o->got[i] = zeros(size), o->want[i] = doubles(size);
+  for (int64_t j = 0; j < size; j++) o->want[i][j] = (double)KERNELS_START;
+  return o->got[i];
+}
+TEST_UNUSED static void outputs_close(outputs *o) {
+  for (int i = 0; i < o->count; i++) drop(o->got[i]), free(o->want[i]);
+}
+TEST_UNUSED static double outputs_error(const outputs *o, int i, const float *first) {
+  const double start = o->gradient[i] ? (double)KERNELS_START : 0, floor = o->gradient[i] ? 1e-2 : 1e-3;
+  double difference = 0, size = 0;
+  for (int64_t j = 0; j < o->size[i]; j++) {
+    const double want = first ? (double)first[j] : o->want[i][j];
+    difference += ((double)o->got[i][j] - want) * ((double)o->got[i][j] - want);
+    size += (want - start) * (want - start);
+  }
+  size = sqrt(size);
+  return difference == 0 ? 0 : sqrt(difference) / fmax(size, floor * sqrt((double)o->size[i]));
+}
+/* Runs a call with each number of slots and by the scalar pass: near the reference, the same bits, near the scalar pass. */
+enum { KERNELS_RESULT, KERNELS_GRADIENT };
+static const double kernels_tolerance[2] = {1e-6, 5e-6};
+TEST_UNUSED static void outputs_check(outputs *o, const char *what, void (*run)(const void *call, const lunai_kernels *table, int64_t slots), const void *call) {
+  const lunai_kernels *scalar = lunai_kernels_of(LUNA_ISA_SCALAR);
+  float *first[KERNELS_OUTPUTS];
+  for (int s = 0; s < KERNELS_SLOTS + (kernels != scalar); s++) {
+    for (int i = 0; i < o->count; i++) fill(o->got[i], o->size[i], KERNELS_START);
+    run(call, s < KERNELS_SLOTS ? kernels : scalar, s < KERNELS_SLOTS ? kernels_slots[s] : 1);
+    for (int i = 0; i < o->count; i++) {
+      const double error = s == 0 ? outputs_error(o, i, NULL) : s < KERNELS_SLOTS ? 0 : outputs_error(o, i, first[i]), most = kernels_tolerance[o->gradient[i]];
+      if (s == 0) first[i] = copied(o->got[i], o->size[i]);
+      CHECK(error <= most, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, most, s ? " beside the scalar pass" : "");
+      CHECK(s == KERNELS_SLOTS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d slots", kernels_name, what, o->name[i], (int)kernels_slots[s % KERNELS_SLOTS]);
+    }
+  }
+  for (int i = 0; i < o->count; i++) drop(o->got[i]), o->got[i] = first[i];
+}
+
+/* ---- references in double ---- */
+TEST_UNUSED static double exact_activation(int kind, double x) {
+  switch (kind) {
+    case LUNA_RELU: return x > 0 ? x : 0;
+    case LUNA_GELU: return 0.5 * x * erfc(-x / sqrt(2));
+    case LUNA_ELU1: return x > 0 ? x + 1 : exp(x);
+    case LUNA_SOFTPLUS: return fmax(x, 0) + log1p(exp(-fabs(x)));
+    case LUNA_SOFTPLUS2: return fmax(x, 0) + log1p(exp2(-fabs(x))) / log(2);
+    default: return x;
+  }
+}
+TEST_UNUSED static double exact_slope(int kind, double x) {
+  switch (kind) {
+    case LUNA_RELU: return x > 0;
+    case LUNA_GELU: return 0.5 * erfc(-x / sqrt(2)) + x * exp(-x * x / 2) * 0.39894228040143267794;
+    case LUNA_ELU1: return x > 0 ? 1 : exp(x);
+    case LUNA_SOFTPLUS: return 1 / (1 + exp(-x));
+    case LUNA_SOFTPLUS2: return 1 / (1 + exp2(-x));
+    default: return 1;
+  }
+}
+/* what dropout multiplies element e by */
+TEST_UNUSED static double exact_dropout(const lunai_dropout *d, int64_t e) {
+  uint32_t counter[4], word[4];
+  if (d->threshold == 0) return 1;
+  counter[0] = (uint32_t)((uint64_t)e / 8);
+  counter[1] = (uint32_t)((uint64_t)e / 8 >> 32);
+  counter[2] = d->op;
+  counter[3] = d->step;
+  luna_philox(counter, d->seed, word);
+  return (word[e % 8 / 2] >> 16 * (e % 2) & 0xFFFF) < d->threshold ? 0 : (double)d->keep;
+}
+
+#endif

@@ -1,0 +1,448 @@
+/* Every op and layer of luna.h as a table of cases, each with numbered variants. gradients.c holds their gradients against
+   finite differences, ops.c every instruction set against the scalar one; a new op is one function and one row here.
+
+   A case asks for its inputs with in1..in4, calls the op, and hands its results to give(). The trial keeps the values of the
+   inputs (random the first time, the caller may change them between runs), the outputs and, after backward, the gradients. */
+#ifndef OP_CASES_H
+#define OP_CASES_H
+#include "common.h"
+
+#define TRIAL_MOST 96
+typedef struct trial_array { int64_t count; float *values, *gradient; } trial_array;
+typedef struct trial {
+  luna_options options;
+  bool big;                          /* sizes for comparing instruction sets, not for finite differences */
+  bool broken;                       /* something returned null */
+  luna_ctx *ctx;
+  luna_params *params;
+  luna_tensor *loss;
+  int inputs, outputs;
+  trial_array input[TRIAL_MOST], output[4];
+  luna_tensor *tensor[TRIAL_MOST];
+  double value;                      /* of the loss, summed in double */
+  char error[400];
+} trial;
+
+static luna_ctx *trial_open(trial *t, luna_form form) {
+  if (!t->ctx) {
+    t->options.form = form;
+    t->ctx = luna_open(&t->options);
+  }
+  return t->ctx;
+}
+static luna_params *trial_params(trial *t, luna_form form) {
+  if (!t->params) t->params = luna_params_open(trial_open(t, form));
+  return t->params;
+}
+
+/* the next input: its values are made up the first time */
+static luna_tensor *trial_keep(trial *t, luna_tensor *made, int64_t count, double scale) {
+  const int i = t->inputs++;
+  trial_array *a = &t->input[i];
+  if (!a->values) {
+    a->count = count;
+    a->values = common_random(count, 100 + (uint64_t)i, scale);
+    a->gradient = common_floats(count);
+  }
+  t->tensor[i] = made;
+  return made;
+}
+static luna_tensor *trial_input(trial *t, double scale, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  const int64_t shape[4] = {a, b, c, d};
+  const int64_t count = a * b * c * d;
+  const int i = t->inputs;
+  if (i == 0) luna_begin_step(trial_open(t, LUNA_FORM_CHEAPEST));
+  trial_keep(t, NULL, count, scale);
+  return t->tensor[i] = luna_require_grad(luna_tensor_new(t->ctx, t->input[i].values, rank, shape));
+}
+static luna_tensor *in1(trial *t, int64_t a) { return trial_input(t, 1, 1, a, 1, 1, 1); }
+static luna_tensor *in2(trial *t, int64_t a, int64_t b) { return trial_input(t, 1, 2, a, b, 1, 1); }
+static luna_tensor *in3(trial *t, int64_t a, int64_t b, int64_t c) { return trial_input(t, 1, 3, a, b, c, 1); }
+static luna_tensor *in4(trial *t, int64_t a, int64_t b, int64_t c, int64_t d) { return trial_input(t, 1, 4, a, b, c, d); }
+
+/* parameters made so far become inputs too; call after the inputs */
+static void in_params(trial *t) {
+  for (int64_t i = 0; t->params && i < luna_params_size(t->params); i++) {
+    luna_tensor *p = luna_params_at(t->params, i, NULL);
+    const bool matrix = p->rank > 1;
+    trial_keep(t, p, luna_count(p), matrix ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5);
+    const trial_array *a = &t->input[t->inputs - 1];
+    for (int64_t j = 0; j < a->count; j++) p->data[j] = (float)((matrix ? 0 : 1) * (double)p->data[j]) + a->values[j];
+  }
+}
+
+/* an output: its weighted sum joins the loss */
+static void give(trial *t, luna_tensor *y) {
+  trial_array *a = &t->output[t->outputs];
+  if (!y) {
+    t->broken = true;
+    return;
+  }
+  const int64_t count = luna_count(y);
+  if (!a->values) {
+    a->count = count;
+    a->values = common_floats(count);
+  }
+  luna_read(y, a->values);
+  for (int64_t j = 0; j < count; j++) t->value += (double)a->values[j] * (double)(float)common_number(900 + (uint64_t)t->outputs, (uint64_t)j);
+  luna_tensor *part = common_loss(y, 900 + (uint64_t)t->outputs);
+  t->loss = t->loss ? luna_add(t->loss, part) : part;
+  t->outputs++;
+}
+
+typedef struct op_case {
+  const char *name;
+  void (*run)(trial *t, int variant);
+  int variants;
+} op_case;
+
+/* Runs a case in a context of its own (so that dropout finds the same step each time). False, with t->error, when anything failed. */
+static bool trial_run(trial *t, const op_case *c, int variant, bool backward) {
+  bool fine = true;
+  t->ctx = NULL, t->params = NULL, t->loss = NULL;
+  t->inputs = t->outputs = 0;
+  t->broken = false;
+  t->value = 0;
+  c->run(t, variant);
+  fine = t->ctx && !t->broken && t->loss;
+  if (fine && backward) {
+    fine = luna_backward(t->loss) == LUNA_OK;
+    for (int i = 0; fine && i < t->inputs; i++) /* what backward did not reach has no gradient: zero */
+      if (t->tensor[i]->grad) fine = luna_read_grad(t->tensor[i], t->input[i].gradient) == LUNA_OK;
+      else memset(t->input[i].gradient, 0, (size_t)t->input[i].count * sizeof(float));
+  }
+  snprintf(t->error, sizeof t->error, "%s", t->ctx ? luna_error(t->ctx) : "no context");
+  luna_close(t->ctx);
+  return fine;
+}
+static void trial_free(trial *t) {
+  for (int i = 0; i < TRIAL_MOST; i++) free(t->input[i].values), free(t->input[i].gradient);
+  for (int i = 0; i < 4; i++) free(t->output[i].values);
+  memset(t, 0, sizeof *t);
+}
+
+#define SIZE(small, large) (t->big ? (large) : (small))
+
+/* ---- shapes ---- */
+static void op_reshape(trial *t, int v) {
+  luna_tensor *x = in3(t, 2, 3, 4);
+  const int64_t shapes[3][3] = {{6, 4, 1}, {4, -1, 1}, {3, 2, 4}};
+  const int ranks[3] = {2, 2, 3};
+  give(t, luna_reshape(x, ranks[v], shapes[v]));
+}
+static void op_slice(trial *t, int v) {
+  luna_tensor *x = in3(t, 4, 5, 6);
+  const int64_t part[4][3] = {{0, 1, 2}, {1, 2, 3}, {2, 3, 3}, {2, 0, 1}};
+  give(t, luna_slice(x, (int)part[v][0], part[v][1], part[v][2]));
+}
+static void op_views(trial *t, int v) { /* views of views, overlapping; the gradient meets in the owner */
+  luna_tensor *x = in3(t, 4, 3, 2);
+  const int64_t flat[2] = {6, 2};
+  luna_tensor *upper = luna_reshape(luna_slice(x, 0, 0, 2), 2, flat), *lower = luna_reshape(luna_slice(x, 0, 1, 2), 2, flat);
+  give(t, v == 0 ? luna_mul(upper, lower) : luna_slice(luna_gelu(luna_add(upper, luna_slice(lower, 0, 0, 6))), 0, 2, 3));
+}
+static void op_permute(trial *t, int v) {
+  static const int axes[9][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {1, 2, 0, 3}, {2, 0, 1, 3}, {2, 1, 0, 3}, {0, 2, 1, 3}, {3, 1, 0, 2}, {1, 0, 3, 2}};
+  give(t, luna_permute(v < 6 ? in3(t, SIZE(2, 17), 3, SIZE(4, 19)) : in4(t, 2, 3, SIZE(4, 18), 5), axes[v]));
+}
+static void op_concat(trial *t, int v) {
+  luna_tensor *x[3];
+  const int64_t sizes[3] = {2, 1, 3};
+  for (int i = 0; i < 3; i++) x[i] = in3(t, v == 0 ? sizes[i] : 2, v == 1 ? sizes[i] : 3, v == 2 ? sizes[i] : 4);
+  give(t, luna_concat(x, v == 3 ? 1 : 3, v == 3 ? 0 : v));
+  if (v == 3) give(t, luna_concat(x + 1, 2, 2));
+}
+static void op_repeat(trial *t, int v) { give(t, luna_repeat(v ? in3(t, 2, 3, 4) : in1(t, 5), 3)); }
+
+/* ---- arithmetic ---- */
+static luna_tensor *op_partner(trial *t, int v) {
+  const int64_t a = SIZE(2, 7), b = SIZE(3, 33), c = SIZE(4, 37);
+  return v == 0 ? in3(t, a, b, c) : v == 1 ? in1(t, c) : v == 2 ? in2(t, b, c) : NULL;
+}
+static void op_add(trial *t, int v) {
+  luna_tensor *x = in3(t, SIZE(2, 7), SIZE(3, 33), SIZE(4, 37));
+  luna_tensor *y = op_partner(t, v);
+  give(t, luna_add(x, v == 3 ? x : y));
+}
+static void op_mul(trial *t, int v) {
+  luna_tensor *x = in3(t, SIZE(2, 7), SIZE(3, 33), SIZE(4, 37));
+  luna_tensor *y = op_partner(t, v);
+  give(t, luna_mul(x, v == 3 ? x : y));
+}
+static void op_scale(trial *t, int v) { give(t, luna_scale(in2(t, 3, SIZE(5, 101)), v ? 0 : (float)-1.7)); }
+static void op_sum(trial *t, int v) { give(t, luna_sum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1)); }
+static void op_mean(trial *t, int v) { give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1)); }
+static void op_matmul(trial *t, int v) { /* four transpositions, times the batch shapes; 16..: long sums and single rows */
+  const bool ta = (v & 1) != 0, tb = (v & 2) != 0;
+  const int form = v / 4;
+  const int64_t m = form == 4 ? 1 : SIZE(2, 37), k = form == 4 ? SIZE(5, 531) : SIZE(3, 43), n = form == 4 ? SIZE(1, 3) : SIZE(4, 35);
+  const int64_t a0 = ta ? k : m, a1 = ta ? m : k, b0 = tb ? n : k, b1 = tb ? k : n;
+  luna_tensor *a = form == 0 || form == 4 ? in2(t, a0, a1) : in4(t, 2, 3, a0, a1);
+  luna_tensor *b = form == 2 ? in3(t, 3, b0, b1) : form == 3 ? in4(t, 2, 3, b0, b1) : in2(t, b0, b1);
+  give(t, luna_matmul(a, b, ta, tb));
+}
+static void op_linear(trial *t, int v) {
+  const int64_t in = SIZE(3, 67), out = SIZE(4, 45);
+  luna_tensor *x = v < 2 ? in2(t, SIZE(5, 131), in) : v < 4 ? in3(t, 2, SIZE(3, 19), in) : in1(t, in);
+  luna_tensor *weight = in2(t, out, in);
+  give(t, luna_linear(x, weight, v % 2 ? in1(t, out) : NULL));
+}
+
+/* ---- maps and rows ---- */
+static void op_activate(trial *t, int v) {
+  static const luna_activation kinds[6] = {LUNA_NONE, LUNA_RELU, LUNA_GELU, LUNA_ELU1, LUNA_SOFTPLUS, LUNA_SOFTPLUS2};
+  luna_tensor *x = trial_input(t, 4, 2, 3, SIZE(8, 133), 1, 1);
+  give(t, v < 6 ? luna_activate(x, kinds[v]) : v == 6 ? luna_relu(x) : v == 7 ? luna_gelu(x) : v == 8 ? luna_elu1(x) : luna_softplus(x));
+}
+static void op_softmax(trial *t, int v) {
+  const int32_t lengths[3] = {2, 5, 1}, some[3] = {1, 0, 3};
+  luna_tensor *x = v < 2 ? in2(t, 3, SIZE(5, 133)) : trial_input(t, 3, 3, 3, 2, SIZE(5, 67), 1);
+  give(t, luna_softmax(x, v == 0 || v == 2 ? NULL : v == 4 ? some : lengths));
+}
+static void op_dropout(trial *t, int v) { give(t, luna_gelu(luna_dropout(in2(t, 3, SIZE(7, 131)), (float)(v ? 0.75 : 0.3)))); }
+static void op_layer_norm(trial *t, int v) {
+  luna_tensor *x = v < 4 ? in3(t, 2, SIZE(3, 17), SIZE(5, 67)) : in2(t, SIZE(2, 5), v == 4 ? 1 : SIZE(6, 1031));
+  const int64_t d = x ? x->shape[x->rank - 1] : 1;
+  luna_tensor *weight = v == 0 || v == 1 || v >= 4 ? in1(t, d) : NULL;
+  give(t, luna_layer_norm(x, weight, v == 0 || v == 2 || v >= 4 ? in1(t, d) : NULL));
+}
+static void op_embedding(trial *t, int v) {
+  const int32_t tokens[6] = {4, 0, 4, 2, 4, 1};
+  give(t, luna_embedding(in2(t, 5, SIZE(3, 67)), tokens, v ? 1 : 2, v ? 6 : 3));
+}
+static void op_cross_entropy(trial *t, int v) {
+  const int32_t labels[6] = {4, 0, -1, 2, 4, 1};
+  luna_tensor *x = v % 2 ? trial_input(t, 3, 3, 2, 3, SIZE(5, 133), 1) : in2(t, 6, SIZE(5, 133));
+  luna_cross_entropy_config config = {0};
+  config.smoothing = v == 2 || v == 5 ? (float)0.1 : 0;
+  config.ignore = v >= 3;
+  config.ignore_index = 4;
+  config.sum = v >= 4;
+  give(t, v < 2 ? luna_cross_entropy(x, labels) : luna_cross_entropy_with(x, labels, &config));
+}
+
+/* ---- attention ---- */
+static void op_attention(trial *t, int v) {
+  static const int32_t lengths[2] = {3, 5}, empty[2] = {0, 4};
+  luna_attention_config c = {0};
+  luna_tensor *sums = NULL;
+  const bool blocks = v == 8 || v == 14; /* more keys, and queries, than a block */
+  const int64_t n = v == 14 ? SIZE(520, 1030) : SIZE(4, 71), m = blocks ? SIZE(515, 1100) : v == 4 ? n : SIZE(6, 83), dk = SIZE(2, 24), dv = v == 6 ? SIZE(3, 17) : dk;
+  c.heads = v == 0 ? 0 : 2;
+  c.lengths = v == 2 || v == 5 || v == 7 ? lengths : v == 9 ? empty : NULL;
+  c.causal = v == 3 || v == 4 || v == 7 || v == 14;
+  c.dropout = v == 5 || v == 7 || v == 10 || v == 14 ? (float)0.3 : 0;
+  c.scale = v == 6 ? (float)0.9 : 0;
+  c.sums = v == 5 || v == 9 || v == 10 ? &sums : NULL;
+  luna_tensor *q = in3(t, v == 12 ? 1 : 2, n, 2 * dk), *k = in3(t, v == 13 ? 1 : 2, m, 2 * dk); /* 1: shared by the batch */
+  luna_tensor *values = v == 11 ? k : in3(t, v == 13 ? 1 : 2, m, 2 * dv);
+  give(t, luna_softmax_attention(q, k, values, &c));
+  if (c.sums) give(t, sums);
+}
+static void op_attention_packed(trial *t, int v) {
+  static const int32_t queries[4] = {0, 3, 4, 9}, keys[4] = {0, 2, 2, 8}, same[4] = {0, 3, 3, 9};
+  luna_attention_config c = {0};
+  luna_tensor *sums = NULL;
+  const bool self = v >= 2;
+  const int64_t d = SIZE(2, 19);
+  c.heads = 2;
+  c.packed = 3;
+  c.query_offsets = self ? same : queries;
+  c.key_offsets = self ? same : keys;
+  c.causal = v == 2;
+  c.dropout = v == 1 || v == 3 ? (float)0.3 : 0;
+  c.sums = v == 1 ? &sums : NULL;
+  luna_tensor *q = in2(t, 9, 2 * d), *k = in2(t, self ? 9 : 8, 2 * d);
+  give(t, luna_softmax_attention(q, k, in2(t, self ? 9 : 8, 2 * d), &c));
+  if (c.sums) give(t, sums);
+}
+static void op_causal_product(trial *t, int v) {
+  const int64_t rows[4] = {5, 67, 130, 1}, n = rows[v], h = v == 1 ? 1 : 2, d1 = SIZE(2, 23), d2 = SIZE(3, 25);
+  luna_tensor *x = in3(t, 2, n, h * d1), *y = in3(t, 2, n, h * d1);
+  give(t, luna_causal_product(x, y, in3(t, 2, n, h * d2), h));
+}
+static void op_short_convolution(trial *t, int v) {
+  const int64_t widths[4] = {4, 4, 1, 7}, n = v == 1 ? 2 : SIZE(6, 70), d = SIZE(3, 37);
+  luna_tensor *x = in3(t, 2, n, d), *weight = in2(t, d, widths[v]);
+  give(t, luna_short_convolution(x, weight, v == 2 ? NULL : in1(t, d)));
+}
+static void op_pack(trial *t, int v) {
+  static const int32_t lengths[2] = {4, 7}, empty[2] = {0, 4};
+  luna_tensor *sums = NULL;
+  const int64_t m = v == 4 ? SIZE(515, 1100) : SIZE(7, 131), d = SIZE(3, 37);
+  luna_tensor *weights = in3(t, 2, SIZE(4, 21), d);
+  give(t, luna_pack(weights, in3(t, 2, m, d), v == 1 || v == 3 ? lengths : v == 5 ? empty : NULL, v == 2 || v == 3 ? (float)0.3 : 0,
+                    v == 0 ? NULL : &sums));
+  if (v) give(t, sums);
+}
+static void op_unpack(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 3}, empty[2] = {0, 9};
+  const int64_t n = v == 5 ? SIZE(515, 1030) : SIZE(5, 70), d = SIZE(3, 37), h = 2, l = SIZE(3, 18); /* 5: more rows than a block */
+  luna_tensor *x = in3(t, 2, n, d), *k = in4(t, 2, h, l, d), *bias = in3(t, 2, h, l), *values = in4(t, 2, h, l, d);
+  give(t, luna_unpack(x, k, bias, values, v % 2 ? in1(t, d) : NULL, v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL, v >= 2 ? (float)0.3 : 0));
+}
+static void op_causal_nested(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 3};
+  static const luna_activation omega[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
+  const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
+  luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d), *s = in3(t, 2, n, h * l);
+  give(t, luna_causal_nested_attention(q, k, values, s, h, omega[v % 3], v == 3 || v == 4 ? lengths : NULL, v >= 4 && v < 7 ? (float)0.3 : 0));
+}
+
+/* y = factor a b^2, with the factor in the op's state */
+static void op_custom_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const float factor = *(const float *)state;
+  (void)count;
+  for (int64_t i = 0; i < luna_count(out); i++) out->data[i] = factor * in[0]->data[i] * in[1]->data[i] * in[1]->data[i];
+}
+static void op_custom_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const float factor = *(const float *)state;
+  (void)count;
+  for (int64_t i = 0; i < luna_count(out); i++) {
+    const float g = factor * out->grad[i];
+    if (in[0]->grad) in[0]->grad[i] += g * in[1]->data[i] * in[1]->data[i];
+    if (in[1]->grad) in[1]->grad[i] += 2 * g * in[0]->data[i] * in[1]->data[i];
+  }
+}
+static void op_custom(trial *t, int v) {
+  float factor = (float)1.25;
+  luna_custom custom = {op_custom_forward, op_custom_backward, NULL, sizeof factor};
+  const int64_t shape[2] = {3, 4};
+  luna_tensor *in[2];
+  in[0] = in2(t, 3, 4);
+  in[1] = in2(t, 3, 4);
+  if (v) in[1] = luna_gelu(in[1]);
+  custom.state = &factor;
+  luna_tensor *y = luna_custom_op(in, 2, 2, shape, &custom);
+  factor = 77; /* the state was copied */
+  give(t, y);
+}
+
+/* ---- layers ---- */
+static void op_linear_layer(trial *t, int v) {
+  luna_linear_layer layer;
+  const luna_init init = {LUNA_XAVIER, 1};
+  (void)v;
+  if (luna_linear_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(3, 33), SIZE(4, 17), init)) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(2, 9), SIZE(3, 33));
+  in_params(t);
+  give(t, luna_linear_layer_forward(&layer, x));
+}
+static void op_norm_layer(trial *t, int v) {
+  luna_norm_layer layer;
+  (void)v;
+  if (luna_norm_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(5, 33))) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(2, 9), SIZE(5, 33));
+  in_params(t);
+  give(t, luna_norm_layer_forward(&layer, x));
+}
+/* the four sharings, times plain and folded, times (self, all keys), (another context, lengths), (self, lengths, dropout) */
+static void op_nested_layer(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 5};
+  const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN;
+  const int what = v / 8;
+  luna_nested_attention_layer layer;
+  luna_nested_attention_config config = {0};
+  luna_tensor *packed = NULL;
+  const int64_t n = SIZE(5, 37), m = SIZE(7, 70), l = SIZE(3, 9);
+  config.dim = SIZE(4, 48);
+  config.heads = what == 2 ? 1 : 2;
+  config.pack_heads = what == 0 ? 4 : what == 1 ? 1 : 2;
+  config.sharing = (luna_sharing)(v % 4);
+  config.dropout = what == 2 ? (float)0.3 : 0;
+  if (luna_nested_attention_layer_init(&layer, trial_params(t, form), "attn.", &config)) t->broken = true;
+  luna_tensor *x = in3(t, 2, n, config.dim), *p = in3(t, 2, l, config.dim), *context = what == 1 ? in3(t, 2, m, config.dim) : NULL;
+  in_params(t);
+  give(t, luna_nested_attention_layer_forward(&layer, x, p, context, what ? lengths : NULL, &packed));
+  give(t, packed);
+}
+static void op_causal_attention_layer(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 3};
+  static const luna_activation omega[3] = {LUNA_NONE, LUNA_SOFTPLUS, LUNA_ELU1};
+  luna_causal_attention_layer layer;
+  luna_causal_attention_config config = {0};
+  config.dim = SIZE(4, 48);
+  config.heads = 2;
+  config.sharing = v % 2 ? LUNA_FULL : LUNA_TIED;
+  config.omega = omega[(v / 2) % 3];
+  config.dropout = v >= 9 ? (float)0.3 : 0;
+  if (luna_causal_attention_layer_init(&layer, trial_params(t, v >= 6 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), "", &config)) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(5, 131), config.dim);
+  luna_tensor *p = v % 4 == 3 ? in2(t, SIZE(3, 9), config.dim) : in3(t, 2, SIZE(3, 9), config.dim);
+  in_params(t);
+  give(t, luna_causal_attention_layer_forward(&layer, x, p, v % 3 == 1 ? lengths : NULL));
+}
+static luna_layer_config op_layer_config(trial *t, int v) {
+  luna_layer_config config = {0};
+  config.dim = SIZE(4, 48);
+  config.heads = 2;
+  config.pack_heads = v % 2 ? 4 : 0;
+  config.ffn = SIZE(6, 50);
+  config.sharing = v % 4 >= 2 ? LUNA_FULL : LUNA_TIED;
+  config.activation = v % 2 ? LUNA_GELU : LUNA_NONE;
+  config.pre_norm = v % 2 != 0;
+  config.dropout = v >= 4 ? (float)0.1 : 0;
+  config.attention_dropout = v >= 4 ? (float)0.2 : 0;
+  config.activation_dropout = v >= 4 ? (float)0.15 : 0;
+  return config;
+}
+static void op_encoder_layer(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 5};
+  luna_encoder_layer layer;
+  const luna_layer_config config = op_layer_config(t, v);
+  if (luna_encoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), "layers.0.", &config)) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim);
+  in_params(t);
+  give(t, luna_encoder_layer_forward(&layer, x, &p, v % 4 == 1 ? lengths : NULL));
+  give(t, p);
+}
+static void op_decoder_layer(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 6};
+  luna_decoder_layer layer;
+  const luna_layer_config config = op_layer_config(t, v);
+  if (luna_decoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), "layers.0.", &config)) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(5, 70), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim), *context = in3(t, 2, SIZE(7, 41), config.dim);
+  in_params(t);
+  give(t, luna_decoder_layer_forward(&layer, x, &p, context, v % 4 == 1 ? lengths : NULL));
+  give(t, p);
+}
+static void op_causal_layer(trial *t, int v) {
+  luna_causal_layer layer;
+  luna_layer_config config = op_layer_config(t, v);
+  config.convolution = v % 3 ? 4 : 0;
+  config.omega = v % 2 ? LUNA_ELU1 : LUNA_NONE;
+  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config)) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
+  in_params(t);
+  give(t, luna_causal_layer_forward(&layer, x));
+}
+static void op_lm(trial *t, int v) {
+  static const int32_t tokens[8] = {3, 0, 6, 6, 1, 5, 2, 3};
+  luna_lm model;
+  luna_lm_config config = {0};
+  config.vocab = 7;
+  config.layers = 2;
+  config.memory = 3;
+  config.layer = op_layer_config(t, v);
+  config.layer.convolution = 3;
+  if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
+  in1(t, 1); /* begins the step; the language model has no input but its parameters */
+  in_params(t);
+  give(t, luna_lm_forward(&model, tokens, 2, 4));
+  give(t, luna_scale(t->tensor[0], 1));
+}
+
+static const op_case op_cases[] = {
+  {"reshape", op_reshape, 3}, {"slice", op_slice, 4}, {"views", op_views, 2}, {"permute", op_permute, 9}, {"concat", op_concat, 4},
+  {"repeat", op_repeat, 2}, {"add", op_add, 4}, {"mul", op_mul, 4}, {"scale", op_scale, 2}, {"sum", op_sum, 4}, {"mean", op_mean, 4},
+  {"matmul", op_matmul, 20}, {"linear", op_linear, 6}, {"activate", op_activate, 10}, {"softmax", op_softmax, 5},
+  {"dropout", op_dropout, 2}, {"layer_norm", op_layer_norm, 6}, {"embedding", op_embedding, 2}, {"cross_entropy", op_cross_entropy, 6},
+  {"softmax_attention", op_attention, 15}, {"softmax_attention packed", op_attention_packed, 4}, {"causal_product", op_causal_product, 4},
+  {"short_convolution", op_short_convolution, 4}, {"pack", op_pack, 6}, {"unpack", op_unpack, 6},
+  {"causal_nested_attention", op_causal_nested, 8}, {"custom_op", op_custom, 2}, {"linear_layer", op_linear_layer, 1},
+  {"norm_layer", op_norm_layer, 1}, {"nested_attention_layer", op_nested_layer, 24}, {"causal_attention_layer", op_causal_attention_layer, 12},
+  {"encoder_layer", op_encoder_layer, 8}, {"decoder_layer", op_decoder_layer, 8}, {"causal_layer", op_causal_layer, 8}, {"lm", op_lm, 6}
+};
+#define OP_CASES ((int)(sizeof op_cases / sizeof op_cases[0]))
+
+#endif

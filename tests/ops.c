@@ -1,0 +1,978 @@
+/* Ops: every instruction set against the scalar one; values against naive loops in double; fused against composed, folded against
+   plain, packed against alone; views; what is refused and how it is said. Gradients themselves: tests/gradients.c. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "op_cases.h"
+
+static luna_ctx *open_plain(luna_isa isa) {
+  luna_options options = {0};
+  options.threads = 2;
+  options.isa = isa;
+  return luna_open(&options);
+}
+
+/* ---- every case on every instruction set, and on three threads, against the scalar path ---- */
+static void compare_trials(const trial *got, const trial *expected, const char *what, double output_limit, double gradient_limit) {
+  for (int i = 0; i < expected->outputs; i++) {
+    const double error = common_error(got->output[i].values, expected->output[i].values, expected->output[i].count, 1e-3);
+    CHECK(error <= output_limit, "%s: output %d is off by %.3g", what, i, error);
+  }
+  for (int i = 0; i < expected->inputs; i++) {
+    const double error = common_error(got->input[i].gradient, expected->input[i].gradient, expected->input[i].count, 0.1); /* sums of numbers about 1 that cancel */
+    CHECK(error <= gradient_limit, "%s: the gradient of input %d is off by %.3g", what, i, error);
+  }
+}
+static void check_isas(const op_case *c, int variant, bool big) {
+  trial scalar, other;
+  char what[128];
+  memset(&scalar, 0, sizeof scalar);
+  scalar.big = big;
+  scalar.options.isa = LUNA_ISA_SCALAR;
+  scalar.options.threads = 1;
+  if (!CHECK(trial_run(&scalar, c, variant, true), "%s, variant %d: %s", c->name, variant, scalar.error)) {
+    trial_free(&scalar);
+    return;
+  }
+  for (int i = 1; i < COMMON_ISAS; i++) {
+    if (!luna_isa_available(common_isas[i])) continue;
+    memset(&other, 0, sizeof other);
+    other.big = big;
+    other.options.isa = common_isas[i];
+    other.options.threads = 3;
+    snprintf(what, sizeof what, "%s, variant %d%s, %s", c->name, variant, big ? ", big" : "", luna_isa_name(common_isas[i]));
+    if (CHECK(trial_run(&other, c, variant, true), "%s: %s", what, other.error)) compare_trials(&other, &scalar, what, 2e-6, 2e-5);
+    trial_free(&other);
+  }
+  trial_free(&scalar);
+}
+
+/* ---- fused rows against their compositions: the same cases on a backend without tier 2 ---- */
+static void check_composed(const op_case *c, int variant) {
+  luna_backend tier1 = *luna_cpu_backend();
+  trial fused, composed;
+  char what[128];
+  memset(&fused, 0, sizeof fused);
+  memset(&composed, 0, sizeof composed);
+  tier1.row[LUNA_ROW_PACK].forward = tier1.row[LUNA_ROW_UNPACK].forward = tier1.row[LUNA_ROW_CAUSAL_LUNA].forward = NULL;
+  fused.big = composed.big = true;
+  composed.options.backend = &tier1;
+  snprintf(what, sizeof what, "%s, variant %d, composed", c->name, variant);
+  if (CHECK(trial_run(&fused, c, variant, true), "%s, fused: %s", what, fused.error) &&
+      CHECK(trial_run(&composed, c, variant, true), "%s: %s", what, composed.error))
+    compare_trials(&composed, &fused, what, 2e-6, 2e-5);
+  trial_free(&fused);
+  trial_free(&composed);
+}
+
+/* ---- folded against plain, with the same dropout masks ---- */
+static void run_form(trial *t, int v) { /* sharing, dropout, lengths; t->options.form is set before */
+  static const int32_t lengths[3] = {6, 29, 0};
+  luna_nested_attention_layer layer;
+  luna_nested_attention_config config = {0};
+  luna_tensor *packed = NULL;
+  config.dim = 40;
+  config.heads = 5;
+  config.pack_heads = 4;
+  config.sharing = (luna_sharing)(v % 4);
+  config.dropout = v & 4 ? 0.25f : 0;
+  if (luna_nested_attention_layer_init(&layer, trial_params(t, t->options.form), "", &config)) t->broken = true;
+  luna_tensor *x = in3(t, 3, 21, 40), *p = in3(t, 3, 8, 40), *context = in3(t, 3, 29, 40);
+  in_params(t);
+  give(t, luna_nested_attention_layer_forward(&layer, x, p, context, v & 8 ? lengths : NULL, &packed));
+  give(t, packed);
+}
+static void check_forms(void) {
+  static const op_case c = {"folded against plain", run_form, 16};
+  for (int v = 0; v < c.variants; v++) {
+    trial plain, folded;
+    char what[64];
+    memset(&plain, 0, sizeof plain);
+    memset(&folded, 0, sizeof folded);
+    plain.options.form = LUNA_FORM_PLAIN;
+    folded.options.form = LUNA_FORM_FOLDED;
+    snprintf(what, sizeof what, "%s, variant %d", c.name, v);
+    if (CHECK(trial_run(&plain, &c, v, true), "%s: %s", what, plain.error) && CHECK(trial_run(&folded, &c, v, true), "%s: %s", what, folded.error))
+      compare_trials(&folded, &plain, what, 2e-6, 2e-5);
+    trial_free(&plain);
+    trial_free(&folded);
+  }
+}
+
+/* ---- values against loops in double ---- */
+static double naive_activation(luna_activation kind, double x) {
+  switch (kind) {
+    case LUNA_RELU: return x > 0 ? x : 0;
+    case LUNA_GELU: return 0.5 * x * (1 + erf(x / sqrt(2.0)));
+    case LUNA_ELU1: return x > 0 ? x + 1 : exp(x);
+    case LUNA_SOFTPLUS: return (x > 0 ? x : 0) + log1p(exp(-fabs(x)));
+    case LUNA_SOFTPLUS2: return (x > 0 ? x : 0) + log1p(exp2(-fabs(x))) / log(2.0);
+    default: return x;
+  }
+}
+
+typedef struct naive {
+  int64_t batch, heads, queries, keys, dim, value_dim;
+  const int32_t *lengths, *query_offsets, *key_offsets;
+  double scale, dropout;
+  bool causal;
+  uint64_t seed;
+  uint32_t op, step;
+} naive;
+/* what the 16-bit rule of design.md leaves of element e: 0 or 1 / (1 - p) */
+static double naive_kept(const naive *a, int64_t e) {
+  const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)((uint64_t)(e / 8) >> 32), a->op, a->step};
+  uint32_t word[4];
+  if (a->dropout == 0) return 1;
+  luna_philox(counter, a->seed, word);
+  return (word[e % 8 / 2] >> e % 2 * 16 & 0xFFFFu) < (uint32_t)floor(65536 * a->dropout + 0.5) ? 0 : 1 / (1 - a->dropout);
+}
+/* softmax attention of dense [batch, rows, heads, dim] or packed rows */
+static void naive_attention(const naive *a, const float *q, const float *k, const float *v, float *out, float *lse, float *sums) {
+  for (int64_t b = 0; b < a->batch; b++) {
+    const int64_t q0 = a->query_offsets ? a->query_offsets[b] : b * a->queries, k0 = a->key_offsets ? a->key_offsets[b] : b * a->keys;
+    const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - q0 : a->queries;
+    const int64_t all = a->lengths ? a->lengths[b] : a->key_offsets ? a->key_offsets[b + 1] - k0 : a->keys;
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t h = 0; h < a->heads; h++) {
+        const int64_t keys = a->causal && i + 1 < all ? i + 1 : all;
+        double *p = (double *)common_alloc((size_t)(keys + 1) * sizeof(double)), most = -INFINITY, sum = 0, kept = 0;
+        float *y = out + ((q0 + i) * a->heads + h) * a->value_dim;
+        for (int64_t j = 0; j < keys; j++) {
+          p[j] = 0;
+          for (int64_t e = 0; e < a->dim; e++) p[j] += a->scale * (double)q[((q0 + i) * a->heads + h) * a->dim + e] * (double)k[((k0 + j) * a->heads + h) * a->dim + e];
+          if (p[j] > most) most = p[j];
+        }
+        for (int64_t j = 0; j < keys; j++) sum += p[j] = exp(p[j] - most);
+        for (int64_t j = 0; j < keys; j++) kept += p[j] *= naive_kept(a, ((b * a->heads + h) * a->queries + i) * a->keys + j) / sum;
+        if (sums) sums[(q0 + i) * a->heads + h] = (float)kept;
+        for (int64_t e = 0; e < a->value_dim; e++) {
+          double total = 0;
+          for (int64_t j = 0; j < keys; j++) total += p[j] * (double)v[((k0 + j) * a->heads + h) * a->value_dim + e];
+          y[e] = (float)total;
+        }
+        if (lse) lse[(q0 + i) * a->heads + h] = keys ? (float)(most + log(sum)) : 0;
+        free(p);
+      }
+  }
+}
+static void naive_causal(int64_t batch, int64_t n, int64_t heads, int64_t d1, int64_t d2, const float *x, const float *y, const float *z, float *out) {
+  double *s = (double *)common_alloc((size_t)(d1 * d2) * sizeof(double));
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t h = 0; h < heads; h++) {
+      memset(s, 0, (size_t)(d1 * d2) * sizeof(double));
+      for (int64_t t = 0; t < n; t++) {
+        const int64_t at = (b * n + t) * heads + h;
+        for (int64_t i = 0; i < d1; i++)
+          for (int64_t j = 0; j < d2; j++) s[i * d2 + j] += (double)y[at * d1 + i] * (double)z[at * d2 + j];
+        for (int64_t j = 0; j < d2; j++) {
+          double sum = 0;
+          for (int64_t i = 0; i < d1; i++) sum += (double)x[at * d1 + i] * s[i * d2 + j];
+          out[at * d2 + j] = (float)(sum / (double)(t + 1));
+        }
+      }
+    }
+  free(s);
+}
+static void naive_matmul(int64_t m, int64_t n, int64_t k, const float *a, bool ta, const float *b, bool tb, double *c) {
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < n; j++) {
+      double sum = 0;
+      for (int64_t p = 0; p < k; p++) sum += (double)a[ta ? p * m + i : i * k + p] * (double)b[tb ? j * k + p : p * n + j];
+      c[i * n + j] = sum;
+    }
+}
+
+static const char *values_isa = ""; /* what check_values runs on */
+/* a tensor's values against what is expected, within 2e-6 */
+static void expect(luna_ctx *ctx, const char *what, const luna_tensor *t, const float *expected, int64_t n) {
+  char name[96];
+  snprintf(name, sizeof name, "%s (%s)", what, values_isa);
+  if (CHECK(t && luna_count(t) == n, "%s: %lld elements, not %lld: %s", name, (long long)luna_count(t), (long long)n, luna_error(ctx)))
+    test_close(name, t->data, expected, (size_t)n, 2e-6);
+}
+
+static void check_values_maps(luna_ctx *ctx) {
+  static const luna_activation kinds[6] = {LUNA_NONE, LUNA_RELU, LUNA_GELU, LUNA_ELU1, LUNA_SOFTPLUS, LUNA_SOFTPLUS2};
+  const int64_t n = 2001;
+  float *x = common_random(n, 1, 1), *y = common_floats(n);
+  for (int64_t i = 0; i < n; i++) x[i] = x[i] * (i % 3 == 0 ? 90.0f : i % 3 == 1 ? 8.0f : 1e-3f);
+  luna_begin_inference(ctx);
+  luna_tensor *t = luna_tensor_new(ctx, x, 1, &n);
+  for (int k = 0; k < 6; k++) {
+    double worst = 0;
+    luna_tensor *a = luna_activate(t, kinds[k]);
+    for (int64_t i = 0; a && i < n; i++) {
+      const double expected = naive_activation(kinds[k], (double)x[i]), off = fabs((double)a->data[i] - expected);
+      if (off / (fabs(expected) + 1e-6) > worst) worst = off / (fabs(expected) + 1e-6);
+      y[i] = (float)expected;
+    }
+    expect(ctx, "activation", a, y, n);
+    CHECK(worst < 2e-5 || kinds[k] == LUNA_GELU, "activation %d (%s) is off by %.3g relative", (int)kinds[k], values_isa, worst);
+  }
+  free(x);
+  free(y);
+}
+
+static void check_values_rows(luna_ctx *ctx) {
+  const int64_t rows = 7, n = 37;
+  const int32_t labels[7] = {3, 36, -1, 0, 5, 5, 11}, lengths[7] = {37, 1, 5, 36, 0, 17, 2};
+  float *x = common_random(rows * n, 2, 3), *w = common_random(n, 3, 1), *b = common_random(n, 4, 1);
+  float *soft = common_floats(rows * n), *norm = common_floats(rows * n), loss[3];
+  double plain = 0, smooth = 0, ignored = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    double sum = 0, all = 0, mean = 0, variance = 0, mass = 0;
+    for (int64_t i = 0; i < n; i++) all += exp((double)x[r * n + i]), mean += (double)x[r * n + i] / (double)n;
+    for (int64_t i = 0; i < lengths[r]; i++) sum += exp((double)x[r * n + i]);
+    for (int64_t i = 0; i < n; i++) {
+      const double d = (double)x[r * n + i] - mean;
+      variance += d * d / (double)n;
+      mass += (log(all) - (double)x[r * n + i]) / (double)n;
+      soft[r * n + i] = i < lengths[r] ? (float)(exp((double)x[r * n + i]) / sum) : 0;
+    }
+    for (int64_t i = 0; i < n; i++) norm[r * n + i] = (float)(((double)x[r * n + i] - mean) / sqrt(variance + 1e-5) * (double)w[i] + (double)b[i]);
+    if (labels[r] < 0) continue;
+    const double nll = log(all) - (double)x[r * n + labels[r]];
+    plain += nll / 6;
+    smooth += 0.9 * nll + 0.1 * mass;
+    if (labels[r] != 5) ignored += nll / 4;
+  }
+  luna_begin_inference(ctx);
+  const int64_t shape[2] = {7, 37};
+  luna_cross_entropy_config smoothing = {0}, ignore = {0};
+  smoothing.smoothing = 0.1f;
+  smoothing.sum = true;
+  ignore.ignore = true;
+  ignore.ignore_index = 5;
+  luna_tensor *t = luna_tensor_new(ctx, x, 2, shape);
+  expect(ctx, "softmax with lengths", luna_softmax(t, lengths), soft, rows * n);
+  expect(ctx, "layer norm", luna_layer_norm(t, luna_tensor_new(ctx, w, 1, &n), luna_tensor_new(ctx, b, 1, &n)), norm, rows * n);
+  loss[0] = (float)plain;
+  loss[1] = (float)smooth;
+  loss[2] = (float)ignored;
+  expect(ctx, "cross-entropy", luna_cross_entropy(t, labels), loss, 1);
+  expect(ctx, "cross-entropy, smoothed sum", luna_cross_entropy_with(t, labels, &smoothing), loss + 1, 1);
+  expect(ctx, "cross-entropy, ignoring 5", luna_cross_entropy_with(t, labels, &ignore), loss + 2, 1);
+  const int32_t none[7] = {-1, -1, -1, -1, -1, -1, -1};
+  luna_tensor *zero = luna_cross_entropy(t, none);
+  CHECK(zero && luna_item(zero) == 0, "cross-entropy without a label that counts is %g", (double)luna_item(zero));
+  free(x), free(w), free(b), free(soft), free(norm);
+}
+
+static void check_values_products(luna_ctx *ctx) {
+  const int64_t m = 19, n = 23, k = 300;
+  float *a = common_random(m * k, 5, 1), *b = common_random(n * k, 6, 1), *bias = common_random(n, 7, 1), *out = common_floats(m * n);
+  double *c = (double *)common_alloc((size_t)(m * n) * sizeof(double));
+  luna_begin_inference(ctx);
+  for (int v = 0; v < 4; v++) {
+    const int64_t sa[2] = {v & 1 ? k : m, v & 1 ? m : k}, sb[2] = {v & 2 ? n : k, v & 2 ? k : n};
+    naive_matmul(m, n, k, a, (v & 1) != 0, b, (v & 2) != 0, c);
+    for (int64_t i = 0; i < m * n; i++) out[i] = (float)c[i];
+    expect(ctx, "matmul", luna_matmul(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), (v & 1) != 0, (v & 2) != 0), out, m * n);
+    if (v != 2) continue;
+    for (int64_t i = 0; i < m * n; i++) out[i] = (float)(c[i] + (double)bias[i % n]);
+    expect(ctx, "linear", luna_linear(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), luna_tensor_new(ctx, bias, 1, &n)), out, m * n);
+  }
+  free(a), free(b), free(bias), free(out), free(c);
+}
+
+static void check_values_attention(luna_ctx *ctx) {
+  static const int32_t lengths[2] = {5, 700};
+  naive a = {2, 3, 45, 700, 8, 8, NULL, NULL, NULL, 1 / sqrt(8.0), 0, false, 0, 0, 0};
+  const int64_t qs[3] = {2, 45, 24}, ks[3] = {2, 700, 24}, qn = 2 * 45 * 24, kn = 2 * 700 * 24;
+  float *q = common_random(qn, 8, 2), *k = common_random(kn, 9, 2), *v = common_random(kn, 10, 1), *out = common_floats(qn);
+  luna_begin_inference(ctx);
+  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, ks), *tv = luna_tensor_new(ctx, v, 3, ks);
+  for (int mode = 0; mode < 4; mode++) {
+    luna_attention_config config = {0};
+    config.heads = 3;
+    config.lengths = a.lengths = mode == 1 ? lengths : NULL;
+    config.causal = a.causal = mode == 2;
+    config.scale = mode == 3 ? 0.5f : 0;
+    a.scale = mode == 3 ? 0.5 : 1 / sqrt(8.0);
+    naive_attention(&a, q, k, v, out, NULL, NULL);
+    expect(ctx, "softmax attention", luna_softmax_attention(tq, tk, tv, &config), out, qn);
+  }
+  a.causal = false;
+  a.lengths = lengths;
+  a.heads = 1;
+  a.dim = a.value_dim = 24;
+  a.scale = 1;
+  naive_attention(&a, q, k, k, out, NULL, NULL);
+  expect(ctx, "pack", luna_pack(tq, tk, lengths, 0, NULL), out, qn);
+  free(q), free(k), free(v), free(out);
+}
+
+static void check_values_unpack(luna_ctx *ctx) { /* softmax over each head's slots of (x k^T + bias), times v, summed over heads */
+  enum { B = 2, N = 33, D = 20, H = 3, L = 7 };
+  static const int32_t lengths[B] = {4, 90};
+  const int64_t xs[3] = {B, N, D}, ks[4] = {B, H, L, D}, bs[3] = {B, H, L}, d = D;
+  float *x = common_random(B * N * D, 11, 1), *k = common_random(B * H * L * D, 12, 1), *v = common_random(B * H * L * D, 13, 1);
+  float *bias = common_random(B * H * L, 14, 1), *last = common_random(D, 15, 1), *out = common_floats(B * N * D);
+  for (int64_t row = 0; row < B * N; row++)
+    for (int64_t h = 0; h < H; h++) {
+      const int64_t b = row / N, slots = lengths[b] < L ? lengths[b] : L;
+      double p[L], sum = 0;
+      for (int64_t j = 0; j < slots; j++) {
+        const int64_t at = (b * H + h) * L + j;
+        p[j] = (double)bias[at];
+        for (int64_t e = 0; e < D; e++) p[j] += (double)x[row * D + e] * (double)k[at * D + e];
+        sum += p[j] = exp(p[j]);
+      }
+      for (int64_t e = 0; e < D; e++) {
+        double y = h == 0 ? (double)last[e] : (double)out[row * D + e];
+        for (int64_t j = 0; j < slots; j++) y += p[j] / sum * (double)v[((b * H + h) * L + j) * D + e];
+        out[row * D + e] = (float)y;
+      }
+    }
+  luna_begin_inference(ctx);
+  expect(ctx, "unpack", luna_unpack(luna_tensor_new(ctx, x, 3, xs), luna_tensor_new(ctx, k, 4, ks), luna_tensor_new(ctx, bias, 3, bs),
+                                    luna_tensor_new(ctx, v, 4, ks), luna_tensor_new(ctx, last, 1, &d), lengths, 0), out, B * N * D);
+  free(x), free(k), free(v), free(bias), free(last), free(out);
+}
+
+static void check_values_causal(luna_ctx *ctx) {
+  enum { B = 2, N = 150, H = 2, D = 9, L = 5, W = 4 };
+  const int64_t qs[3] = {B, N, H * D}, ss[3] = {B, N, H * L}, ws[2] = {H * D, W}, d = H * D;
+  const int64_t qn = B * N * H * D, sn = B * N * H * L;
+  float *q = common_random(qn, 16, 1), *k = common_random(qn, 17, 1), *v = common_random(qn, 18, 1), *s = common_random(sn, 19, 2);
+  float *a = common_floats(sn), *u = common_floats(sn), *out = common_floats(qn), *w = common_random(H * D * W, 20, 1), *bias = common_random(H * D, 21, 1);
+  luna_begin_inference(ctx);
+  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, qs), *tv = luna_tensor_new(ctx, v, 3, qs), *ts = luna_tensor_new(ctx, s, 3, ss);
+  naive_causal(B, N, H, D, L, q, k, s, u);
+  expect(ctx, "causal product", luna_causal_product(tq, tk, ts, H), u, sn);
+  static const luna_activation omegas[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
+  static const int32_t lengths[B] = {3, 50};
+  for (int o = 0; o < 3; o++) {
+    for (int64_t i = 0; i < sn; i++) a[i] = (float)naive_activation(omegas[o], (double)s[i]);
+    naive_causal(B, N, H, D, L, q, k, a, u);
+    for (int64_t r = 0; r < B * N * H; r++) {
+      const int64_t slots = o == 2 && lengths[r / (N * H)] < L ? lengths[r / (N * H)] : L;
+      double sum = 0;
+      for (int64_t j = 0; j < slots; j++) sum += exp((double)u[r * L + j] / 3); /* 1/sqrt(d_h) */
+      for (int64_t j = 0; j < L; j++) u[r * L + j] = j < slots ? (float)(exp((double)u[r * L + j] / 3) / sum) : 0;
+    }
+    naive_causal(B, N, H, L, D, u, a, v, out);
+    expect(ctx, "causal nested attention", luna_causal_nested_attention(tq, tk, tv, ts, H, omegas[o], o == 2 ? lengths : NULL, 0), out, qn);
+  }
+  for (int64_t i = 0; i < qn; i++) {
+    const int64_t c = i % (H * D), t = i / (H * D) % N;
+    double y = (double)bias[c];
+    for (int64_t j = 0; j < W; j++)
+      if (t - (W - 1) + j >= 0) y += (double)w[c * W + j] * (double)q[i + (j - (W - 1)) * H * D];
+    out[i] = (float)y;
+  }
+  expect(ctx, "short convolution", luna_short_convolution(tq, luna_tensor_new(ctx, w, 2, ws), luna_tensor_new(ctx, bias, 1, &d)), out, qn);
+  free(q), free(k), free(v), free(s), free(a), free(u), free(out), free(w), free(bias);
+}
+
+static void check_values_shapes(luna_ctx *ctx) {
+  const int64_t shape[3] = {2, 3, 4};
+  const int axes[3] = {2, 0, 1};
+  float x[24], y[72];
+  for (int i = 0; i < 24; i++) x[i] = (float)i;
+  luna_begin_inference(ctx);
+  luna_tensor *t = luna_tensor_new(ctx, x, 3, shape), *pair[2];
+  for (int i = 0; i < 24; i++) y[i] = x[i % 6 / 3 * 12 + i % 3 * 4 + i / 6];
+  expect(ctx, "permute", luna_permute(t, axes), y, 24);
+  for (int i = 0; i < 12; i++) y[i] = x[i / 2 * 4 + 1 + i % 2];
+  expect(ctx, "slice of the last axis", luna_slice(t, 2, 1, 2), y, 12);
+  for (int i = 0; i < 48; i++) y[i] = x[i / 24 * 12 + i % 12];
+  pair[0] = pair[1] = t;
+  expect(ctx, "concat", luna_concat(pair, 2, 1), y, 48);
+  for (int i = 0; i < 72; i++) y[i] = x[i % 24];
+  expect(ctx, "repeat", luna_repeat(t, 3), y, 72);
+  for (int i = 0; i < 8; i++) y[i] = x[i / 4 * 12 + i % 4] + x[i / 4 * 12 + 4 + i % 4] + x[i / 4 * 12 + 8 + i % 4];
+  expect(ctx, "sum", luna_sum(t, 1), y, 8);
+  for (int i = 0; i < 8; i++) y[i] /= 3;
+  expect(ctx, "mean", luna_mean(t, 1), y, 8);
+  for (int i = 0; i < 24; i++) y[i] = x[i] * x[i % 4] + x[12 + i % 12];
+  expect(ctx, "mul and add, broadcast", luna_add(luna_mul(t, luna_reshape(luna_slice(luna_reshape(t, 2, (const int64_t[2]){6, 4}), 0, 0, 1), 1, (const int64_t[1]){4})),
+                                                 luna_reshape(luna_slice(t, 0, 1, 1), 2, (const int64_t[2]){3, 4})), y, 24);
+  const int32_t tokens[4] = {1, 0, 1, 1};
+  for (int i = 0; i < 48; i++) y[i] = x[tokens[i / 12] * 12 + i % 12];
+  expect(ctx, "embedding", luna_embedding(luna_reshape(t, 2, (const int64_t[2]){2, 12}), tokens, 2, 2), y, 48);
+}
+
+static void check_values(luna_isa isa) {
+  luna_ctx *ctx = open_plain(isa);
+  values_isa = luna_isa_name(isa);
+  check_values_maps(ctx);
+  check_values_rows(ctx);
+  check_values_products(ctx);
+  check_values_attention(ctx);
+  check_values_unpack(ctx);
+  check_values_causal(ctx);
+  check_values_shapes(ctx);
+  luna_close(ctx);
+}
+
+/* ---- packed, padded and alone: the same bits ---- */
+enum { PACK_PARTS = 4, PACK_DIM = 30, PACK_MOST = 600 };
+static const int32_t pack_lengths[PACK_PARTS] = {37, 1, 600, 0};
+
+/* [batch, rows, PACK_DIM], or [rows, PACK_DIM] for batch 0 */
+static luna_tensor *pack_input(luna_ctx *ctx, const float *values, int64_t batch, int64_t rows) {
+  const int64_t shape[3] = {batch, rows, PACK_DIM};
+  return luna_require_grad(luna_tensor_new(ctx, values, batch ? 3 : 2, batch ? shape : shape + 1));
+}
+static void check_packed(luna_isa isa, bool causal) {
+  const int64_t total = 638, numbers = total * PACK_DIM;
+  float *x[3], *out = common_floats(numbers), *grads = common_floats(3 * numbers), *one = common_floats(PACK_MOST * PACK_DIM), *part = common_floats(3 * PACK_MOST * PACK_DIM);
+  int32_t offsets[PACK_PARTS + 1] = {0};
+  luna_ctx *ctx = open_plain(isa);
+  luna_attention_config config = {0};
+  for (int i = 0; i < 3; i++) x[i] = common_random(numbers, 30 + (uint64_t)i, 1);
+  for (int i = 0; i < PACK_PARTS; i++) offsets[i + 1] = offsets[i] + pack_lengths[i];
+  config.heads = 3;
+  config.causal = causal;
+  config.packed = PACK_PARTS;
+  config.query_offsets = config.key_offsets = offsets;
+  luna_begin_step(ctx);
+  luna_tensor *q = pack_input(ctx, x[0], 0, total), *k = pack_input(ctx, x[1], 0, total), *v = pack_input(ctx, x[2], 0, total);
+  luna_tensor *y = luna_softmax_attention(q, k, v, &config);
+  const int64_t flat[2] = {1, numbers};
+  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, y), 2, flat), 1)) == LUNA_OK && luna_read(y, out) == LUNA_OK, "packed: %s", luna_error(ctx));
+  luna_read_grad(q, grads), luna_read_grad(k, grads + numbers), luna_read_grad(v, grads + 2 * numbers);
+  config.packed = 0;
+  config.query_offsets = config.key_offsets = NULL;
+  for (int i = 0; i < PACK_PARTS; i++) {
+    const int64_t at = (int64_t)offsets[i] * PACK_DIM, n = (int64_t)pack_lengths[i] * PACK_DIM, alone_flat[2] = {1, n};
+    if (n == 0) continue;
+    luna_begin_step(ctx);
+    luna_tensor *a = pack_input(ctx, x[0] + at, 1, pack_lengths[i]), *b = pack_input(ctx, x[1] + at, 1, pack_lengths[i]), *c = pack_input(ctx, x[2] + at, 1, pack_lengths[i]);
+    luna_tensor *alone = luna_softmax_attention(a, b, c, &config);
+    if (!CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(alone, alone), 2, alone_flat), 1)) == LUNA_OK, "alone: %s", luna_error(ctx))) continue;
+    luna_read(alone, one);
+    CHECK(memcmp(one, out + at, (size_t)n * sizeof(float)) == 0, "%s%s: packed sequence %d has other bits than alone", luna_isa_name(isa), causal ? ", causal" : "", i);
+    luna_read_grad(a, part), luna_read_grad(b, part + n), luna_read_grad(c, part + 2 * n);
+    for (int g = 0; g < 3; g++)
+      CHECK(memcmp(part + g * n, grads + g * numbers + at, (size_t)n * sizeof(float)) == 0, "%s%s: the gradient of %c of packed sequence %d has other bits than alone",
+            luna_isa_name(isa), causal ? ", causal" : "", "qkv"[g], i);
+  }
+  luna_close(ctx);
+  free(out), free(grads), free(one), free(part);
+  for (int i = 0; i < 3; i++) free(x[i]);
+}
+
+/* padded to the longest, in any place of the batch: the same bits as alone, whatever lies behind the lengths */
+static void check_padded(luna_isa isa) {
+  const int64_t m = 600, n = 21, d = PACK_DIM;
+  static const int32_t lengths[3] = {37, 600, 513};
+  float *q = common_random(3 * n * d, 40, 1), *k = common_random(3 * m * d, 41, 1), *v = common_random(3 * m * d, 42, 1);
+  for (int b = 0; b < 3; b++)
+    for (int64_t i = lengths[b] * d; i < m * d; i++) k[b * m * d + i] = v[b * m * d + i] = NAN;
+  luna_ctx *ctx = open_plain(isa);
+  luna_attention_config config = {0};
+  config.heads = 3;
+  config.lengths = lengths;
+  for (int mode = 0; mode < 2; mode++) { /* softmax attention; pack */
+    luna_begin_step(ctx);
+    luna_tensor *tq = pack_input(ctx, q, 3, n), *tk = pack_input(ctx, k, 3, m), *tv = mode ? tk : pack_input(ctx, v, 3, m);
+    luna_tensor *y = mode ? luna_pack(tq, tk, lengths, 0, NULL) : luna_softmax_attention(tq, tk, tv, &config);
+    if (!CHECK(y && luna_backward(common_loss(y, 3)) == LUNA_OK, "padded: %s", luna_error(ctx))) continue;
+    int64_t bad = 0, touched = 0;
+    for (int64_t i = 0; i < luna_count(y); i++) bad += !isfinite(y->data[i]) || !isfinite(tq->grad[i]);
+    for (int64_t i = 0; i < 3 * m * d; i++)
+      if (i / d % m >= lengths[i / (m * d)]) touched += tk->grad[i] != 0 || tv->grad[i] != 0;
+      else bad += !isfinite(tk->grad[i]) || !isfinite(tv->grad[i]);
+    CHECK(bad == 0, "%s, mode %d: NaN behind the lengths reached %lld numbers", luna_isa_name(isa), mode, (long long)bad);
+    CHECK(touched == 0, "%s, mode %d: %lld gradients behind the lengths are not zero", luna_isa_name(isa), mode, (long long)touched);
+    float *kept = common_floats(luna_count(y));
+    luna_read(y, kept);
+    luna_begin_inference(ctx);
+    for (int b = 0; b < 3; b++) {
+      luna_attention_config one = {0};
+      one.heads = 3;
+      tq = pack_input(ctx, q + b * n * d, 1, n), tk = pack_input(ctx, k + b * m * d, 1, lengths[b]), tv = pack_input(ctx, v + b * m * d, 1, lengths[b]);
+      y = mode ? luna_pack(tq, tk, NULL, 0, NULL) : luna_softmax_attention(tq, tk, tv, &one);
+      CHECK(y && memcmp(y->data, kept + b * n * d, (size_t)(n * d) * sizeof(float)) == 0, "%s, mode %d: padded sequence %d has other bits than alone", luna_isa_name(isa), mode, b);
+    }
+    free(kept);
+  }
+  luna_close(ctx);
+  free(q), free(k), free(v);
+}
+
+/* masked memory slots of unpack and of causal nested attention hold NaN */
+static void check_slots(luna_isa isa) {
+  static const int32_t lengths[2] = {2, 4};
+  luna_ctx *ctx = open_plain(isa);
+  luna_begin_step(ctx);
+  luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 2, 9, 12, 0)), *k = luna_require_grad(common_tensor(ctx, 2, 2, 3, 5, 12));
+  luna_tensor *bias = luna_require_grad(common_tensor(ctx, 3, 2, 3, 5, 0)), *v = luna_require_grad(common_tensor(ctx, 4, 2, 3, 5, 12));
+  for (int64_t i = 0; i < 2 * 3 * 5; i++)
+    if (i % 5 >= lengths[i / 15]) {
+      bias->data[i] = NAN;
+      for (int e = 0; e < 12; e++) k->data[i * 12 + e] = v->data[i * 12 + e] = NAN;
+    }
+  luna_tensor *y = luna_unpack(x, k, bias, v, NULL, lengths, 0);
+  if (CHECK(y && luna_backward(common_loss(y, 5)) == LUNA_OK, "unpack: %s", luna_error(ctx))) {
+    int64_t bad = 0;
+    for (int64_t i = 0; i < luna_count(y); i++) bad += !isfinite(y->data[i]) || !isfinite(x->grad[i]);
+    for (int64_t i = 0; i < luna_count(k); i++) bad += i / 12 % 5 >= lengths[i / 180] ? k->grad[i] != 0 || v->grad[i] != 0 : !isfinite(k->grad[i]) || !isfinite(v->grad[i]);
+    CHECK(bad == 0, "%s: NaN in masked memory slots reached %lld numbers of unpack", luna_isa_name(isa), (long long)bad);
+  }
+  luna_close(ctx);
+}
+
+/* ---- views ---- */
+static void check_views(void) {
+  luna_ctx *ctx = open_plain(LUNA_ISA_BEST);
+  const int64_t shape[2] = {6, 4}, back[3] = {2, -1, 4};
+  luna_begin_step(ctx);
+  luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 6, 4, 0, 0));
+  luna_tensor *rows = luna_slice(x, 0, 2, 3), *column = luna_slice(x, 1, 2, 1), *inner = luna_slice(rows, 0, 1, 2), *cube = luna_reshape(x, 3, back);
+  if (!CHECK(x && rows && column && inner && cube, "views: %s", luna_error(ctx))) {
+    luna_close(ctx);
+    return;
+  }
+  CHECK(rows->data == x->data + 8 && inner->data == x->data + 12 && cube->data == x->data, "a slice of axis 0 or a reshape is not a view");
+  CHECK(rows->base == x && inner->base == x && inner->offset == 12 && cube->base == x, "a view's owner or offset is wrong");
+  CHECK(column->data != x->data + 2 && !column->base && column->data[1] == x->data[6], "a slice of axis 1 is not a copy of the column");
+  CHECK(cube->rank == 3 && cube->shape[0] == 2 && cube->shape[1] == 3 && cube->shape[2] == 4 && cube->shape[3] == 1, "reshape with -1 gives [%lld,%lld,%lld]",
+        (long long)cube->shape[0], (long long)cube->shape[1], (long long)cube->shape[2]);
+  CHECK(luna_count(NULL) == 0 && luna_count(x) == 24 && x->rank == 2 && x->shape[2] == 1 && x->dtype == LUNA_F32 && x->ctx == ctx, "a tensor's fields are wrong");
+  CHECK(luna_slice(x, 0, 6, 0) && luna_count(luna_slice(x, 0, 0, 0)) == 0, "an empty slice: %s", luna_error(ctx));
+  luna_tensor *loss = luna_add(common_loss(inner, 1), common_loss(luna_reshape(cube, 2, shape), 2));
+  CHECK(luna_backward(loss) == LUNA_OK, "backward through views: %s", luna_error(ctx));
+  float whole[24], piece[8];
+  CHECK(luna_read_grad(x, whole) == LUNA_OK && luna_read_grad(inner, piece) == LUNA_OK && memcmp(piece, whole + 12, sizeof piece) == 0, "a view's gradient is not its part of the owner's");
+  for (int i = 0; i < 24; i++) {
+    const double expected = (double)(float)common_number(2, (uint64_t)i) + (i >= 12 && i < 20 ? (double)(float)common_number(1, (uint64_t)(i - 12)) : 0);
+    CHECK(fabs((double)whole[i] - expected) < 1e-6, "gradient %d through views is %g, expected %g", i, (double)whole[i], expected);
+  }
+  luna_close(ctx);
+}
+
+static void check_items(void) {
+  luna_ctx *ctx = open_plain(LUNA_ISA_BEST);
+  const int64_t one = 1, two = 2;
+  const float value = 2.5f, pair[2] = {1, 2};
+  float out[2] = {0, 0};
+  luna_begin_inference(ctx);
+  luna_tensor *a = luna_tensor_new(ctx, &value, 1, &one), *b = luna_tensor_new(ctx, pair, 1, &two), *zeros = luna_tensor_new(ctx, NULL, 1, &two);
+  luna_tensor *scalar = luna_sum(b, 0);
+  CHECK(luna_item(a) == 2.5f && scalar && luna_count(scalar) == 1 && luna_item(scalar) == 3, "luna_item gives %g and %g", (double)luna_item(a), (double)luna_item(scalar));
+  CHECK(luna_read(b, out) == LUNA_OK && out[1] == 2 && luna_read(zeros, out) == LUNA_OK && out[0] == 0 && out[1] == 0, "luna_read does not read");
+  CHECK(luna_state(ctx) == LUNA_OK, "reading is an error: %s", luna_error(ctx));
+  CHECK(isnan(luna_item(b)) && luna_state(ctx) != LUNA_OK, "luna_item of two elements is no error");
+  CHECK(isnan(luna_item(NULL)) && luna_read(NULL, out) != LUNA_OK && luna_read(b, NULL) != LUNA_OK, "null can be read");
+  luna_begin_inference(ctx);
+  b = luna_tensor_new(ctx, pair, 1, &two);
+  CHECK(luna_read_grad(b, out) != LUNA_OK && luna_error(ctx)[0], "a gradient that is not there can be read");
+  luna_close(ctx);
+}
+
+/* ---- refusals: null, and a sentence that names the function and the sizes ---- */
+typedef struct refusal { int logged; } refusal;
+static void refusal_log(void *user, luna_status status, const char *sentence) {
+  (void)status;
+  ((refusal *)user)->logged += sentence[0] != 0;
+}
+static void refused(luna_ctx *ctx, const void *result, const char *function, const char *size, const char *call) {
+  const char *said = luna_error(ctx);
+  CHECK(!result, "%s gives a tensor", call);
+  CHECK(luna_state(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call, luna_status_text(luna_state(ctx)));
+  CHECK(strstr(said, function) && strstr(said, size), "%s says \"%s\", without %s or %s", call, said, function, size);
+}
+#define REFUSED(call, function, size) (luna_begin_step(ctx), refused(ctx, call, function, size, #call))
+
+static luna_tensor *refusal_param(luna_params *params, const char *name, int64_t a, int64_t b, int64_t c) {
+  const int64_t shape[3] = {a, b, c};
+  const luna_init init = {LUNA_NORMAL, 1};
+  return luna_param(params, name, c ? 3 : b ? 2 : 1, shape, init);
+}
+
+static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
+  luna_tensor *a = refusal_param(params, "a", 37, 41, 0), *b = refusal_param(params, "b", 43, 47, 0), *v = refusal_param(params, "v", 53, 0, 0);
+  luna_tensor *cube = refusal_param(params, "cube", 3, 41, 36), *many[9] = {a, b, a, a, a, a, a, a, a};
+  const int64_t wrong[2] = {5, 7}, twice[2] = {-1, -1}, five[5] = {37, 41, 1, 1, 1}, negative[2] = {-37, -41}, huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
+  const int same[2] = {1, 1}, outside[2] = {0, 2};
+  REFUSED(luna_reshape(a, 2, wrong), "luna_reshape", "37");
+  REFUSED(luna_reshape(a, 2, twice), "luna_reshape", "37");
+  REFUSED(luna_reshape(a, 5, five), "luna_reshape", "5");
+  REFUSED(luna_reshape(a, 2, negative), "luna_reshape", "37");
+  REFUSED(luna_slice(a, 2, 0, 1), "luna_slice", "37");
+  REFUSED(luna_slice(a, -1, 0, 1), "luna_slice", "37");
+  REFUSED(luna_slice(a, 0, 30, 8), "luna_slice", "37");
+  REFUSED(luna_slice(a, 1, -1, 2), "luna_slice", "41");
+  REFUSED(luna_slice(a, 1, 1, -2), "luna_slice", "41");
+  REFUSED(luna_slice(a, 1, INT64_MAX, 2), "luna_slice", "41");
+  REFUSED(luna_permute(a, same), "luna_permute", "37");
+  REFUSED(luna_permute(a, outside), "luna_permute", "37");
+  REFUSED(luna_concat(many, 2, 0), "luna_concat", "47");
+  REFUSED(luna_concat(many, 9, 0), "luna_concat", "9");
+  CHECK(!luna_concat(many, 0, 0) && !luna_concat(NULL, 2, 0), "concat of nothing");
+  REFUSED(luna_concat(many + 2, 2, 2), "luna_concat", "2");
+  REFUSED(luna_repeat(a, -3), "luna_repeat", "-3");
+  REFUSED(luna_repeat(a, (int64_t)1 << 60), "luna_repeat", "");
+  REFUSED(luna_add(a, b), "luna_add", "43");
+  REFUSED(luna_add(v, a), "luna_add", "53");
+  REFUSED(luna_mul(a, v), "luna_mul", "53");
+  REFUSED(luna_sum(a, 2), "luna_sum", "37");
+  REFUSED(luna_mean(a, -1), "luna_mean", "37");
+  REFUSED(luna_matmul(a, b, false, false), "luna_matmul", "43");
+  REFUSED(luna_matmul(a, a, true, true), "luna_matmul", "41");
+  REFUSED(luna_matmul(v, a, false, false), "luna_matmul", "53");
+  REFUSED(luna_matmul(b, cube, true, false), "luna_matmul", "41");
+  REFUSED(luna_linear(a, b, NULL), "luna_linear", "43");
+  REFUSED(luna_linear(a, a, v), "luna_linear", "53");
+  REFUSED(luna_linear(a, v, NULL), "luna_linear", "53");
+  REFUSED(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new", "5");
+  REFUSED(luna_tensor_new(ctx, NULL, 2, negative), "luna_tensor_new", "");
+  REFUSED(luna_tensor_new(ctx, NULL, 2, huge), "luna_tensor_new", "");
+  REFUSED(luna_param(params, "p", 2, huge, (luna_init){LUNA_ZEROS, 0}), "luna_param", "p");
+  REFUSED(luna_param(params, "a", 1, wrong, (luna_init){LUNA_ZEROS, 0}), "luna_param", "a");
+}
+
+static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
+  luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b"), *v = luna_params_find(params, "v"), *cube = luna_params_find(params, "cube");
+  int32_t lengths[37] = {0}, tokens[4] = {0, 5, 36, 2}, labels[37] = {0};
+  luna_cross_entropy_config config = {0};
+  lengths[3] = -1;
+  REFUSED(luna_softmax(a, lengths), "luna_softmax", "-1");
+  REFUSED(luna_activate(a, (luna_activation)77), "luna_activate", "77");
+  REFUSED(luna_dropout(a, 1), "luna_dropout", "");
+  REFUSED(luna_dropout(a, -0.1f), "luna_dropout", "");
+  REFUSED(luna_dropout(a, NAN), "luna_dropout", "");
+  REFUSED(luna_layer_norm(a, v, NULL), "luna_layer_norm", "53");
+  REFUSED(luna_layer_norm(a, NULL, v), "luna_layer_norm", "53");
+  tokens[2] = 37;
+  REFUSED(luna_embedding(a, tokens, 2, 2), "luna_embedding", "37");
+  tokens[2] = -1;
+  REFUSED(luna_embedding(a, tokens, 2, 2), "luna_embedding", "-1");
+  REFUSED(luna_embedding(a, tokens, -2, 2), "luna_embedding", "-2");
+  REFUSED(luna_embedding(a, NULL, 2, 2), "luna_embedding", "");
+  REFUSED(luna_embedding(v, tokens, 2, 2), "luna_embedding", "53");
+  labels[9] = 41;
+  REFUSED(luna_cross_entropy(a, labels), "luna_cross_entropy", "41");
+  REFUSED(luna_cross_entropy(a, NULL), "luna_cross_entropy", "");
+  labels[9] = 0;
+  config.smoothing = 1.5f;
+  REFUSED(luna_cross_entropy_with(a, labels, &config), "luna_cross_entropy", "");
+  REFUSED(luna_short_convolution(a, b, NULL), "luna_short_convolution", "37");
+  REFUSED(luna_short_convolution(cube, b, NULL), "luna_short_convolution", "43");
+  REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), "luna_custom_op", "");
+  REFUSED(luna_custom_op(&a, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0}), "luna_custom_op", "8");
+}
+
+static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
+  luna_tensor *a = luna_params_find(params, "a"), *cube = luna_params_find(params, "cube"), *q = refusal_param(params, "q", 3, 11, 36);
+  luna_tensor *two = refusal_param(params, "two", 2, 41, 36), *narrow = refusal_param(params, "narrow", 3, 41, 30), *short_ = refusal_param(params, "short", 3, 17, 36);
+  luna_tensor *flat = refusal_param(params, "flat", 20, 36, 0), *d = refusal_param(params, "d", 36, 0, 0);
+  int32_t lengths[3] = {41, 42, 0}, offsets[4] = {0, 5, 4, 20}, beyond[4] = {0, 5, 9, 21}, good[4] = {0, 5, 9, 20};
+  luna_attention_config c = {0};
+  c.heads = 5;
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "5");
+  c.heads = -1;
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "-1");
+  c.heads = 4;
+  REFUSED(luna_softmax_attention(q, two, two, &c), "luna_softmax_attention", "2");
+  REFUSED(luna_softmax_attention(q, narrow, cube, &c), "luna_softmax_attention", "30");
+  REFUSED(luna_softmax_attention(q, cube, short_, &c), "luna_softmax_attention", "17");
+  REFUSED(luna_softmax_attention(a, a, a, &c), "luna_softmax_attention", "37");
+  c.dropout = 1;
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "");
+  c.dropout = 0;
+  c.lengths = lengths;
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "42");
+  c.lengths = NULL;
+  c.packed = 3;
+  c.query_offsets = good;
+  REFUSED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "");
+  c.key_offsets = offsets;
+  REFUSED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "4");
+  c.key_offsets = beyond;
+  REFUSED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "2");
+  REFUSED(luna_causal_product(q, cube, cube, 4), "luna_causal_product", "41");
+  REFUSED(luna_causal_product(q, q, q, 5), "luna_causal_product", "5");
+  REFUSED(luna_pack(q, two, NULL, 0, NULL), "luna_pack", "2");
+  REFUSED(luna_pack(q, narrow, NULL, 0, NULL), "luna_pack", "30");
+  REFUSED(luna_pack(q, cube, lengths, 0, NULL), "luna_pack", "42");
+  REFUSED(luna_pack(q, cube, NULL, 2, NULL), "luna_pack", "");
+  REFUSED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), "luna_unpack", "41");
+  REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "41");
+  REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "5");
+  REFUSED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_GELU, NULL, 0), "luna_causal_nested_attention", "");
+  REFUSED(luna_layer_norm(cube, d, a), "luna_layer_norm", "37");
+}
+
+static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
+  luna_nested_attention_layer attention;
+  luna_encoder_layer encoder;
+  luna_lm lm;
+  luna_nested_attention_config config = {0};
+  luna_layer_config layer = {0};
+  luna_lm_config model = {0};
+  const int64_t size = luna_params_size(params);
+  config.dim = 36;
+  config.heads = 5;
+  luna_begin_step(ctx);
+  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && strstr(luna_error(ctx), "36") && strstr(luna_error(ctx), "5"),
+        "36 dimensions for 5 heads: \"%s\"", luna_error(ctx));
+  config.heads = 4;
+  config.pack_heads = 7;
+  luna_begin_step(ctx);
+  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && strstr(luna_error(ctx), "7"), "7 pack heads: \"%s\"", luna_error(ctx));
+  layer.dim = -4;
+  luna_begin_step(ctx);
+  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_error(ctx)[0], "a layer of -4 dimensions: \"%s\"", luna_error(ctx));
+  layer.dim = 36;
+  layer.dropout = 1;
+  luna_begin_step(ctx);
+  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_error(ctx)[0], "a layer that drops all: \"%s\"", luna_error(ctx));
+  model.vocab = -1;
+  luna_begin_step(ctx);
+  CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_error(ctx)[0], "a vocabulary of -1: \"%s\"", luna_error(ctx));
+  CHECK(luna_params_size(params) == size, "refused layers left %lld parameters in the set", (long long)(luna_params_size(params) - size));
+}
+
+static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
+  luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b");
+  char first[400];
+  luna_begin_step(ctx);
+  CHECK(luna_state(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin leaves \"%s\"", luna_error(ctx));
+  const int before = r->logged;
+  luna_tensor *bad = luna_add(a, b);
+  snprintf(first, sizeof first, "%s", luna_error(ctx));
+  CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 && strstr(first, "luna_add"), "a later error replaced the first: \"%s\"", luna_error(ctx));
+  CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
+  CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) && !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) && !luna_reshape(bad, 0, NULL) &&
+        !luna_softmax_attention(a, bad, b, NULL) && !luna_require_grad(bad) && !luna_cross_entropy(bad, NULL) && !luna_slice(bad, 0, 0, 1),
+        "an op gives something for a null input");
+  CHECK(strcmp(first, luna_error(ctx)) == 0 && r->logged == before + 2, "ops on null speak: \"%s\"", luna_error(ctx));
+  CHECK(luna_backward(bad) != LUNA_OK, "backward of null");
+  luna_tensor *fine = luna_gelu(a);
+  CHECK(fine || luna_state(ctx) != LUNA_OK, "state");
+  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_state(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin does not clear \"%s\"", luna_error(ctx));
+  CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "37"), "backward of [37,41]: \"%s\"", luna_error(ctx));
+  luna_begin_inference(ctx);
+  CHECK(luna_backward(luna_sum(luna_sum(a, 0), 0)) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "backward in inference: \"%s\"", luna_error(ctx));
+  luna_ctx *other = open_plain(LUNA_ISA_BEST);
+  luna_begin_step(other);
+  luna_tensor *foreign = common_tensor(other, 1, 37, 41, 0, 0), *own = (luna_begin_step(ctx), common_tensor(ctx, 1, 37, 41, 0, 0));
+  CHECK(!luna_add(own, foreign) && luna_state(ctx) == LUNA_BAD_ARGUMENT, "tensors of two contexts add up");
+  luna_close(other);
+}
+
+static void check_refusals(void) {
+  refusal r = {0};
+  luna_options options = {0};
+  options.threads = 1;
+  options.log = refusal_log;
+  options.log_user = &r;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  check_refusals_shapes(ctx, params);
+  check_refusals_rows(ctx, params);
+  check_refusals_attention(ctx, params);
+  check_refusals_layers(ctx, params);
+  check_sticky(ctx, params, &r);
+  luna_close(ctx);
+  luna_options bad = {0};
+  bad.threads = -1;
+  CHECK(!luna_open(&bad), "-1 threads");
+  luna_close(NULL);
+  for (int i = 0; i <= LUNA_UNSUPPORTED; i++) CHECK(luna_status_text((luna_status)i)[0], "status %d has no text", i);
+  for (int i = 0; i < LUNA_ROWS; i++) CHECK(luna_row_name((luna_row_id)i)[0], "row %d has no name", i);
+}
+
+/* ---- the calls without a context ---- */
+static void reversed(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
+  (void)user;
+  while (count-- > 0) task(work, count);
+}
+/* null scratch, exact scratch at an odd address, and three shares */
+static void *run_set(luna_run *run, int mode, size_t need) {
+  char *memory = mode ? (char *)common_alloc(need + 1) : NULL;
+  run->scratch = memory ? memory + 1 : NULL;
+  run->scratch_size = mode ? need : 0;
+  return memory;
+}
+static void run_share(luna_run *run, int mode) {
+  run->parallel_for = mode == 2 ? reversed : NULL;
+  run->threads = mode == 2 ? 3 : 0;
+}
+
+static void check_gemm(luna_isa isa) {
+  const int64_t sizes[5][3] = {{1, 1, 1}, {37, 29, 300}, {5, 70, 3}, {64, 64, 64}, {0, 5, 7}};
+  for (int s = 0; s < 5; s++)
+    for (int v = 0; v < 24; v++) {
+      const int64_t m = sizes[s][0], n = sizes[s][1], k = sizes[s][2], pad = v % 3;
+      const bool ta = (v & 1) != 0, tb = (v & 2) != 0;
+      luna_gemm_args g = {0};
+      g.m = m, g.n = n, g.k = k, g.batch = 2;
+      g.transpose_a = ta, g.transpose_b = tb;
+      g.a_row = pad ? (ta ? m : k) + pad : 0, g.b_row = pad ? (tb ? k : n) + pad : 0, g.c_row = pad ? n + pad : 0;
+      const int64_t ar = (ta ? m : k) + pad, br = (tb ? k : n) + pad, cr = n + pad, an = ar * (ta ? k : m), bn = br * (tb ? n : k), cn = cr * m;
+      float *a = common_random(2 * an + 1, 1, 1), *b = common_random(bn + 1, 2, 1), *bias = common_random(n, 3, 1), *c = common_random(2 * cn + 1, 4, 1), *first = common_random(2 * cn + 1, 4, 1);
+      g.a = a, g.b = b, g.c = c;
+      g.b_batch = LUNA_SHARED;
+      g.alpha = v >= 12 ? 0.5f : 0;
+      g.bias = v & 4 ? bias : NULL;
+      g.activation = v & 8 ? LUNA_GELU : LUNA_NONE;
+      g.accumulate = v >= 12;
+      g.run.isa = isa;
+      run_share(&g.run, v % 3);
+      void *memory = run_set(&g.run, v % 3, luna_gemm_scratch(&g));
+      CHECK(luna_gemm_f32(&g) == LUNA_OK, "gemm failed");
+      double off = 0, size = 1e-12;
+      for (int64_t e = 0; e < 2 * cn; e++) {
+        const int64_t i = e % cn / cr, j = e % cr;
+        double sum = 0;
+        if (j >= n) {
+          if (c[e] != first[e]) off = INFINITY; /* wrote between the rows */
+          continue;
+        }
+        for (int64_t p = 0; p < k; p++) sum += (double)a[e / cn * an + (ta ? p * ar + i : i * ar + p)] * (double)b[tb ? j * br + p : p * br + j];
+        sum = naive_activation(g.activation, sum * (v >= 12 ? 0.5 : 1) + (g.bias ? (double)bias[j] : 0)) + (g.accumulate ? (double)first[e] : 0);
+        off += ((double)c[e] - sum) * ((double)c[e] - sum);
+        size += sum * sum;
+      }
+      CHECK(sqrt(off / size) < 2e-6, "luna_gemm_f32 %s, [%lld,%lld,%lld], variant %d: off by %.3g", luna_isa_name(isa), (long long)m, (long long)n, (long long)k, v, sqrt(off / size));
+      free(a), free(b), free(bias), free(c), free(first), free(memory);
+    }
+  luna_gemm_args bad = {0};
+  bad.m = bad.n = bad.k = 4;
+  CHECK(luna_gemm_f32(&bad) == LUNA_BAD_ARGUMENT, "gemm of null pointers");
+  bad.m = -1;
+  CHECK(luna_gemm_f32(&bad) == LUNA_BAD_ARGUMENT, "gemm of -1 rows");
+}
+
+/* forward against naive loops, backward against differences of a weighted sum; without scratch = with, nearly */
+static void check_attention_call(luna_isa isa, int v) {
+  static const int32_t lengths[2] = {70, 3}, offsets[3] = {0, 30, 41}, key_offsets[3] = {0, 9, 100};
+  luna_attention_args a = {0};
+  naive expected = {2, 3, 41, 90, 7, 5, NULL, NULL, NULL, 1 / sqrt(7.0), 0, false, 9, 2, 5};
+  const bool packed = v == 3 || v == 5;
+  const int64_t qr = packed ? 41 : 82, kr = packed ? 100 : 180, qn = qr * 21, kn = kr * 21, vn = kr * 15, on = qr * 15;
+  float *q = common_random(qn, 1, 2), *k = common_random(kn, 2, 2), *values = common_random(vn, 3, 1), *g = common_random(on, 4, 1);
+  float *out[3], *grad[3], *lse = common_floats(qr * 3), *want = common_floats(on), *want_lse = common_floats(qr * 3), *sums = common_floats(qr * 3), *want_sums = common_floats(qr * 3);
+  a.batch = 2, a.heads = 3, a.queries = 41, a.keys = 90, a.head_dim = 7, a.value_dim = 5;
+  if (packed) a.queries = expected.queries = 30, a.keys = expected.keys = 91; /* of the longest sequence */
+  a.lengths = expected.lengths = v == 1 ? lengths : NULL;
+  a.causal = expected.causal = v == 2;
+  a.query_offsets = expected.query_offsets = packed ? offsets : NULL;
+  a.key_offsets = expected.key_offsets = packed ? key_offsets : NULL;
+  a.dropout = v >= 4 ? 0.3f : 0;
+  expected.dropout = (double)a.dropout;
+  a.seed = 9, a.dropout_op = 2, a.step = 5;
+  a.q = q, a.k = k, a.v = values, a.log_sum_exp = lse, a.sums = v >= 4 ? sums : NULL, a.grad_out = g, a.grad_sums = v >= 4 ? want_lse : NULL;
+  a.run.isa = isa;
+  naive_attention(&expected, q, k, values, want, want_lse, want_sums);
+  for (int mode = 0; mode < 3; mode++) {
+    out[mode] = common_floats(on);
+    grad[mode] = common_floats(qn + kn + vn);
+    a.out = out[mode];
+    a.grad_q = grad[mode], a.grad_k = grad[mode] + qn, a.grad_v = grad[mode] + qn + kn;
+    run_share(&a.run, mode);
+    void *memory = run_set(&a.run, mode, luna_softmax_attention_scratch(&a));
+    CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_softmax_attention_backward_f32(&a) == LUNA_OK, "luna_softmax_attention_f32 failed");
+    test_close("luna_softmax_attention_f32", out[mode], want, (size_t)on, 2e-6);
+    test_close("log_sum_exp", lse, want_lse, (size_t)qr * 3, 2e-6);
+    if (a.sums) test_close("row sums", sums, want_sums, (size_t)qr * 3, 2e-6);
+    free(memory);
+  }
+  test_close("attention without scratch", out[0], out[1], (size_t)on, 2e-6);
+  test_close("attention backward without scratch", grad[0], grad[1], (size_t)(qn + kn + vn), 1e-5);
+  CHECK(memcmp(out[1], out[2], (size_t)on * 4) == 0 && memcmp(grad[1], grad[2], (size_t)(qn + kn + vn) * 4) == 0, "%s, variant %d: attention in three shares has other bits", luna_isa_name(isa), v);
+  for (int i = 0; i < 3; i++) free(out[i]), free(grad[i]);
+  free(q), free(k), free(values), free(g), free(lse), free(want), free(want_lse), free(sums), free(want_sums);
+}
+
+/* strides: heads apart, rows apart, one K and V shared by the batch: its gradient is the sum over the batch, in order */
+static void check_attention_strides(luna_isa isa) {
+  enum { B = 3, H = 2, N = 9, M = 14, D = 6, ROW = 40, HEAD = 11 };
+  float *q = common_random(B * N * ROW, 1, 1), *k = common_random(M * ROW, 2, 1), *v = common_random(M * ROW, 3, 1), *g = common_random(B * N * H * D, 4, 1);
+  float *dense_q = common_floats(B * N * H * D), *dense_k = common_floats(B * M * H * D), *dense_v = common_floats(B * M * H * D), *out = common_floats(B * N * H * D), *want = common_floats(B * N * H * D);
+  float *lse = common_floats(B * N * H), *gk = common_floats(M * ROW), *gd = common_floats(B * M * H * D);
+  luna_attention_args a = {0}, d = {0};
+  naive expected = {B, H, N, M, D, D, NULL, NULL, NULL, 1 / sqrt(6.0), 0, false, 0, 0, 0};
+  for (int i = 0; i < B * N * H * D; i++) dense_q[i] = q[i / (H * D) * ROW + i / D % H * HEAD + i % D];
+  for (int i = 0; i < B * M * H * D; i++) {
+    const int at = i / (H * D) % M * ROW + i / D % H * HEAD + i % D;
+    dense_k[i] = k[at], dense_v[i] = v[at];
+  }
+  naive_attention(&expected, dense_q, dense_k, dense_v, want, NULL, NULL);
+  a.batch = B, a.heads = H, a.queries = N, a.keys = M, a.head_dim = D;
+  d = a;
+  a.q = q, a.k = k, a.v = v, a.out = out, a.log_sum_exp = lse, a.grad_out = g, a.grad_k = gk;
+  a.q_row = a.k_row = a.v_row = ROW, a.q_head = a.k_head = a.v_head = HEAD;
+  a.k_batch = a.v_batch = LUNA_SHARED;
+  a.run.isa = d.run.isa = isa;
+  void *memory = run_set(&a.run, 1, luna_softmax_attention_scratch(&a));
+  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_softmax_attention_backward_f32(&a) == LUNA_OK, "strided attention failed");
+  test_close("attention with strides", out, want, B * N * H * D, 2e-6);
+  d.q = dense_q, d.k = dense_k, d.v = dense_v, d.out = out, d.log_sum_exp = lse, d.grad_out = g, d.grad_k = gd;
+  void *more = run_set(&d.run, 1, luna_softmax_attention_scratch(&d));
+  CHECK(luna_softmax_attention_f32(&d) == LUNA_OK && luna_softmax_attention_backward_f32(&d) == LUNA_OK, "dense attention failed");
+  double off = 0, size = 0;
+  for (int i = 0; i < M * H * D; i++) {
+    const double sum = (double)gd[i] + (double)gd[i + M * H * D] + (double)gd[i + 2 * M * H * D];
+    const double got = (double)gk[i / (H * D) * ROW + i / D % H * HEAD + i % D];
+    off += (got - sum) * (got - sum), size += sum * sum;
+  }
+  CHECK(off <= 1e-11 * size, "%s: the gradient of a shared K is not the sum over the batch: off by %.3g", luna_isa_name(isa), sqrt(off / size));
+  free(q), free(k), free(v), free(g), free(dense_q), free(dense_k), free(dense_v), free(out), free(want), free(lse), free(gk), free(gd), free(memory), free(more);
+}
+
+static void check_causal_call(luna_isa isa, int64_t rows) {
+  enum { B = 2, H = 2, D1 = 14, D2 = 20 };
+  const int64_t xn = B * rows * H * D1, zn = B * rows * H * D2;
+  float *x = common_random(xn, 1, 1), *y = common_random(xn, 2, 1), *z = common_random(zn, 3, 1), *g = common_random(zn, 4, 1), *want = common_floats(zn);
+  float *out[3], *grad[3];
+  luna_causal_args c = {0};
+  c.x = x, c.y = y, c.z = z, c.grad_out = g, c.batch = B, c.rows = rows, c.heads = H, c.dim = D1, c.value_dim = D2;
+  c.run.isa = isa;
+  naive_causal(B, rows, H, D1, D2, x, y, z, want);
+  for (int mode = 0; mode < 3; mode++) {
+    out[mode] = common_floats(zn);
+    grad[mode] = common_floats(2 * xn + zn);
+    c.out = out[mode];
+    c.grad_x = grad[mode], c.grad_y = grad[mode] + xn, c.grad_z = grad[mode] + 2 * xn;
+    run_share(&c.run, mode);
+    void *memory = run_set(&c.run, mode, luna_causal_product_scratch(&c));
+    CHECK(luna_causal_product_f32(&c) == LUNA_OK && luna_causal_product_backward_f32(&c) == LUNA_OK, "luna_causal_product_f32 failed");
+    test_close("luna_causal_product_f32", out[mode], want, (size_t)zn, 2e-6);
+    free(memory);
+  }
+  test_close("causal product backward without scratch", grad[0], grad[1], (size_t)(2 * xn + zn), 2e-6);
+  CHECK(memcmp(out[1], out[2], (size_t)zn * 4) == 0 && memcmp(grad[1], grad[2], (size_t)(2 * xn + zn) * 4) == 0, "%s, %lld rows: the causal product in three shares has other bits",
+        luna_isa_name(isa), (long long)rows);
+  for (int i = 0; i < 3; i++) free(out[i]), free(grad[i]);
+  free(x), free(y), free(z), free(g), free(want);
+}
+
+static void check_calls(luna_isa isa) {
+  check_gemm(isa);
+  for (int v = 0; v < 6; v++) check_attention_call(isa, v);
+  check_attention_strides(isa);
+  check_causal_call(isa, 1);
+  check_causal_call(isa, 63);
+  check_causal_call(isa, 300);
+}
+
+int main(void) {
+  for (int i = 0; i < OP_CASES; i++)
+    for (int v = 0; v < op_cases[i].variants; v++) {
+      check_isas(&op_cases[i], v, false);
+      check_isas(&op_cases[i], v, true);
+      if (strstr(op_cases[i].name, "pack") || strstr(op_cases[i].name, "causal") || strstr(op_cases[i].name, "layer") || strcmp(op_cases[i].name, "lm") == 0)
+        check_composed(&op_cases[i], v);
+    }
+  check_forms();
+  for (int i = 0; i < COMMON_ISAS; i++) {
+    if (!luna_isa_available(common_isas[i])) continue;
+    check_values(common_isas[i]);
+    check_packed(common_isas[i], false);
+    check_packed(common_isas[i], true);
+    check_padded(common_isas[i]);
+    check_slots(common_isas[i]);
+    check_calls(common_isas[i]);
+  }
+  check_views();
+  check_items();
+  check_refusals();
+  return test_report("ops");
+}

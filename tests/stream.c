@@ -1,0 +1,390 @@
+/* Streaming: against the training form, steps against chunks, 10^5 tokens, a state at t = 10^9, saving, copying, reordering, streams
+   opened from a checkpoint's bytes, what is refused, sampling. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+
+enum { VOCAB = 29, DIM = 16, SLOTS = 4, KINDS = 4 };
+
+typedef struct lm { luna_ctx *ctx; luna_params *params; luna_lm model; } lm;
+
+static bool lm_open(lm *m, int kind, luna_isa isa) {
+  luna_options options = {0};
+  luna_lm_config config = {0};
+  options.threads = 1;
+  options.isa = isa;
+  options.seed = 4;
+  m->ctx = luna_open(&options);
+  m->params = luna_params_open(m->ctx);
+  config.vocab = VOCAB;
+  config.layers = kind == 3 ? 1 : 3;
+  config.memory = SLOTS;
+  config.layer.dim = DIM;
+  config.layer.heads = kind == 3 ? 1 : 2;
+  config.layer.pre_norm = kind % 2 == 1;
+  config.layer.convolution = kind == 2 ? 0 : kind == 3 ? 7 : 4;
+  config.layer.sharing = kind >= 2 ? LUNA_FULL : LUNA_TIED;
+  config.layer.omega = kind == 1 ? LUNA_ELU1 : kind == 2 ? LUNA_SOFTPLUS : LUNA_NONE;
+  config.layer.activation = kind == 1 ? LUNA_GELU : LUNA_NONE;
+  if (!CHECK(luna_lm_init(&m->model, m->params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(m->ctx))) return false;
+  common_params(m->params, 60);
+  return true;
+}
+static luna_stream *stream_open(const lm *m, int64_t batch, int64_t chunk, luna_isa isa) {
+  luna_stream_config config = {0};
+  config.batch = batch;
+  config.chunk = chunk;
+  config.isa = isa;
+  luna_stream *s = luna_stream_open(&m->model, &config);
+  CHECK(s != NULL, "luna_stream_open: %s", luna_error(m->ctx));
+  return s;
+}
+/* one token of each sequence of tokens [batch, n] */
+static const float *step_at(luna_stream *s, const int32_t *tokens, int64_t batch, int64_t n, int64_t t) {
+  int32_t now[8];
+  for (int64_t b = 0; b < batch; b++) now[b] = tokens[b * n + t];
+  return luna_stream_step(s, now);
+}
+/* columns [from, from + count) of tokens [batch, n], as one prefill */
+static const float *prefill_at(luna_stream *s, const int32_t *tokens, int64_t batch, int64_t n, int64_t from, int64_t count) {
+  int32_t *part = (int32_t *)common_alloc((size_t)(batch * count) * sizeof(int32_t));
+  for (int64_t i = 0; i < batch * count; i++) part[i] = tokens[i / count * n + from + i % count];
+  const float *logits = luna_stream_prefill(s, part, count);
+  free(part);
+  return logits;
+}
+
+/* ---- against the training form: steps give every row of the logits, prefills of odd sizes the rows where they end ---- */
+static void check_training_form(int kind, luna_isa isa, int64_t batch) {
+  static const int64_t parts[] = {1, 63, 1, 64, 65, 2, 7, 130, 3};
+  const int64_t n = 336;
+  lm m;
+  if (!lm_open(&m, kind, isa)) {
+    luna_close(m.ctx);
+    return;
+  }
+  int32_t *tokens = common_tokens(batch * n, 70, VOCAB);
+  float *expected = common_floats(batch * n * VOCAB), *got = common_floats(batch * n * VOCAB), *row = common_floats(batch * VOCAB);
+  luna_begin_inference(m.ctx);
+  luna_tensor *y = luna_lm_forward(&m.model, tokens, batch, n);
+  if (CHECK(y && luna_read(y, expected) == LUNA_OK, "luna_lm_forward: %s", luna_error(m.ctx))) {
+    luna_stream *s = stream_open(&m, batch, 0, isa), *p = stream_open(&m, batch, kind == 1 ? 16 : 0, isa);
+    for (int64_t t = 0; t < n; t++) {
+      const float *logits = step_at(s, tokens, batch, n, t);
+      if (!CHECK(logits != NULL, "step %lld: %s", (long long)t, luna_stream_error(s))) break;
+      for (int64_t b = 0; b < batch; b++) memcpy(got + (b * n + t) * VOCAB, logits + b * VOCAB, VOCAB * sizeof(float));
+    }
+    char what[96];
+    snprintf(what, sizeof what, "model %d, batch %d, %s: steps against the training form", kind, (int)batch, luna_isa_name(isa));
+    test_close(what, got, expected, (size_t)(batch * n * VOCAB), 5e-6);
+    CHECK(luna_stream_position(s) == n, "after %lld steps the position is %lld", (long long)n, (long long)luna_stream_position(s));
+    snprintf(what, sizeof what, "model %d, batch %d, %s: prefills against the training form", kind, (int)batch, luna_isa_name(isa));
+    for (size_t i = 0, at = 0; i < sizeof parts / sizeof parts[0]; at += (size_t)parts[i++]) {
+      const float *logits = prefill_at(p, tokens, batch, n, (int64_t)at, parts[i]);
+      if (!CHECK(logits != NULL, "prefill: %s", luna_stream_error(p))) break;
+      for (int64_t b = 0; b < batch; b++) memcpy(row + b * VOCAB, expected + (b * n + (int64_t)at + parts[i] - 1) * VOCAB, VOCAB * sizeof(float));
+      test_close(what, logits, row, (size_t)(batch * VOCAB), 1e-5);
+    }
+    CHECK(luna_stream_position(p) == n, "after prefills of %lld tokens the position is %lld", (long long)n, (long long)luna_stream_position(p));
+    luna_stream_close(s), luna_stream_close(p);
+  }
+  free(tokens), free(expected), free(got), free(row);
+  luna_close(m.ctx);
+}
+
+/* ---- 10^5 tokens: steps and prefills stay together, and memory stays what it was ---- */
+static void check_long(luna_isa isa) {
+  const int64_t n = 100000;
+  lm m;
+  if (!lm_open(&m, 3, isa)) {
+    luna_close(m.ctx);
+    return;
+  }
+  int32_t *tokens = common_tokens(n, 71, VOCAB);
+  luna_stream *s = stream_open(&m, 1, 0, isa), *p = stream_open(&m, 1, 0, isa);
+  const size_t memory = luna_memory(m.ctx).current;
+  int64_t done = 0;
+  for (int64_t next = 1000; next <= n; next *= 10) {
+    const float *a = NULL, *b = luna_stream_prefill(p, tokens + done, next - done);
+    for (; done < next; done++) a = luna_stream_step(s, tokens + done);
+    char what[64];
+    snprintf(what, sizeof what, "steps against prefill after %lld tokens", (long long)next);
+    test_close(what, a, b, VOCAB, 2e-6);
+  }
+  CHECK(luna_memory(m.ctx).current == memory, "a stream's memory grew from %zu to %zu bytes", memory, luna_memory(m.ctx).current);
+  luna_stream_close(s), luna_stream_close(p);
+  free(tokens);
+  luna_close(m.ctx);
+}
+
+/* ---- t = 10^9: the kernel from a state of running means, with the inputs' mean shifted, against the same in double ---- */
+enum { ROWS = 200, HEADS = 2, HEAD_DIM = 6 };
+typedef struct means { double ka[HEADS * HEAD_DIM * SLOTS], av[HEADS * SLOTS * HEAD_DIM]; } means;
+
+static double reference_omega(double x) { return (x > 0 ? x : 0) + log1p(exp2(-fabs(x))) / log(2.0); }
+static void reference_row(means *m, int h, int64_t t, const float *q, const float *k, const float *v, const float *s, double scale, float *out) {
+  double *ka = m->ka + h * HEAD_DIM * SLOTS, *av = m->av + h * SLOTS * HEAD_DIM, u[SLOTS], sum = 0;
+  for (int i = 0; i < HEAD_DIM; i++)
+    for (int j = 0; j < SLOTS; j++) {
+      const double a = reference_omega((double)s[j]);
+      ka[i * SLOTS + j] += ((double)k[i] * a - ka[i * SLOTS + j]) / (double)t;
+      av[j * HEAD_DIM + i] += (a * (double)v[i] - av[j * HEAD_DIM + i]) / (double)t;
+    }
+  for (int j = 0; j < SLOTS; j++) {
+    u[j] = 0;
+    for (int i = 0; i < HEAD_DIM; i++) u[j] += scale * (double)q[i] * ka[i * SLOTS + j];
+    sum += u[j] = exp(u[j]);
+  }
+  for (int i = 0; i < HEAD_DIM; i++) {
+    double y = 0;
+    for (int j = 0; j < SLOTS; j++) y += u[j] / sum * av[j * HEAD_DIM + i];
+    out[i] = (float)y;
+  }
+}
+
+static void check_far(luna_isa isa, int64_t position, int64_t rows_a_call) {
+  const lunai_kernels *kernels = lunai_kernels_of(isa);
+  const int d = HEADS * HEAD_DIM, l = HEADS * SLOTS;
+  float *q = common_random(ROWS * d, 80, 1), *k = common_random(ROWS * d, 81, 1), *v = common_random(ROWS * d, 82, 1), *s = common_random(ROWS * l, 83, 1);
+  float *out = common_floats(ROWS * d), *expected = common_floats(ROWS * d);
+  means start, reference, state;
+  lunai_causal_luna c;
+  double moved = 0, off = 0;
+  for (int i = 0; i < ROWS * d; i++) k[i] += 3, v[i] -= 5; /* the mean of all before was about 0 */
+  for (int i = 0; i < HEADS * HEAD_DIM * SLOTS; i++) start.ka[i] = position ? common_number(84, (uint64_t)i) : 0, start.av[i] = position ? common_number(85, (uint64_t)i) : 0;
+  reference = state = start;
+  for (int64_t t = 0; t < ROWS; t++)
+    for (int h = 0; h < HEADS; h++)
+      reference_row(&reference, h, position + t + 1, q + t * d + h * HEAD_DIM, k + t * d + h * HEAD_DIM, v + t * d + h * HEAD_DIM, s + t * l + h * SLOTS, 0.4, expected + t * d + h * HEAD_DIM);
+  memset(&c, 0, sizeof c);
+  c.batch = 1, c.heads = HEADS, c.head_dim = HEAD_DIM, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_SOFTPLUS2;
+  c.mean_ka = state.ka, c.mean_av = state.av;
+  for (int64_t t = 0; t < ROWS; t += rows_a_call) {
+    c.rows = lunai_min(rows_a_call, ROWS - t);
+    c.position = position + t;
+    c.q = q + t * d, c.k = k + t * d, c.v = v + t * d, c.s = s + t * l, c.out = out + t * d;
+    char *scratch = (char *)common_alloc(kernels->causal_luna_scratch(&c, 1, false) + 64);
+    kernels->causal_luna(&c, NULL, scratch + (64 - (uintptr_t)scratch % 64) % 64);
+    free(scratch);
+  }
+  char what[96];
+  snprintf(what, sizeof what, "%s: at t = %lld, %lld rows a call", luna_isa_name(isa), (long long)position, (long long)rows_a_call);
+  test_close(what, out, expected, (size_t)ROWS * (size_t)d, 2e-6);
+  for (int i = 0; i < HEADS * HEAD_DIM * SLOTS; i++) {
+    const double a = state.ka[i] - reference.ka[i], b = state.av[i] - reference.av[i], da = reference.ka[i] - start.ka[i], db = reference.av[i] - start.av[i];
+    off += a * a + b * b, moved += da * da + db * db;
+  }
+  CHECK(sqrt(off) <= 2e-6 * sqrt(moved), "%s: the state has moved by %.3g, and %.3g beside where it should be", what, sqrt(moved), sqrt(off));
+  free(q), free(k), free(v), free(s), free(out), free(expected);
+}
+
+/* ---- the state in the caller's hands ---- */
+static bool same_logits(const float *a, const float *b, int64_t n) { return a && b && memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
+
+static void check_state(int kind) {
+  enum { BATCH = 3, N = 90 };
+  lm m, other;
+  if (!lm_open(&m, kind, LUNA_ISA_BEST)) {
+    luna_close(m.ctx);
+    return;
+  }
+  int32_t *tokens = common_tokens(BATCH * N, 72, VOCAB);
+  float kept[BATCH * VOCAB];
+  luna_stream *a = stream_open(&m, BATCH, 0, LUNA_ISA_BEST), *b = stream_open(&m, BATCH, 32, LUNA_ISA_BEST), *single = stream_open(&m, 1, 0, LUNA_ISA_BEST);
+  const size_t size = luna_stream_state_size(a);
+  uint8_t *state = (uint8_t *)common_alloc(size);
+  prefill_at(a, tokens, BATCH, N, 0, 50);
+  CHECK(luna_stream_state_save(a, state, size) == LUNA_OK, "save: %s", luna_stream_error(a));
+  memcpy(kept, step_at(a, tokens, BATCH, N, 50), sizeof kept);
+  step_at(b, tokens, BATCH, N, 7);
+  CHECK(luna_stream_state_load(b, state, size) == LUNA_OK && luna_stream_position(b) == 50, "load: %s", luna_stream_error(b));
+  CHECK(same_logits(step_at(b, tokens, BATCH, N, 50), kept, BATCH * VOCAB), "a loaded state goes on with other bits");
+  CHECK(luna_stream_copy(b, a) == LUNA_OK, "copy: %s", luna_stream_error(b));
+  memcpy(kept, step_at(a, tokens, BATCH, N, 51), sizeof kept);
+  CHECK(same_logits(step_at(b, tokens, BATCH, N, 51), kept, BATCH * VOCAB) && luna_stream_position(b) == 52, "a copied state goes on with other bits");
+
+  const int32_t from[BATCH] = {2, 0, 2};
+  float reordered[BATCH * VOCAB];
+  CHECK(luna_stream_reorder(a, from) == LUNA_OK, "reorder: %s", luna_stream_error(a));
+  int32_t next[BATCH] = {5, 6, 5};
+  memcpy(reordered, luna_stream_step(a, next), sizeof reordered);
+  int32_t straight[BATCH] = {6, 1, 5};
+  const float *y = luna_stream_step(b, straight);
+  CHECK(same_logits(reordered, y + 2 * VOCAB, VOCAB) && same_logits(reordered + VOCAB, y, VOCAB) && same_logits(reordered + 2 * VOCAB, y + 2 * VOCAB, VOCAB), "reordered sequences go on with other bits");
+
+  luna_stream_reset(a), luna_stream_reset(b);
+  CHECK(luna_stream_position(a) == 0, "after a reset the position is %lld", (long long)luna_stream_position(a));
+  luna_stream *fresh = stream_open(&m, BATCH, 0, LUNA_ISA_BEST);
+  memcpy(kept, prefill_at(fresh, tokens, BATCH, N, 0, 66), sizeof kept);
+  CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a fresh one");
+  for (int i = 0; i < BATCH; i++) { /* one sequence of a batch = alone */
+    luna_stream_reset(single);
+    y = luna_stream_prefill(single, tokens + i * N, 66);
+    CHECK(same_logits(y, kept + i * VOCAB, VOCAB), "sequence %d of a batch has other bits than alone", i);
+  }
+
+  /* refusals leave the state */
+  const int64_t position = luna_stream_position(a);
+  int32_t bad[BATCH] = {0, VOCAB, 0}, negative[BATCH] = {-1, 0, 0}, outside[BATCH] = {0, 3, 0};
+  luna_stream_copy(b, a);
+  CHECK(!luna_stream_step(a, bad) && luna_stream_error(a)[0], "a token out of range is taken");
+  CHECK(!luna_stream_step(a, negative) && luna_stream_error(a)[0], "a negative token is taken");
+  CHECK(!luna_stream_prefill(a, bad, 1) && luna_stream_error(a)[0], "prefill of a token out of range");
+  CHECK(!luna_stream_prefill(a, tokens, -1) && luna_stream_error(a)[0], "prefill of -1 tokens");
+  CHECK(!luna_stream_step(a, NULL), "step of null");
+  CHECK(luna_stream_reorder(a, outside) != LUNA_OK && luna_stream_error(a)[0], "reorder from sequence 3 of 3");
+  CHECK(luna_stream_copy(a, single) != LUNA_OK && luna_stream_error(a)[0], "copy of another batch");
+  CHECK(luna_stream_state_save(a, state, size - 1) != LUNA_OK && luna_stream_state_load(a, state, size - 1) != LUNA_OK && luna_stream_error(a)[0], "a state of another size");
+  memset(state, 0xA5, size);
+  CHECK(luna_stream_state_load(a, state, size) != LUNA_OK, "a state of noise is taken");
+  CHECK(luna_stream_position(a) == position, "refused calls moved the position to %lld", (long long)luna_stream_position(a));
+  memcpy(kept, step_at(b, tokens, BATCH, N, 70), sizeof kept);
+  CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0, "refused calls changed the state: %s", luna_stream_error(a));
+
+  if (lm_open(&other, (kind + 1) % KINDS, LUNA_ISA_BEST)) {
+    luna_stream *foreign = stream_open(&other, BATCH, 0, LUNA_ISA_BEST);
+    if (luna_stream_state_size(foreign) != size) CHECK(luna_stream_copy(foreign, a) != LUNA_OK, "a state of another model's sizes is copied");
+    luna_stream_close(foreign);
+  }
+  luna_close(other.ctx);
+  luna_stream_close(a), luna_stream_close(b), luna_stream_close(single), luna_stream_close(fresh);
+  free(tokens), free(state);
+  luna_close(m.ctx);
+}
+
+/* ---- a stream from a checkpoint's bytes ---- */
+typedef struct buffer { uint8_t *bytes; size_t size, room; } buffer;
+static bool buffer_write(void *user, const void *bytes, size_t size) {
+  buffer *b = (buffer *)user;
+  if (b->size + size > b->room) {
+    b->room = 2 * (b->size + size);
+    b->bytes = (uint8_t *)realloc(b->bytes, b->room);
+  }
+  memcpy(b->bytes + b->size, bytes, size);
+  b->size += size;
+  return true;
+}
+
+static void check_bytes(int kind) {
+  enum { N = 100 };
+  lm m;
+  buffer file = {NULL, 0, 0};
+  luna_io io = {NULL, buffer_write, NULL, 0};
+  luna_stream_config config = {0};
+  const char *error = "";
+  io.user = &file;
+  if (!lm_open(&m, kind, LUNA_ISA_BEST) || !CHECK(luna_save_io(m.params, &io) == LUNA_OK, "luna_save_io: %s", luna_error(m.ctx))) {
+    luna_close(m.ctx);
+    return;
+  }
+  int32_t *tokens = common_tokens(2 * N, 73, VOCAB);
+  config.batch = 2;
+  const size_t size = luna_stream_size(file.bytes, file.size, &config, &error);
+  CHECK(size > 0, "luna_stream_size: %s", error);
+  char *memory = (char *)common_alloc(size + 64);
+  luna_stream *a = luna_stream_open_bytes(file.bytes, file.size, &config, memory, size, &error), *b = stream_open(&m, 2, 0, LUNA_ISA_BEST);
+  if (CHECK(a != NULL, "luna_stream_open_bytes: %s", error)) {
+    float kept[2 * VOCAB];
+    memcpy(kept, prefill_at(b, tokens, 2, N, 0, 70), sizeof kept);
+    CHECK(same_logits(prefill_at(a, tokens, 2, N, 0, 70), kept, 2 * VOCAB), "model %d: a stream from bytes has other bits", kind);
+    for (int t = 70; t < N; t++) {
+      memcpy(kept, step_at(b, tokens, 2, N, t), sizeof kept);
+      CHECK(same_logits(step_at(a, tokens, 2, N, t), kept, 2 * VOCAB), "model %d: a stream from bytes has other bits at step %d", kind, t);
+    }
+    luna_stream_close(a);
+  }
+  error = "";
+  CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, memory, size - 64, &error) && error[0], "64 bytes too few are enough");
+  CHECK(luna_stream_open_bytes(file.bytes, file.size, &config, memory + 8, size, &error) != NULL, "memory at an odd place: %s", error);
+  error = "";
+  CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, NULL, size, &error) && error[0], "no memory is enough");
+  config.batch = -1;
+  error = "";
+  CHECK(luna_stream_size(file.bytes, file.size, &config, &error) == 0 && error[0], "a batch of -1 has a size");
+  config.batch = 2;
+  for (size_t cut = 0; cut < file.size; cut += cut < 3000 ? 1 : 97) { /* a file cut anywhere, and one with a byte of its header changed */
+    uint8_t *piece = (uint8_t *)common_alloc(cut), *changed = (uint8_t *)common_alloc(file.size);
+    memcpy(piece, file.bytes, cut);
+    memcpy(changed, file.bytes, file.size);
+    changed[cut] ^= 0x10;
+    error = "";
+    if (luna_stream_open_bytes(piece, cut, &config, memory, size, &error) || !error[0]) CHECK(false, "a file cut to %zu bytes is opened (\"%s\")", cut, error);
+    a = luna_stream_open_bytes(changed, file.size, &config, memory, size, &error); /* may be fine: a weight changed */
+    if (a) luna_stream_step(a, tokens), luna_stream_close(a);
+    free(piece), free(changed);
+  }
+  luna_stream_close(b);
+
+  lm loaded;
+  luna_options plain = {0};
+  loaded.ctx = luna_open(&plain);
+  loaded.params = luna_params_open(loaded.ctx);
+  if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK, "luna_lm_load_bytes: %s", luna_error(loaded.ctx))) {
+    CHECK(luna_params_size(loaded.params) == luna_params_size(m.params), "%lld parameters were loaded", (long long)luna_params_size(loaded.params));
+    for (int64_t i = 0; i < luna_params_size(m.params); i++) {
+      const char *name = "";
+      const luna_tensor *p = luna_params_at(m.params, i, &name), *q = luna_params_find(loaded.params, name);
+      CHECK(q && luna_count(q) == luna_count(p) && memcmp(p->data, q->data, (size_t)luna_count(p) * sizeof(float)) == 0, "parameter %s came back with other bits", name);
+    }
+  }
+  luna_close(loaded.ctx);
+  free(tokens), free(memory), free(file.bytes);
+  luna_close(m.ctx);
+}
+
+/* ---- sampling ---- */
+static void check_sampling(void) {
+  enum { N = 6, DRAWS = 60000 };
+  const float logits[N] = {0.5f, 2, -1, 1.5f, -INFINITY, 0}, bad[3] = {0, NAN, 1}, tie[3] = {1, 1, 0};
+  luna_sampling s = {0, 0, 0, 0}, same = {0, 0, 7, 0}, again = {0, 0, 7, 0};
+  CHECK(luna_sample(NULL, 5, &s) == -1 && luna_sample(bad, 3, &s) == -1 && luna_sample(logits, 0, &s) == -1, "null, NaN or nothing can be sampled");
+  s.top_k = 1;
+  for (int i = 0; i < 50; i++) CHECK(luna_sample(logits, N, &s) == 1, "greedy is not the largest");
+  CHECK(luna_sample(tie, 3, &s) <= 1, "greedy among equals");
+  for (int i = 0; i < 50; i++) CHECK(luna_sample(logits, N, &same) == luna_sample(logits, N, &again), "one seed gives two sequences");
+  CHECK(same.drawn == 50, "50 draws are counted as %llu", (unsigned long long)same.drawn);
+  for (int mode = 0; mode < 4; mode++) { /* all; hot; cold; top 3 */
+    const double temperature = mode == 1 ? 2 : mode == 2 ? 0.5 : 1;
+    int64_t count[N] = {0};
+    double p[N], sum = 0, worst = 0;
+    luna_sampling now = {0, 0, 0, 0};
+    now.temperature = mode == 0 ? 0 : (float)temperature;
+    now.top_k = mode == 3 ? 3 : 0;
+    now.seed = (uint64_t)mode + 1;
+    for (int i = 0; i < DRAWS; i++) {
+      const int32_t token = luna_sample(logits, N, &now);
+      if (CHECK(token >= 0 && token < N, "sampled %d", (int)token)) count[token]++;
+    }
+    for (int i = 0; i < N; i++) sum += p[i] = mode == 3 && i != 0 && i != 1 && i != 3 ? 0 : exp((double)logits[i] / temperature);
+    for (int i = 0; i < N; i++) {
+      const double expected = p[i] / sum, deviation = sqrt(expected * (1 - expected) / DRAWS), off = fabs((double)count[i] / DRAWS - expected);
+      if (expected == 0) CHECK(count[i] == 0, "mode %d: token %d of probability 0 was drawn", mode, i);
+      else if (off / deviation > worst) worst = off / deviation;
+    }
+    CHECK(worst < 4.5, "mode %d: a frequency is %.1f deviations from its probability", mode, worst);
+  }
+}
+
+int main(void) {
+  for (int i = 0; i < COMMON_ISAS; i++) {
+    if (!luna_isa_available(common_isas[i])) continue;
+    for (int kind = 0; kind < KINDS; kind++) {
+      check_training_form(kind, common_isas[i], 1);
+      check_training_form(kind, common_isas[i], 3);
+    }
+    for (int64_t rows = 1; rows <= ROWS; rows = rows == 1 ? 64 : rows == 64 ? 130 : ROWS + 1) {
+      check_far(common_isas[i], 0, rows);
+      check_far(common_isas[i], 1000, rows);
+      check_far(common_isas[i], 1000000000, rows);
+    }
+  }
+  check_long(LUNA_ISA_BEST);
+  check_long(LUNA_ISA_SCALAR);
+  for (int kind = 0; kind < KINDS; kind++) {
+    check_state(kind);
+    check_bytes(kind);
+  }
+  check_sampling();
+  return test_report("stream");
+}

@@ -1,0 +1,213 @@
+/* The same bits for any number of threads, on a pool or on a caller's parallel_for, in any order; two contexts, and two streams, in two
+   threads on one set of parameters. Clean under the thread sanitizer (make sanitize). */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include <pthread.h>
+
+enum { STEPS = 20 };
+
+/* ---- parallel_for of a caller's: backwards; and threads made for each call ---- */
+static void backwards(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
+  (void)user;
+  while (count-- > 0) task(work, count);
+}
+typedef struct share { void (*task)(void *work, int64_t index); void *work; int64_t index; } share;
+static void *share_run(void *argument) {
+  const share *s = (const share *)argument;
+  s->task(s->work, s->index);
+  return NULL;
+}
+static void spawning(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
+  pthread_t thread[16];
+  share shares[16];
+  (void)user;
+  for (int64_t i = 0; i < count; i++) {
+    shares[i].task = task, shares[i].work = work, shares[i].index = i;
+    if (pthread_create(&thread[i], NULL, share_run, &shares[i]) != 0) exit(2);
+  }
+  for (int64_t i = 0; i < count; i++) pthread_join(thread[i], NULL);
+}
+
+/* ---- two models ---- */
+typedef struct trained { float *values; int64_t count; double loss; } trained;
+
+static luna_tensor *lm_loss(luna_lm *model, int step) {
+  enum { BATCH = 1, N = 600 }; /* enough work for threads to share a sequence's chunks */
+  int32_t *tokens = common_tokens(BATCH * (N + 1), 90 + (uint64_t)step, 40);
+  luna_tensor *loss = luna_cross_entropy(luna_lm_forward(model, tokens, BATCH, N), tokens + 1);
+  free(tokens);
+  return loss;
+}
+
+typedef struct encoder { luna_tensor *table, *memory; luna_encoder_layer layer[2]; luna_linear_layer head; } encoder;
+static bool encoder_init(encoder *e, luna_params *params) {
+  luna_layer_config config = {0};
+  const int64_t table[2] = {40, 24}, memory[2] = {6, 24};
+  const luna_init normal = {LUNA_NORMAL, 0.2f}, xavier = {LUNA_XAVIER, 1};
+  config.dim = 24;
+  config.heads = 4;
+  config.pack_heads = 2;
+  config.ffn = 50;
+  config.activation = LUNA_GELU;
+  config.dropout = config.attention_dropout = config.activation_dropout = 0.1f;
+  e->table = luna_param(params, "table", 2, table, normal);
+  e->memory = luna_param(params, "memory", 2, memory, normal);
+  return e->table && e->memory && luna_encoder_layer_init(&e->layer[0], params, "0.", &config) == LUNA_OK &&
+         luna_encoder_layer_init(&e->layer[1], params, "1.", &config) == LUNA_OK && luna_linear_layer_init(&e->head, params, "head", 24, 5, xavier) == LUNA_OK;
+}
+static luna_tensor *encoder_loss(encoder *e, int step) {
+  enum { BATCH = 2, N = 1100 };
+  static const int32_t lengths[BATCH] = {1100, 530}, labels[BATCH] = {3, 1};
+  int32_t *tokens = common_tokens(BATCH * N, 95 + (uint64_t)step, 40);
+  luna_tensor *x = luna_embedding(e->table, tokens, BATCH, N), *p = luna_repeat(e->memory, BATCH);
+  for (int i = 0; i < 2; i++) x = luna_encoder_layer_forward(&e->layer[i], x, &p, lengths);
+  free(tokens);
+  return luna_cross_entropy(luna_linear_layer_forward(&e->head, luna_add(luna_mean(x, 1), luna_mean(p, 1))), labels);
+}
+
+/* the parameters after training with these options */
+static trained train(luna_options options, bool lm) {
+  trained t = {NULL, 0, 0};
+  luna_lm_config config = {0};
+  luna_adamw_config adam = {0};
+  luna_lm model;
+  encoder e;
+  options.seed = 12;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  config.vocab = 40;
+  config.layer.dim = 32;
+  config.layer.heads = 2;
+  config.layer.ffn = 50;
+  config.layer.convolution = 4;
+  config.layer.dropout = config.layer.attention_dropout = config.layer.activation_dropout = 0.1f;
+  adam.lr = 3e-3f;
+  adam.clip = 0.5f;
+  adam.weight_decay = 0.01f;
+  if (!CHECK(lm ? luna_lm_init(&model, params, &config) == LUNA_OK : encoder_init(&e, params), "init: %s", luna_error(ctx))) return luna_close(ctx), t;
+  luna_optimizer *optimizer = luna_adamw(params, &adam);
+  for (int step = 0; step < STEPS; step++) {
+    luna_begin_step(ctx);
+    luna_tensor *loss = lm ? lm_loss(&model, step) : encoder_loss(&e, step);
+    luna_backward(loss);
+    if (!CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "step: %s", luna_error(ctx))) break;
+    t.loss = (double)luna_item(loss);
+  }
+  t.count = luna_params_count(params);
+  t.values = common_floats(t.count);
+  for (int64_t i = 0, at = 0; i < luna_params_size(params); i++) {
+    const luna_tensor *p = luna_params_at(params, i, NULL);
+    luna_read(p, t.values + at);
+    at += luna_count(p);
+  }
+  luna_close(ctx);
+  return t;
+}
+
+static void check_training(bool lm, luna_form form, luna_isa isa) {
+  static const struct { int threads; luna_parallel_for run; const char *name; } ways[] = {
+    {1, NULL, "1 thread"}, {2, NULL, "2 threads"}, {3, NULL, "3 threads"}, {7, NULL, "7 threads"}, {5, backwards, "5 shares backwards"}, {3, spawning, "3 threads made for each call"}
+  };
+  trained first = {NULL, 0, 0};
+  for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
+    luna_options options = {0};
+    options.threads = ways[i].threads;
+    options.parallel_for = ways[i].run;
+    options.form = form;
+    options.isa = isa;
+    trained t = train(options, lm);
+    if (i == 0) {
+      first = t;
+      CHECK(t.values && isfinite(t.loss), "training went wrong: the loss is %g", t.loss);
+      continue;
+    }
+    int64_t differ = 0;
+    for (int64_t j = 0; t.values && first.values && j < t.count; j++) differ += memcmp(&t.values[j], &first.values[j], sizeof(float)) != 0;
+    CHECK(t.values && t.count == first.count && differ == 0, "%s, form %d, %s: %lld of %lld parameters have other bits after %d steps with %s than with 1 thread", lm ? "language model" : "encoder",
+          (int)form, luna_isa_name(isa), (long long)differ, (long long)t.count, STEPS, ways[i].name);
+    free(t.values);
+  }
+  free(first.values);
+}
+
+/* ---- many readers of one set of parameters ---- */
+typedef struct reader { const luna_params *shared; const luna_lm *model; luna_form form; int number; float *out; bool good; } reader;
+enum { READER_N = 80, READER_ROUNDS = 5 };
+
+static void *reader_context(void *argument) { /* a context of its own, the parameters of another */
+  reader *r = (reader *)argument;
+  luna_options options = {0};
+  options.threads = 2;
+  options.form = r->form;
+  encoder e;
+  luna_ctx *ctx = luna_open(&options);
+  r->good = encoder_init(&e, luna_params_share(ctx, r->shared));
+  for (int round = 0; r->good && round < READER_ROUNDS; round++) {
+    luna_begin_inference(ctx);
+    luna_tensor *x = common_tensor(ctx, 1, 2, READER_N, 24, 0), *p = common_tensor(ctx, 2, 2, 6, 24, 0);
+    for (int i = 0; i < 2; i++) x = luna_encoder_layer_forward(&e.layer[i], x, &p, NULL);
+    r->good = luna_read(luna_linear_layer_forward(&e.head, x), r->out) == LUNA_OK;
+  }
+  if (!r->good) printf("reader %d, form %d: %s\n", r->number, (int)r->form, luna_error(ctx));
+  luna_close(ctx);
+  return NULL;
+}
+static void *reader_stream(void *argument) {
+  reader *r = (reader *)argument;
+  int32_t *tokens = common_tokens(200, 7, 40);
+  luna_stream *s = luna_stream_open(r->model, NULL);
+  const float *y = s ? luna_stream_prefill(s, tokens, 100) : NULL;
+  for (int i = 100; y && i < 200; i++) y = luna_stream_step(s, tokens + i);
+  r->good = y != NULL;
+  if (y) memcpy(r->out, y, 40 * sizeof(float));
+  luna_stream_close(s);
+  free(tokens);
+  return NULL;
+}
+
+static void check_readers(const char *what, void *(*run)(void *), const luna_params *shared, const luna_lm *model, luna_form form, int64_t count) {
+  enum { READERS = 3 };
+  reader readers[READERS];
+  pthread_t thread[READERS];
+  for (int i = 0; i < READERS; i++) {
+    readers[i].shared = shared, readers[i].model = model, readers[i].form = form, readers[i].number = i, readers[i].good = false;
+    readers[i].out = common_floats(count);
+  }
+  run(&readers[0]); /* alone, then two at once */
+  for (int i = 1; i < READERS; i++)
+    if (pthread_create(&thread[i], NULL, run, &readers[i]) != 0) exit(2);
+  for (int i = 1; i < READERS; i++) pthread_join(thread[i], NULL);
+  for (int i = 0; i < READERS; i++) {
+    CHECK(readers[i].good, "%s, form %d: reader %d failed", what, (int)form, i);
+    CHECK(memcmp(readers[i].out, readers[0].out, (size_t)count * sizeof(float)) == 0, "%s, form %d: two readers at once see other bits than one", what, (int)form);
+  }
+  for (int i = 0; i < READERS; i++) free(readers[i].out);
+}
+
+static void check_sharing(void) {
+  encoder e;
+  luna_lm model;
+  luna_lm_config config = {0};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx), *more = luna_params_open(ctx);
+  config.vocab = 40;
+  config.layer.dim = 24;
+  config.layer.heads = 3;
+  if (CHECK(encoder_init(&e, params) && luna_lm_init(&model, more, &config) == LUNA_OK, "init: %s", luna_error(ctx))) {
+    check_readers("contexts", reader_context, params, NULL, LUNA_FORM_PLAIN, 2 * READER_N * 5);
+    check_readers("contexts", reader_context, params, NULL, LUNA_FORM_FOLDED, 2 * READER_N * 5);
+    check_readers("streams", reader_stream, NULL, &model, LUNA_FORM_CHEAPEST, 40);
+  }
+  luna_close(ctx);
+}
+
+int main(void) {
+  check_training(true, LUNA_FORM_CHEAPEST, LUNA_ISA_BEST);
+  check_training(false, LUNA_FORM_PLAIN, LUNA_ISA_BEST);
+  check_training(false, LUNA_FORM_FOLDED, LUNA_ISA_BEST);
+  check_training(true, LUNA_FORM_CHEAPEST, LUNA_ISA_SCALAR);
+  check_sharing();
+  return test_report("threads");
+}
