@@ -675,7 +675,7 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 #endif
 #if defined(__clang__)
 #pragma clang fp contract(off)
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
 #endif
@@ -6374,8 +6374,10 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
 /* ----------------------------------------------------------------------------------------------------------------------
    >>params
    ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNAI_BUCKETS 64
 typedef struct lunai_param {
-  struct lunai_param *next;
+  struct lunai_param *next, *older;  /* in the set; of the same bucket */
+  int64_t index;
   const char *name;
   uint64_t hash;
   bool borrowed;
@@ -6387,6 +6389,7 @@ struct luna_params {
   luna_ctx *ctx;
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
+  lunai_param *bucket[LUNAI_BUCKETS]; /* newest first */
   int64_t size;
   bool borrowing;                    /* values are read in place: */
   const luna_params *shared;         /* from this set, */
@@ -6430,7 +6433,7 @@ LUNAI_FN uint64_t lunai_hash(const char *name) { /* FNV-1a */
 LUNAI_FN lunai_param *lunai_param_find(const luna_params *params, const char *name) {
   const uint64_t hash = lunai_hash(name);
   lunai_param *p;
-  for (p = params ? params->first : NULL; p; p = p->next)
+  for (p = params ? params->bucket[hash % LUNAI_BUCKETS] : NULL; p; p = p->older)
     if (p->hash == hash && strcmp(p->name, name) == 0) return p;
   return NULL;
 }
@@ -6570,7 +6573,9 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   if (params->last) params->last->next = p;
   else params->first = p;
   params->last = p;
-  params->size++;
+  p->older = params->bucket[p->hash % LUNAI_BUCKETS];
+  params->bucket[p->hash % LUNAI_BUCKETS] = p;
+  p->index = params->size++;
   return &p->tensor;
 }
 
@@ -6586,7 +6591,10 @@ LUNAI_FN lunai_params_mark lunai_params_here(const luna_params *params) {
   return mark;
 }
 LUNAI_FN luna_status lunai_params_end(luna_params *params, lunai_params_mark mark, bool good) {
+  int i;
   if (good) return LUNA_OK;
+  for (i = 0; i < LUNAI_BUCKETS; i++)
+    while (params->bucket[i] && params->bucket[i]->index >= mark.size) params->bucket[i] = params->bucket[i]->older;
   params->last = mark.last;
   params->last_meta = mark.last_meta;
   params->size = mark.size;
@@ -7596,7 +7604,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    ---------------------------------------------------------------------------------------------------------------------- */
 /* What a checkpoint's __metadata__ says of the model: a row a field, from which writing and reading derive. least and most: what is allowed. */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 4096) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
+  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
   F(sharing, 0, 1) F(activation, 1, 5) F(omega, 1, 5) F(pre_norm, 0, 1)
 #define LUNAI_LM_KIND "causal_lm"
 typedef struct lunai_lm_sizes {
@@ -7616,6 +7624,20 @@ LUNAI_FN bool lunai_lm_field(const lunai_st *st, const char *key, int64_t least,
   }
   return *out >= least && *out <= most;
 }
+/* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
+LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
+  const int64_t linears = s->sharing ? 8 : 7, layer = 1 + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  lunai_st_tensor t;
+  size_t cursor = 0;
+  int64_t count = 0;
+  while (lunai_st_next(st, &cursor, &t)) count++;
+  if (count != 1 + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
+  if (!lunai_st_find(st, "embed_tokens.weight", &t) || t.rank != 2 || t.shape[0] != s->vocab || t.shape[1] != s->dim) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (!lunai_st_find(st, "layers.0.projected_embeddings", &t) || t.rank != 2 || t.shape[0] != s->memory) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
+  if (!lunai_st_find(st, "layers.0.fc1.weight", &t) || t.rank != 2 || t.shape[0] != s->ffn) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
+  return NULL;
+}
+
 /* the model a checkpoint describes; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
@@ -7623,8 +7645,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
 #define LUNAI_FIELD(name, least, most) if (!lunai_lm_field(st, "luna." #name, least, most, &sizes->name)) return "luna." #name " is missing from the metadata, or out of range";
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
-  if (sizes->dim % sizes->heads) return "luna.dim is no multiple of luna.heads";
-  return NULL;
+  return sizes->dim % sizes->heads ? "luna.dim is no multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
 #ifndef LUNA_ONLY_STREAM
@@ -7987,15 +8008,6 @@ LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, 
   return LUNA_OK;
 }
 
-/* The sizes in a file's metadata are only claims: before anything is allocated by them, the tensors must bear them out. */
-LUNAI_FN luna_status lunai_lm_claims(luna_params *params, const lunai_st *st, const lunai_lm_sizes *s) {
-  lunai_st_tensor t;
-  const bool good = lunai_st_find(st, "embed_tokens.weight", &t) && t.rank == 2 && t.shape[0] == s->vocab && t.shape[1] == s->dim &&
-                    lunai_st_find(st, "layers.0.projected_embeddings", &t) && t.rank == 2 && t.shape[0] == s->memory &&
-                    lunai_st_find(st, "layers.0.fc1.weight", &t) && t.rank == 2 && t.shape[0] == s->ffn && (uint64_t)s->layers <= st->header_size;
-  return good ? LUNA_OK : lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_lm_load: the file's tensors do not have the sizes its metadata claims");
-}
-
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
   lunai_st st;
   lunai_lm_sizes sizes;
@@ -8010,8 +8022,7 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong);
   mark = lunai_params_here(params);
   lunai_lm_from_sizes(&sizes, &config);
-  status = lunai_lm_claims(params, &st, &sizes);
-  if (status == LUNA_OK) status = luna_lm_init(model, params, &config);
+  status = luna_lm_init(model, params, &config);
   if (status == LUNA_OK && !params->borrowing) status = lunai_load_st(params, &st);
   if (status != LUNA_OK) lunai_params_end(params, mark, false);
   return status;
@@ -8672,7 +8683,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   return chosen;
 }
 
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif
 #endif /* !LUNAI_PASS */

@@ -33,13 +33,20 @@ static luna_tensor *run_nested(net *m, luna_tensor *x) {
   (void)m;
   return luna_causal_nested_attention(x, x, x, x, HEADS, LUNA_SOFTPLUS2, NULL, 0);
 }
-static luna_tensor *run_layer_attention(net *m, luna_tensor *x) { return luna_causal_attention_layer_forward(&m->attention, x, m->memory, NULL); }
+static luna_tensor *run_layer_attention(net *m, luna_tensor *x) {
+  return luna_causal_attention_layer_forward(&m->attention, x, m->memory, NULL);
+}
 static luna_tensor *run_layer(net *m, luna_tensor *x) { return luna_causal_layer_forward(&m->layer, x); }
 
-static const struct { const char *name; net_run run; } nets[] = {
-  {"softmax attention", run_attention}, {"causal product", run_product}, {"short convolution", run_convolution},
-  {"causal nested attention", run_nested}, {"causal attention layer", run_layer_attention}, {"causal layer", run_layer}
-};
+static const struct {
+  const char *name;
+  net_run run;
+} nets[] = {{"softmax attention", run_attention},
+            {"causal product", run_product},
+            {"short convolution", run_convolution},
+            {"causal nested attention", run_nested},
+            {"causal attention layer", run_layer_attention},
+            {"causal layer", run_layer}};
 #define NETS ((int)(sizeof nets / sizeof nets[0]))
 
 static bool net_open(net *m, luna_isa isa, luna_form form) {
@@ -62,7 +69,8 @@ static bool net_open(net *m, luna_isa isa, luna_form form) {
   m->kernel = luna_param(m->params, "kernel", 2, kernel, init);
   m->memory = luna_param(m->params, "memory", 2, memory, init);
   return CHECK(luna_causal_attention_layer_init(&m->attention, m->params, "a.", &attention) == LUNA_OK &&
-               luna_causal_layer_init(&m->layer, m->params, "b.", SLOTS, &layer) == LUNA_OK, "init: %s", luna_error(m->ctx));
+                   luna_causal_layer_init(&m->layer, m->params, "b.", SLOTS, &layer) == LUNA_OK,
+               "init: %s", luna_error(m->ctx));
 }
 
 /* the values of the output for an input, in a training step or in inference */
@@ -89,7 +97,8 @@ static bool same_bits(const float *a, const float *b, int64_t n) { return n <= 0
 static void check_net(net *m, int which, int64_t n, bool training, const char *what) {
   static const int64_t places[] = {0, 1, 62, 63, 64, 65, 127, 128, 255, 256, 511, 512, 513, 1023, 1024, 1025};
   const int64_t size = n * DIM;
-  float *x = common_random(BATCH * size, 3, 1), *changed = common_floats(BATCH * size), *before = common_floats(BATCH * size), *after = common_floats(BATCH * size);
+  float *x = common_random(BATCH * size, 3, 1), *changed = common_floats(BATCH * size), *before = common_floats(BATCH * size),
+        *after = common_floats(BATCH * size);
   if (net_values(m, nets[which].run, x, n, training, before))
     for (size_t p = 0; p <= sizeof places / sizeof places[0]; p++) {
       const int64_t t = p < sizeof places / sizeof places[0] ? places[p] : n - 1;
@@ -98,10 +107,13 @@ static void check_net(net *m, int which, int64_t n, bool training, const char *w
         memcpy(changed, x, (size_t)(BATCH * size) * sizeof(float));
         change(changed + size + t * DIM, DIM, kind);
         if (!net_values(m, nets[which].run, changed, n, training, after)) break;
-        CHECK(same_bits(before, after, size), "%s: %s, n = %lld: token %lld of one sequence, made %s, reached another", what, nets[which].name, (long long)n, (long long)t, change_names[kind]);
-        CHECK(same_bits(before + size, after + size, t * DIM), "%s: %s, n = %lld: token %lld, made %s, reached an earlier one", what, nets[which].name, (long long)n, (long long)t, change_names[kind]);
-        CHECK(!same_bits(before + size + t * DIM, after + size + t * DIM, DIM), "%s: %s, n = %lld: token %lld, made %s, does not show at its own place", what,
+        CHECK(same_bits(before, after, size), "%s: %s, n = %lld: token %lld of one sequence, made %s, reached another", what,
               nets[which].name, (long long)n, (long long)t, change_names[kind]);
+        CHECK(same_bits(before + size, after + size, t * DIM), "%s: %s, n = %lld: token %lld, made %s, reached an earlier one", what,
+              nets[which].name, (long long)n, (long long)t, change_names[kind]);
+        CHECK(!same_bits(before + size + t * DIM, after + size + t * DIM, DIM),
+              "%s: %s, n = %lld: token %lld, made %s, does not show at its own place", what, nets[which].name, (long long)n, (long long)t,
+              change_names[kind]);
       }
     }
   free(x), free(changed), free(before), free(after);
@@ -149,8 +161,10 @@ static void check_lm(luna_isa isa, bool pre_norm) {
         if (r < at) earlier = earlier && same;
         else there = same;
       }
-      CHECK(earlier, "%s: language model: token %lld with a row of %s reached an earlier one", luna_isa_name(isa), (long long)places[p], change_names[kind]);
-      CHECK(!there, "%s: language model: token %lld with a row of %s does not show at its own place", luna_isa_name(isa), (long long)places[p], change_names[kind]);
+      CHECK(earlier, "%s: language model: token %lld with a row of %s reached an earlier one", luna_isa_name(isa), (long long)places[p],
+            change_names[kind]);
+      CHECK(!there, "%s: language model: token %lld with a row of %s does not show at its own place", luna_isa_name(isa),
+            (long long)places[p], change_names[kind]);
     }
   free(tokens), free(before);
   luna_close(ctx);
@@ -164,8 +178,10 @@ static void check_kernel(luna_isa isa, int64_t rows, int64_t position) {
   double *state = (double *)common_alloc((size_t)(4 * BATCH * mean) * sizeof(double)), *fresh = state + 2 * BATCH * mean;
   lunai_causal_luna c;
   memset(&c, 0, sizeof c);
-  c.batch = BATCH, c.rows = rows, c.heads = HEADS, c.head_dim = d, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_SOFTPLUS2, c.position = position;
-  for (int i = 0; i < 4; i++) in[i] = common_random(BATCH * (i < 3 ? qn : sn), 20 + (uint64_t)i, 1), changed[i] = common_floats(BATCH * (i < 3 ? qn : sn));
+  c.batch = BATCH, c.rows = rows, c.heads = HEADS, c.head_dim = d, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_SOFTPLUS2,
+  c.position = position;
+  for (int i = 0; i < 4; i++)
+    in[i] = common_random(BATCH * (i < 3 ? qn : sn), 20 + (uint64_t)i, 1), changed[i] = common_floats(BATCH * (i < 3 ? qn : sn));
   for (int64_t i = 0; i < 2 * BATCH * mean; i++) fresh[i] = position ? common_number(30, (uint64_t)i) : 0;
   char *scratch = (char *)common_alloc(kernels->causal_luna_scratch(&c, 1, false) + 64);
   c.mean_ka = state, c.mean_av = state + BATCH * mean;
@@ -182,9 +198,10 @@ static void check_kernel(luna_isa isa, int64_t rows, int64_t position) {
       if (t < 0) continue;
       bool kept = true;
       for (int64_t i = 0; i < mean; i++) kept = kept && isfinite(c.mean_ka[i]) && isfinite(c.mean_av[i]);
-      CHECK(same_bits(before, after, qn) && kept, "%s: stream at %lld: token %lld of one sequence, made %s, reached another", luna_isa_name(isa), (long long)position, (long long)t, change_names[kind]);
-      CHECK(same_bits(before + qn, after + qn, t * DIM), "%s: stream at %lld, %lld rows: token %lld, made %s, reached an earlier one", luna_isa_name(isa), (long long)position,
-            (long long)rows, (long long)t, change_names[kind]);
+      CHECK(same_bits(before, after, qn) && kept, "%s: stream at %lld: token %lld of one sequence, made %s, reached another",
+            luna_isa_name(isa), (long long)position, (long long)t, change_names[kind]);
+      CHECK(same_bits(before + qn, after + qn, t * DIM), "%s: stream at %lld, %lld rows: token %lld, made %s, reached an earlier one",
+            luna_isa_name(isa), (long long)position, (long long)rows, (long long)t, change_names[kind]);
     }
   }
   for (int i = 0; i < 4; i++) free(in[i]), free(changed[i]);
@@ -230,7 +247,8 @@ static void check_stream(luna_isa isa) {
     step[0] = 3, step[1] = 3;
     a = luna_stream_step(pair, step);
     memcpy(first, a, sizeof first);
-    CHECK(same_bits(first, a + VOCAB, VOCAB - 1) && isfinite(a[VOCAB]), "%s: a reset does not heal a stream that met a NaN", luna_isa_name(isa));
+    CHECK(same_bits(first, a + VOCAB, VOCAB - 1) && isfinite(a[VOCAB]), "%s: a reset does not heal a stream that met a NaN",
+          luna_isa_name(isa));
     luna_stream_reset(pair);
   }
   luna_stream_close(pair), luna_stream_close(alone);

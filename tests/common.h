@@ -6,7 +6,8 @@
 #include <string.h>
 
 #define COMMON_ISAS 6
-static const luna_isa common_isas[COMMON_ISAS] = {LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM};
+static const luna_isa common_isas[COMMON_ISAS] = {LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2,
+                                                  LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM};
 
 TEST_UNUSED static uint64_t common_hash(uint64_t seed, uint64_t index) {
   uint64_t x = seed * 0x9E3779B97F4A7C15u + index * 0xD1B54A32D192ED03u + 0x2545F4914F6CDD1Du;
@@ -15,7 +16,9 @@ TEST_UNUSED static uint64_t common_hash(uint64_t seed, uint64_t index) {
 }
 
 /* uniform in [-1, 1) */
-TEST_UNUSED static double common_number(uint64_t seed, uint64_t index) { return (double)(common_hash(seed, index) >> 11) / 4503599627370496.0 - 1; }
+TEST_UNUSED static double common_number(uint64_t seed, uint64_t index) {
+  return (double)(common_hash(seed, index) >> 11) / 4503599627370496.0 - 1;
+}
 
 TEST_UNUSED static void common_fill(float *x, int64_t n, uint64_t seed, double scale) {
   for (int64_t i = 0; i < n; i++) x[i] = (float)(scale * common_number(seed, (uint64_t)i));
@@ -59,8 +62,10 @@ TEST_UNUSED static luna_tensor *common_tensor(luna_ctx *ctx, uint64_t seed, int6
 TEST_UNUSED static luna_tensor *common_loss(luna_tensor *y, uint64_t seed) {
   const int64_t flat[2] = {1, luna_count(y)};
   if (!y) return NULL;
-  return luna_sum(luna_reshape(luna_mul(y, common_tensor(y->ctx, seed, y->shape[0], y->rank > 1 ? y->shape[1] : 0, y->rank > 2 ? y->shape[2] : 0,
-                                                         y->rank > 3 ? y->shape[3] : 0)), 2, flat), 1);
+  return luna_sum(luna_reshape(luna_mul(y, common_tensor(y->ctx, seed, y->shape[0], y->rank > 1 ? y->shape[1] : 0,
+                                                         y->rank > 2 ? y->shape[2] : 0, y->rank > 3 ? y->shape[3] : 0)),
+                               2, flat),
+                  1);
 }
 
 /* test_error with a floor of one's own: the root mean square below which b counts as zero */

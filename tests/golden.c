@@ -11,10 +11,13 @@
 
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
-#define FLOOR 5e-2                   /* gradients of a smaller root mean square than this are true zeros: key biases */
+#define FLOOR 5e-2 /* gradients of a smaller root mean square than this are true zeros: key biases */
 #define MOST_FILES 256
 
-typedef struct golden_worst { double error; char where[256]; } golden_worst;
+typedef struct golden_worst {
+  double error;
+  char where[256];
+} golden_worst;
 typedef struct golden {
   const char *path, *name;
   uint8_t *bytes;
@@ -25,7 +28,7 @@ typedef struct golden {
   bool tied, pre_norm;
   luna_activation activation, omega;
   golden_worst output, gradient;
-  const char *how;                   /* instruction set and form of the run */
+  const char *how; /* instruction set and form of the run */
 } golden;
 
 static int64_t golden_number(const golden *g, const char *key) {
@@ -81,7 +84,8 @@ static bool golden_open(golden *g) {
   const size_t got = fread(g->bytes, 1, g->size, file);
   fclose(file);
   wrong = got == g->size ? lunai_st_open(&g->st, g->bytes, g->size) : "it is cut short";
-  if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(lunai_st_meta(&g->st, "kind", &kind), "%s does not say its kind", g->name)) return false;
+  if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(lunai_st_meta(&g->st, "kind", &kind), "%s does not say its kind", g->name))
+    return false;
   lunai_st_decode(kind, g->kind, sizeof g->kind);
   g->dim = golden_number(g, "dim");
   g->heads = golden_number(g, "heads");
@@ -248,7 +252,8 @@ static int golden_file(golden *g) { /* 1 when it was compared */
     if (!luna_isa_available(common_isas[i])) continue;
     for (int mode = 0; mode < 4; mode++) golden_run(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, mode < 2);
   }
-  printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)\n", g->name, g->output.error, g->output.where, g->gradient.error, g->gradient.where);
+  printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)\n", g->name, g->output.error, g->output.where, g->gradient.error,
+         g->gradient.where);
   CHECK(g->output.error <= OUTPUT_LIMIT, "%s: an output is off by %.3g", g->name, g->output.error);
   CHECK(g->gradient.error <= GRADIENT_LIMIT, "%s: a gradient is off by %.3g", g->name, g->gradient.error);
   return 1;

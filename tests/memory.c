@@ -8,7 +8,11 @@
 enum { VOCAB = 23, DIM = 16 };
 
 /* ---- what is done with a context: returns the first failure, or LUNA_OK and a number ---- */
-typedef struct job { int64_t n, layers; bool inference, encoder, sgd; int steps; } job;
+typedef struct job {
+  int64_t n, layers;
+  bool inference, encoder, sgd;
+  int steps;
+} job;
 
 static luna_status job_encoder(luna_ctx *ctx, const job *j, double *result) {
   luna_encoder_layer layer[8];
@@ -76,7 +80,9 @@ static luna_status job_lm(luna_ctx *ctx, const job *j, double *result) {
   free(tokens);
   return status;
 }
-static luna_status job_run(luna_ctx *ctx, const job *j, double *result) { return j->encoder ? job_encoder(ctx, j, result) : job_lm(ctx, j, result); }
+static luna_status job_run(luna_ctx *ctx, const job *j, double *result) {
+  return j->encoder ? job_encoder(ctx, j, result) : job_lm(ctx, j, result);
+}
 
 static luna_memory_use measured(const job *j, int threads) {
   luna_options options = {0};
@@ -108,7 +114,8 @@ static void check_block(const job *j, int threads, const char *what) {
   options.threads = threads;
   luna_ctx *ctx = luna_open(&options);
   CHECK(job_run(ctx, j, &expected) == LUNA_OK && isfinite(expected), "%s: %s", what, luna_error(ctx));
-  CHECK(luna_memory(ctx).peak == need, "%s: measured %zu bytes, but with memory of its own the peak is %zu", what, need, luna_memory(ctx).peak);
+  CHECK(luna_memory(ctx).peak == need, "%s: measured %zu bytes, but with memory of its own the peak is %zu", what, need,
+        luna_memory(ctx).peak);
   luna_close(ctx);
   options.allocator.allocate = forbidden_allocate;
   options.allocator.release = forbidden_release;
@@ -127,7 +134,8 @@ static void check_block(const job *j, int threads, const char *what) {
         CHECK(memcmp(&got, &expected, sizeof got) == 0, "%s: in a block the result is %.9g, not %.9g", what, got, expected);
       } else {
         CHECK(status == LUNA_OUT_OF_MEMORY, "%s: 64 bytes less than measured gives \"%s\"", what, luna_status_text(status));
-        CHECK(!ctx || (luna_state(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]), "%s: 64 bytes less says \"%s\"", what, luna_error(ctx));
+        CHECK(!ctx || (luna_state(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]), "%s: 64 bytes less says \"%s\"", what,
+              luna_error(ctx));
       }
       luna_close(ctx);
       int64_t outside = 0;
@@ -179,7 +187,8 @@ static luna_options guarded(guard *g) {
   return options;
 }
 static void check_released(const guard *g, const char *what, int64_t at) {
-  CHECK(g->live == 0 && g->blocks == 0, "%s, allocation %lld failed: %lld bytes in %lld blocks leak", what, (long long)at, (long long)g->live, (long long)g->blocks);
+  CHECK(g->live == 0 && g->blocks == 0, "%s, allocation %lld failed: %lld bytes in %lld blocks leak", what, (long long)at,
+        (long long)g->live, (long long)g->blocks);
   CHECK(g->wrong == 0, "%s, allocation %lld failed: %lld releases with another size", what, (long long)at, (long long)g->wrong);
 }
 
@@ -201,7 +210,9 @@ static void check_failures(const job *j, const char *what) {
       g.fail_to = once ? k + 1 : INT64_MAX;
       ctx = luna_open(&options);
       luna_status status = ctx ? job_run(ctx, j, &got) : LUNA_OUT_OF_MEMORY;
-      if (once && status == LUNA_OK) CHECK(memcmp(&got, &expected, sizeof got) == 0, "%s: allocation %lld failed without a word, and the result is %.9g, not %.9g", what, (long long)k, got, expected);
+      if (once && status == LUNA_OK)
+        CHECK(memcmp(&got, &expected, sizeof got) == 0, "%s: allocation %lld failed without a word, and the result is %.9g, not %.9g", what,
+              (long long)k, got, expected);
       else {
         CHECK(status == LUNA_OUT_OF_MEMORY, "%s: allocation %lld failed: \"%s\"", what, (long long)k, luna_status_text(status));
         CHECK(!ctx || luna_error(ctx)[0], "%s: allocation %lld failed without a sentence", what, (long long)k);
@@ -209,7 +220,9 @@ static void check_failures(const job *j, const char *what) {
       if (once && ctx && status != LUNA_OK) { /* survived: all of it again in the same context */
         luna_begin_inference(ctx);
         status = job_run(ctx, j, &got);
-        CHECK(status == LUNA_OK && memcmp(&got, &expected, sizeof got) == 0, "%s: after allocation %lld failed the same context gives %.9g, not %.9g: %s", what, (long long)k, got, expected, luna_error(ctx));
+        CHECK(status == LUNA_OK && memcmp(&got, &expected, sizeof got) == 0,
+              "%s: after allocation %lld failed the same context gives %.9g, not %.9g: %s", what, (long long)k, got, expected,
+              luna_error(ctx));
       }
       luna_close(ctx);
       check_released(&g, what, k);
@@ -254,7 +267,8 @@ static void check_survival(void) {
     }
     const float last = luna_item(loss);
     if (skip < 0) expected = last;
-    CHECK(memcmp(&last, &expected, sizeof last) == 0, "after a failed step (%lld allocations in) training goes on to %.9g, not %.9g", (long long)skip, (double)last, (double)expected);
+    CHECK(memcmp(&last, &expected, sizeof last) == 0, "after a failed step (%lld allocations in) training goes on to %.9g, not %.9g",
+          (long long)skip, (double)last, (double)expected);
     free(tokens);
     luna_close(ctx);
     check_released(&g, "survival", skip);
@@ -287,8 +301,10 @@ static void check_steady(void) {
   const luna_memory_use late = luna_memory(ctx);
   const size_t parameters = (size_t)luna_params_count(params) * sizeof(float);
   CHECK(g.calls == after, "eight steady steps allocate %lld times", (long long)(g.calls - after));
-  CHECK(early.current == late.current && early.peak == late.peak, "memory goes from %zu to %zu bytes in steady steps, its peak from %zu to %zu", early.current, late.current, early.peak, late.peak);
-  CHECK(late.peak > late.current && late.current > 4 * parameters, "memory: %zu bytes, peak %zu, with %zu of parameters and their gradients and moments", late.current, late.peak, parameters);
+  CHECK(early.current == late.current && early.peak == late.peak,
+        "memory goes from %zu to %zu bytes in steady steps, its peak from %zu to %zu", early.current, late.current, early.peak, late.peak);
+  CHECK(late.peak > late.current && late.current > 4 * parameters,
+        "memory: %zu bytes, peak %zu, with %zu of parameters and their gradients and moments", late.current, late.peak, parameters);
   CHECK((int64_t)late.current <= g.live, "memory counts %zu bytes, the allocator gave %lld", late.current, (long long)g.live);
   luna_begin_inference(ctx);
   CHECK(luna_memory(ctx).current < late.current, "begin frees nothing");
@@ -309,12 +325,16 @@ static void check_sizes(void) {
     const size_t train = peak_of(encoder, false, 8, n), infer = peak_of(encoder, true, 8, n), shallow = peak_of(encoder, true, 2, n);
     const size_t weights = peak_of(encoder, true, 8, 1) - peak_of(encoder, true, 2, 1);
     CHECK(infer < train / 4, "8 layers: inference takes %zu bytes, training %zu", infer, train);
-    const size_t outputs = encoder ? 6 * (size_t)n * DIM * sizeof(float) : 0; /* of layers called one by one: the caller may still want them */
-    CHECK(infer - weights < shallow + shallow / 8 + outputs, "inference takes %zu bytes for 8 layers without their weights, %zu for 2: temporaries stay", infer - weights, shallow);
+    const size_t outputs =
+        encoder ? 6 * (size_t)n * DIM * sizeof(float) : 0; /* of layers called one by one: the caller may still want them */
+    CHECK(infer - weights < shallow + shallow / 8 + outputs,
+          "inference takes %zu bytes for 8 layers without their weights, %zu for 2: temporaries stay", infer - weights, shallow);
     for (int inference = 0; inference < 2; inference++) {
-      const double a = (double)peak_of(encoder, inference, 2, n), b = (double)peak_of(encoder, inference, 2, 2 * n), c = (double)peak_of(encoder, inference, 2, 4 * n);
+      const double a = (double)peak_of(encoder, inference, 2, n), b = (double)peak_of(encoder, inference, 2, 2 * n),
+                   c = (double)peak_of(encoder, inference, 2, 4 * n);
       const double growth = (c - b) / (b - a);
-      CHECK(growth > 1.9 && growth < 2.1, "%s, %s: memory for n, 2n, 4n is %.0f, %.0f, %.0f bytes: not linear", encoder ? "encoder" : "language model", inference ? "inference" : "training", a, b, c);
+      CHECK(growth > 1.9 && growth < 2.1, "%s, %s: memory for n, 2n, 4n is %.0f, %.0f, %.0f bytes: not linear",
+            encoder ? "encoder" : "language model", inference ? "inference" : "training", a, b, c);
     }
   }
 }

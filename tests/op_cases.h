@@ -8,18 +8,21 @@
 #include "common.h"
 
 #define TRIAL_MOST 96
-typedef struct trial_array { int64_t count; float *values, *gradient; } trial_array;
+typedef struct trial_array {
+  int64_t count;
+  float *values, *gradient;
+} trial_array;
 typedef struct trial {
   luna_options options;
-  bool big;                          /* sizes for comparing instruction sets, not for finite differences */
-  bool broken;                       /* something returned null */
+  bool big;    /* sizes for comparing instruction sets, not for finite differences */
+  bool broken; /* something returned null */
   luna_ctx *ctx;
   luna_params *params;
   luna_tensor *loss;
   int inputs, outputs;
   trial_array input[TRIAL_MOST], output[4];
   luna_tensor *tensor[TRIAL_MOST];
-  double value;                      /* of the loss, summed in double */
+  double value; /* of the loss, summed in double */
   char error[400];
 } trial;
 
@@ -84,7 +87,8 @@ static void give(trial *t, luna_tensor *y) {
     a->values = common_floats(count);
   }
   luna_read(y, a->values);
-  for (int64_t j = 0; j < count; j++) t->value += (double)a->values[j] * (double)(float)common_number(900 + (uint64_t)t->outputs, (uint64_t)j);
+  for (int64_t j = 0; j < count; j++)
+    t->value += (double)a->values[j] * (double)(float)common_number(900 + (uint64_t)t->outputs, (uint64_t)j);
   luna_tensor *part = common_loss(y, 900 + (uint64_t)t->outputs);
   t->loss = t->loss ? luna_add(t->loss, part) : part;
   t->outputs++;
@@ -142,7 +146,8 @@ static void op_views(trial *t, int v) { /* views of views, overlapping; the grad
   give(t, v == 0 ? luna_mul(upper, lower) : luna_slice(luna_gelu(luna_add(upper, luna_slice(lower, 0, 0, 6))), 0, 2, 3));
 }
 static void op_permute(trial *t, int v) {
-  static const int axes[9][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {1, 2, 0, 3}, {2, 0, 1, 3}, {2, 1, 0, 3}, {0, 2, 1, 3}, {3, 1, 0, 2}, {1, 0, 3, 2}};
+  static const int axes[9][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {1, 2, 0, 3}, {2, 0, 1, 3},
+                                 {2, 1, 0, 3}, {0, 2, 1, 3}, {3, 1, 0, 2}, {1, 0, 3, 2}};
   give(t, luna_permute(v < 6 ? in3(t, SIZE(2, 17), 3, SIZE(4, 19)) : in4(t, 2, 3, SIZE(4, 18), 5), axes[v]));
 }
 static void op_concat(trial *t, int v) {
@@ -170,8 +175,12 @@ static void op_mul(trial *t, int v) {
   give(t, luna_mul(x, v == 3 ? x : y));
 }
 static void op_scale(trial *t, int v) { give(t, luna_scale(in2(t, 3, SIZE(5, 101)), v ? 0 : (float)-1.7)); }
-static void op_sum(trial *t, int v) { give(t, luna_sum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1)); }
-static void op_mean(trial *t, int v) { give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1)); }
+static void op_sum(trial *t, int v) {
+  give(t, luna_sum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
+}
+static void op_mean(trial *t, int v) {
+  give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
+}
 static void op_matmul(trial *t, int v) { /* four transpositions, times the batch shapes; 16..: long sums and single rows */
   const bool ta = (v & 1) != 0, tb = (v & 2) != 0;
   const int form = v / 4;
@@ -227,7 +236,8 @@ static void op_attention(trial *t, int v) {
   luna_attention_config c = {0};
   luna_tensor *sums = NULL;
   const bool blocks = v == 8 || v == 14; /* more keys, and queries, than a block */
-  const int64_t n = v == 14 ? SIZE(520, 1030) : SIZE(4, 71), m = blocks ? SIZE(515, 1100) : v == 4 ? n : SIZE(6, 83), dk = SIZE(2, 24), dv = v == 6 ? SIZE(3, 17) : dk;
+  const int64_t n = v == 14 ? SIZE(520, 1030) : SIZE(4, 71), m = blocks ? SIZE(515, 1100) : v == 4 ? n : SIZE(6, 83);
+  const int64_t dk = SIZE(2, 24), dv = v == 6 ? SIZE(3, 17) : dk;
   c.heads = v == 0 ? 0 : 2;
   c.lengths = v == 2 || v == 5 || v == 7 ? lengths : v == 9 ? empty : NULL;
   c.causal = v == 3 || v == 4 || v == 7 || v == 14;
@@ -271,22 +281,30 @@ static void op_pack(trial *t, int v) {
   luna_tensor *sums = NULL;
   const int64_t m = v == 4 ? SIZE(515, 1100) : SIZE(7, 131), d = SIZE(3, 37);
   luna_tensor *weights = in3(t, 2, SIZE(4, 21), d);
-  give(t, luna_pack(weights, in3(t, 2, m, d), v == 1 || v == 3 ? lengths : v == 5 ? empty : NULL, v == 2 || v == 3 ? (float)0.3 : 0,
-                    v == 0 ? NULL : &sums));
+  give(t, luna_pack(weights, in3(t, 2, m, d),
+                    v == 1 || v == 3 ? lengths
+                    : v == 5         ? empty
+                                     : NULL,
+                    v == 2 || v == 3 ? (float)0.3 : 0, v == 0 ? NULL : &sums));
   if (v) give(t, sums);
 }
 static void op_unpack(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3}, empty[2] = {0, 9};
   const int64_t n = v == 5 ? SIZE(515, 1030) : SIZE(5, 70), d = SIZE(3, 37), h = 2, l = SIZE(3, 18); /* 5: more rows than a block */
   luna_tensor *x = in3(t, 2, n, d), *k = in4(t, 2, h, l, d), *bias = in3(t, 2, h, l), *values = in4(t, 2, h, l, d);
-  give(t, luna_unpack(x, k, bias, values, v % 2 ? in1(t, d) : NULL, v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL, v >= 2 ? (float)0.3 : 0));
+  give(t, luna_unpack(x, k, bias, values, v % 2 ? in1(t, d) : NULL,
+                      v == 1 || v == 3 ? lengths
+                      : v == 4         ? empty
+                                       : NULL,
+                      v >= 2 ? (float)0.3 : 0));
 }
 static void op_causal_nested(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
   static const luna_activation omega[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
   const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d), *s = in3(t, 2, n, h * l);
-  give(t, luna_causal_nested_attention(q, k, values, s, h, omega[v % 3], v == 3 || v == 4 ? lengths : NULL, v >= 4 && v < 7 ? (float)0.3 : 0));
+  give(t,
+       luna_causal_nested_attention(q, k, values, s, h, omega[v % 3], v == 3 || v == 4 ? lengths : NULL, v >= 4 && v < 7 ? (float)0.3 : 0));
 }
 
 /* y = factor a b^2, with the factor in the op's state */
@@ -401,7 +419,8 @@ static void op_decoder_layer(trial *t, int v) {
   luna_decoder_layer layer;
   const luna_layer_config config = op_layer_config(t, v);
   if (luna_decoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), "layers.0.", &config)) t->broken = true;
-  luna_tensor *x = in3(t, 2, SIZE(5, 70), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim), *context = in3(t, 2, SIZE(7, 41), config.dim);
+  luna_tensor *x = in3(t, 2, SIZE(5, 70), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim),
+              *context = in3(t, 2, SIZE(7, 41), config.dim);
   in_params(t);
   give(t, luna_decoder_layer_forward(&layer, x, &p, context, v % 4 == 1 ? lengths : NULL));
   give(t, p);
@@ -432,17 +451,41 @@ static void op_lm(trial *t, int v) {
   give(t, luna_scale(t->tensor[0], 1));
 }
 
-static const op_case op_cases[] = {
-  {"reshape", op_reshape, 3}, {"slice", op_slice, 4}, {"views", op_views, 2}, {"permute", op_permute, 9}, {"concat", op_concat, 4},
-  {"repeat", op_repeat, 2}, {"add", op_add, 4}, {"mul", op_mul, 4}, {"scale", op_scale, 2}, {"sum", op_sum, 4}, {"mean", op_mean, 4},
-  {"matmul", op_matmul, 20}, {"linear", op_linear, 6}, {"activate", op_activate, 10}, {"softmax", op_softmax, 5},
-  {"dropout", op_dropout, 2}, {"layer_norm", op_layer_norm, 6}, {"embedding", op_embedding, 2}, {"cross_entropy", op_cross_entropy, 6},
-  {"softmax_attention", op_attention, 15}, {"softmax_attention packed", op_attention_packed, 4}, {"causal_product", op_causal_product, 4},
-  {"short_convolution", op_short_convolution, 4}, {"pack", op_pack, 6}, {"unpack", op_unpack, 6},
-  {"causal_nested_attention", op_causal_nested, 8}, {"custom_op", op_custom, 2}, {"linear_layer", op_linear_layer, 1},
-  {"norm_layer", op_norm_layer, 1}, {"nested_attention_layer", op_nested_layer, 24}, {"causal_attention_layer", op_causal_attention_layer, 12},
-  {"encoder_layer", op_encoder_layer, 8}, {"decoder_layer", op_decoder_layer, 8}, {"causal_layer", op_causal_layer, 8}, {"lm", op_lm, 6}
-};
+static const op_case op_cases[] = {{"reshape", op_reshape, 3},
+                                   {"slice", op_slice, 4},
+                                   {"views", op_views, 2},
+                                   {"permute", op_permute, 9},
+                                   {"concat", op_concat, 4},
+                                   {"repeat", op_repeat, 2},
+                                   {"add", op_add, 4},
+                                   {"mul", op_mul, 4},
+                                   {"scale", op_scale, 2},
+                                   {"sum", op_sum, 4},
+                                   {"mean", op_mean, 4},
+                                   {"matmul", op_matmul, 20},
+                                   {"linear", op_linear, 6},
+                                   {"activate", op_activate, 10},
+                                   {"softmax", op_softmax, 5},
+                                   {"dropout", op_dropout, 2},
+                                   {"layer_norm", op_layer_norm, 6},
+                                   {"embedding", op_embedding, 2},
+                                   {"cross_entropy", op_cross_entropy, 6},
+                                   {"softmax_attention", op_attention, 15},
+                                   {"softmax_attention packed", op_attention_packed, 4},
+                                   {"causal_product", op_causal_product, 4},
+                                   {"short_convolution", op_short_convolution, 4},
+                                   {"pack", op_pack, 6},
+                                   {"unpack", op_unpack, 6},
+                                   {"causal_nested_attention", op_causal_nested, 8},
+                                   {"custom_op", op_custom, 2},
+                                   {"linear_layer", op_linear_layer, 1},
+                                   {"norm_layer", op_norm_layer, 1},
+                                   {"nested_attention_layer", op_nested_layer, 24},
+                                   {"causal_attention_layer", op_causal_attention_layer, 12},
+                                   {"encoder_layer", op_encoder_layer, 8},
+                                   {"decoder_layer", op_decoder_layer, 8},
+                                   {"causal_layer", op_causal_layer, 8},
+                                   {"lm", op_lm, 6}};
 #define OP_CASES ((int)(sizeof op_cases / sizeof op_cases[0]))
 
 #endif

@@ -19,7 +19,8 @@ static void compare_trials(const trial *got, const trial *expected, const char *
     CHECK(error <= output_limit, "%s: output %d is off by %.3g", what, i, error);
   }
   for (int i = 0; i < expected->inputs; i++) {
-    const double error = common_error(got->input[i].gradient, expected->input[i].gradient, expected->input[i].count, 0.1); /* sums of numbers about 1 that cancel */
+    const double error = common_error(got->input[i].gradient, expected->input[i].gradient, expected->input[i].count,
+                                      0.1); /* sums of numbers about 1 that cancel */
     CHECK(error <= gradient_limit, "%s: the gradient of input %d is off by %.3g", what, i, error);
   }
 }
@@ -92,7 +93,8 @@ static void check_forms(void) {
     plain.options.form = LUNA_FORM_PLAIN;
     folded.options.form = LUNA_FORM_FOLDED;
     snprintf(what, sizeof what, "%s, variant %d", c.name, v);
-    if (CHECK(trial_run(&plain, &c, v, true), "%s: %s", what, plain.error) && CHECK(trial_run(&folded, &c, v, true), "%s: %s", what, folded.error))
+    if (CHECK(trial_run(&plain, &c, v, true), "%s: %s", what, plain.error) &&
+        CHECK(trial_run(&folded, &c, v, true), "%s: %s", what, folded.error))
       compare_trials(&folded, &plain, what, 2e-6, 2e-5);
     trial_free(&plain);
     trial_free(&folded);
@@ -140,7 +142,8 @@ static void naive_attention(const naive *a, const float *q, const float *k, cons
         float *y = out + ((q0 + i) * a->heads + h) * a->value_dim;
         for (int64_t j = 0; j < keys; j++) {
           p[j] = 0;
-          for (int64_t e = 0; e < a->dim; e++) p[j] += a->scale * (double)q[((q0 + i) * a->heads + h) * a->dim + e] * (double)k[((k0 + j) * a->heads + h) * a->dim + e];
+          for (int64_t e = 0; e < a->dim; e++)
+            p[j] += a->scale * (double)q[((q0 + i) * a->heads + h) * a->dim + e] * (double)k[((k0 + j) * a->heads + h) * a->dim + e];
           if (p[j] > most) most = p[j];
         }
         for (int64_t j = 0; j < keys; j++) sum += p[j] = exp(p[j] - most);
@@ -156,7 +159,8 @@ static void naive_attention(const naive *a, const float *q, const float *k, cons
       }
   }
 }
-static void naive_causal(int64_t batch, int64_t n, int64_t heads, int64_t d1, int64_t d2, const float *x, const float *y, const float *z, float *out) {
+static void naive_causal(int64_t batch, int64_t n, int64_t heads, int64_t d1, int64_t d2, const float *x, const float *y, const float *z,
+                         float *out) {
   double *s = (double *)common_alloc((size_t)(d1 * d2) * sizeof(double));
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++) {
@@ -230,7 +234,8 @@ static void check_values_rows(luna_ctx *ctx) {
       mass += (log(all) - (double)x[r * n + i]) / (double)n;
       soft[r * n + i] = i < lengths[r] ? (float)(exp((double)x[r * n + i]) / sum) : 0;
     }
-    for (int64_t i = 0; i < n; i++) norm[r * n + i] = (float)(((double)x[r * n + i] - mean) / sqrt(variance + 1e-5) * (double)w[i] + (double)b[i]);
+    for (int64_t i = 0; i < n; i++)
+      norm[r * n + i] = (float)(((double)x[r * n + i] - mean) / sqrt(variance + 1e-5) * (double)w[i] + (double)b[i]);
     if (labels[r] < 0) continue;
     const double nll = log(all) - (double)x[r * n + labels[r]];
     plain += nll / 6;
@@ -268,10 +273,12 @@ static void check_values_products(luna_ctx *ctx) {
     const int64_t sa[2] = {v & 1 ? k : m, v & 1 ? m : k}, sb[2] = {v & 2 ? n : k, v & 2 ? k : n};
     naive_matmul(m, n, k, a, (v & 1) != 0, b, (v & 2) != 0, c);
     for (int64_t i = 0; i < m * n; i++) out[i] = (float)c[i];
-    expect(ctx, "matmul", luna_matmul(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), (v & 1) != 0, (v & 2) != 0), out, m * n);
+    expect(ctx, "matmul", luna_matmul(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), (v & 1) != 0, (v & 2) != 0), out,
+           m * n);
     if (v != 2) continue;
     for (int64_t i = 0; i < m * n; i++) out[i] = (float)(c[i] + (double)bias[i % n]);
-    expect(ctx, "linear", luna_linear(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), luna_tensor_new(ctx, bias, 1, &n)), out, m * n);
+    expect(ctx, "linear", luna_linear(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), luna_tensor_new(ctx, bias, 1, &n)),
+           out, m * n);
   }
   free(a), free(b), free(bias), free(out), free(c);
 }
@@ -326,8 +333,10 @@ static void check_values_unpack(luna_ctx *ctx) { /* softmax over each head's slo
       }
     }
   luna_begin_inference(ctx);
-  expect(ctx, "unpack", luna_unpack(luna_tensor_new(ctx, x, 3, xs), luna_tensor_new(ctx, k, 4, ks), luna_tensor_new(ctx, bias, 3, bs),
-                                    luna_tensor_new(ctx, v, 4, ks), luna_tensor_new(ctx, last, 1, &d), lengths, 0), out, B * N * D);
+  expect(ctx, "unpack",
+         luna_unpack(luna_tensor_new(ctx, x, 3, xs), luna_tensor_new(ctx, k, 4, ks), luna_tensor_new(ctx, bias, 3, bs),
+                     luna_tensor_new(ctx, v, 4, ks), luna_tensor_new(ctx, last, 1, &d), lengths, 0),
+         out, B * N * D);
   free(x), free(k), free(v), free(bias), free(last), free(out);
 }
 
@@ -336,9 +345,11 @@ static void check_values_causal(luna_ctx *ctx) {
   const int64_t qs[3] = {B, N, H * D}, ss[3] = {B, N, H * L}, ws[2] = {H * D, W}, d = H * D;
   const int64_t qn = B * N * H * D, sn = B * N * H * L;
   float *q = common_random(qn, 16, 1), *k = common_random(qn, 17, 1), *v = common_random(qn, 18, 1), *s = common_random(sn, 19, 2);
-  float *a = common_floats(sn), *u = common_floats(sn), *out = common_floats(qn), *w = common_random(H * D * W, 20, 1), *bias = common_random(H * D, 21, 1);
+  float *a = common_floats(sn), *u = common_floats(sn), *out = common_floats(qn), *w = common_random(H * D * W, 20, 1),
+        *bias = common_random(H * D, 21, 1);
   luna_begin_inference(ctx);
-  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, qs), *tv = luna_tensor_new(ctx, v, 3, qs), *ts = luna_tensor_new(ctx, s, 3, ss);
+  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, qs), *tv = luna_tensor_new(ctx, v, 3, qs),
+              *ts = luna_tensor_new(ctx, s, 3, ss);
   naive_causal(B, N, H, D, L, q, k, s, u);
   expect(ctx, "causal product", luna_causal_product(tq, tk, ts, H), u, sn);
   static const luna_activation omegas[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
@@ -387,8 +398,10 @@ static void check_values_shapes(luna_ctx *ctx) {
   for (int i = 0; i < 8; i++) y[i] /= 3;
   expect(ctx, "mean", luna_mean(t, 1), y, 8);
   for (int i = 0; i < 24; i++) y[i] = x[i] * x[i % 4] + x[12 + i % 12];
-  expect(ctx, "mul and add, broadcast", luna_add(luna_mul(t, luna_reshape(luna_slice(luna_reshape(t, 2, (const int64_t[2]){6, 4}), 0, 0, 1), 1, (const int64_t[1]){4})),
-                                                 luna_reshape(luna_slice(t, 0, 1, 1), 2, (const int64_t[2]){3, 4})), y, 24);
+  expect(ctx, "mul and add, broadcast",
+         luna_add(luna_mul(t, luna_reshape(luna_slice(luna_reshape(t, 2, (const int64_t[2]){6, 4}), 0, 0, 1), 1, (const int64_t[1]){4})),
+                  luna_reshape(luna_slice(t, 0, 1, 1), 2, (const int64_t[2]){3, 4})),
+         y, 24);
   const int32_t tokens[4] = {1, 0, 1, 1};
   for (int i = 0; i < 48; i++) y[i] = x[tokens[i / 12] * 12 + i % 12];
   expect(ctx, "embedding", luna_embedding(luna_reshape(t, 2, (const int64_t[2]){2, 12}), tokens, 2, 2), y, 48);
@@ -418,7 +431,8 @@ static luna_tensor *pack_input(luna_ctx *ctx, const float *values, int64_t batch
 }
 static void check_packed(luna_isa isa, bool causal) {
   const int64_t total = 638, numbers = total * PACK_DIM;
-  float *x[3], *out = common_floats(numbers), *grads = common_floats(3 * numbers), *one = common_floats(PACK_MOST * PACK_DIM), *part = common_floats(3 * PACK_MOST * PACK_DIM);
+  float *x[3], *out = common_floats(numbers), *grads = common_floats(3 * numbers), *one = common_floats(PACK_MOST * PACK_DIM),
+               *part = common_floats(3 * PACK_MOST * PACK_DIM);
   int32_t offsets[PACK_PARTS + 1] = {0};
   luna_ctx *ctx = open_plain(isa);
   luna_attention_config config = {0};
@@ -432,7 +446,8 @@ static void check_packed(luna_isa isa, bool causal) {
   luna_tensor *q = pack_input(ctx, x[0], 0, total), *k = pack_input(ctx, x[1], 0, total), *v = pack_input(ctx, x[2], 0, total);
   luna_tensor *y = luna_softmax_attention(q, k, v, &config);
   const int64_t flat[2] = {1, numbers};
-  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, y), 2, flat), 1)) == LUNA_OK && luna_read(y, out) == LUNA_OK, "packed: %s", luna_error(ctx));
+  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, y), 2, flat), 1)) == LUNA_OK && luna_read(y, out) == LUNA_OK, "packed: %s",
+        luna_error(ctx));
   luna_read_grad(q, grads), luna_read_grad(k, grads + numbers), luna_read_grad(v, grads + 2 * numbers);
   config.packed = 0;
   config.query_offsets = config.key_offsets = NULL;
@@ -440,15 +455,19 @@ static void check_packed(luna_isa isa, bool causal) {
     const int64_t at = (int64_t)offsets[i] * PACK_DIM, n = (int64_t)pack_lengths[i] * PACK_DIM, alone_flat[2] = {1, n};
     if (n == 0) continue;
     luna_begin_step(ctx);
-    luna_tensor *a = pack_input(ctx, x[0] + at, 1, pack_lengths[i]), *b = pack_input(ctx, x[1] + at, 1, pack_lengths[i]), *c = pack_input(ctx, x[2] + at, 1, pack_lengths[i]);
+    luna_tensor *a = pack_input(ctx, x[0] + at, 1, pack_lengths[i]), *b = pack_input(ctx, x[1] + at, 1, pack_lengths[i]),
+                *c = pack_input(ctx, x[2] + at, 1, pack_lengths[i]);
     luna_tensor *alone = luna_softmax_attention(a, b, c, &config);
-    if (!CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(alone, alone), 2, alone_flat), 1)) == LUNA_OK, "alone: %s", luna_error(ctx))) continue;
+    if (!CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(alone, alone), 2, alone_flat), 1)) == LUNA_OK, "alone: %s", luna_error(ctx)))
+      continue;
     luna_read(alone, one);
-    CHECK(memcmp(one, out + at, (size_t)n * sizeof(float)) == 0, "%s%s: packed sequence %d has other bits than alone", luna_isa_name(isa), causal ? ", causal" : "", i);
+    CHECK(memcmp(one, out + at, (size_t)n * sizeof(float)) == 0, "%s%s: packed sequence %d has other bits than alone", luna_isa_name(isa),
+          causal ? ", causal" : "", i);
     luna_read_grad(a, part), luna_read_grad(b, part + n), luna_read_grad(c, part + 2 * n);
     for (int g = 0; g < 3; g++)
-      CHECK(memcmp(part + g * n, grads + g * numbers + at, (size_t)n * sizeof(float)) == 0, "%s%s: the gradient of %c of packed sequence %d has other bits than alone",
-            luna_isa_name(isa), causal ? ", causal" : "", "qkv"[g], i);
+      CHECK(memcmp(part + g * n, grads + g * numbers + at, (size_t)n * sizeof(float)) == 0,
+            "%s%s: the gradient of %c of packed sequence %d has other bits than alone", luna_isa_name(isa), causal ? ", causal" : "",
+            "qkv"[g], i);
   }
   luna_close(ctx);
   free(out), free(grads), free(one), free(part);
@@ -484,9 +503,11 @@ static void check_padded(luna_isa isa) {
     for (int b = 0; b < 3; b++) {
       luna_attention_config one = {0};
       one.heads = 3;
-      tq = pack_input(ctx, q + b * n * d, 1, n), tk = pack_input(ctx, k + b * m * d, 1, lengths[b]), tv = pack_input(ctx, v + b * m * d, 1, lengths[b]);
+      tq = pack_input(ctx, q + b * n * d, 1, n), tk = pack_input(ctx, k + b * m * d, 1, lengths[b]),
+      tv = pack_input(ctx, v + b * m * d, 1, lengths[b]);
       y = mode ? luna_pack(tq, tk, NULL, 0, NULL) : luna_softmax_attention(tq, tk, tv, &one);
-      CHECK(y && memcmp(y->data, kept + b * n * d, (size_t)(n * d) * sizeof(float)) == 0, "%s, mode %d: padded sequence %d has other bits than alone", luna_isa_name(isa), mode, b);
+      CHECK(y && memcmp(y->data, kept + b * n * d, (size_t)(n * d) * sizeof(float)) == 0,
+            "%s, mode %d: padded sequence %d has other bits than alone", luna_isa_name(isa), mode, b);
     }
     free(kept);
   }
@@ -510,7 +531,8 @@ static void check_slots(luna_isa isa) {
   if (CHECK(y && luna_backward(common_loss(y, 5)) == LUNA_OK, "unpack: %s", luna_error(ctx))) {
     int64_t bad = 0;
     for (int64_t i = 0; i < luna_count(y); i++) bad += !isfinite(y->data[i]) || !isfinite(x->grad[i]);
-    for (int64_t i = 0; i < luna_count(k); i++) bad += i / 12 % 5 >= lengths[i / 180] ? k->grad[i] != 0 || v->grad[i] != 0 : !isfinite(k->grad[i]) || !isfinite(v->grad[i]);
+    for (int64_t i = 0; i < luna_count(k); i++)
+      bad += i / 12 % 5 >= lengths[i / 180] ? k->grad[i] != 0 || v->grad[i] != 0 : !isfinite(k->grad[i]) || !isfinite(v->grad[i]);
     CHECK(bad == 0, "%s: NaN in masked memory slots reached %lld numbers of unpack", luna_isa_name(isa), (long long)bad);
   }
   luna_close(ctx);
@@ -522,7 +544,8 @@ static void check_views(void) {
   const int64_t shape[2] = {6, 4}, back[3] = {2, -1, 4};
   luna_begin_step(ctx);
   luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 6, 4, 0, 0));
-  luna_tensor *rows = luna_slice(x, 0, 2, 3), *column = luna_slice(x, 1, 2, 1), *inner = luna_slice(rows, 0, 1, 2), *cube = luna_reshape(x, 3, back);
+  luna_tensor *rows = luna_slice(x, 0, 2, 3), *column = luna_slice(x, 1, 2, 1), *inner = luna_slice(rows, 0, 1, 2),
+              *cube = luna_reshape(x, 3, back);
   if (!CHECK(x && rows && column && inner && cube, "views: %s", luna_error(ctx))) {
     luna_close(ctx);
     return;
@@ -530,16 +553,19 @@ static void check_views(void) {
   CHECK(rows->data == x->data + 8 && inner->data == x->data + 12 && cube->data == x->data, "a slice of axis 0 or a reshape is not a view");
   CHECK(rows->base == x && inner->base == x && inner->offset == 12 && cube->base == x, "a view's owner or offset is wrong");
   CHECK(column->data != x->data + 2 && !column->base && column->data[1] == x->data[6], "a slice of axis 1 is not a copy of the column");
-  CHECK(cube->rank == 3 && cube->shape[0] == 2 && cube->shape[1] == 3 && cube->shape[2] == 4 && cube->shape[3] == 1, "reshape with -1 gives [%lld,%lld,%lld]",
-        (long long)cube->shape[0], (long long)cube->shape[1], (long long)cube->shape[2]);
-  CHECK(luna_count(NULL) == 0 && luna_count(x) == 24 && x->rank == 2 && x->shape[2] == 1 && x->dtype == LUNA_F32 && x->ctx == ctx, "a tensor's fields are wrong");
+  CHECK(cube->rank == 3 && cube->shape[0] == 2 && cube->shape[1] == 3 && cube->shape[2] == 4 && cube->shape[3] == 1,
+        "reshape with -1 gives [%lld,%lld,%lld]", (long long)cube->shape[0], (long long)cube->shape[1], (long long)cube->shape[2]);
+  CHECK(luna_count(NULL) == 0 && luna_count(x) == 24 && x->rank == 2 && x->shape[2] == 1 && x->dtype == LUNA_F32 && x->ctx == ctx,
+        "a tensor's fields are wrong");
   CHECK(luna_slice(x, 0, 6, 0) && luna_count(luna_slice(x, 0, 0, 0)) == 0, "an empty slice: %s", luna_error(ctx));
   luna_tensor *loss = luna_add(common_loss(inner, 1), common_loss(luna_reshape(cube, 2, shape), 2));
   CHECK(luna_backward(loss) == LUNA_OK, "backward through views: %s", luna_error(ctx));
   float whole[24], piece[8];
-  CHECK(luna_read_grad(x, whole) == LUNA_OK && luna_read_grad(inner, piece) == LUNA_OK && memcmp(piece, whole + 12, sizeof piece) == 0, "a view's gradient is not its part of the owner's");
+  CHECK(luna_read_grad(x, whole) == LUNA_OK && luna_read_grad(inner, piece) == LUNA_OK && memcmp(piece, whole + 12, sizeof piece) == 0,
+        "a view's gradient is not its part of the owner's");
   for (int i = 0; i < 24; i++) {
-    const double expected = (double)(float)common_number(2, (uint64_t)i) + (i >= 12 && i < 20 ? (double)(float)common_number(1, (uint64_t)(i - 12)) : 0);
+    const double expected =
+        (double)(float)common_number(2, (uint64_t)i) + (i >= 12 && i < 20 ? (double)(float)common_number(1, (uint64_t)(i - 12)) : 0);
     CHECK(fabs((double)whole[i] - expected) < 1e-6, "gradient %d through views is %g, expected %g", i, (double)whole[i], expected);
   }
   luna_close(ctx);
@@ -551,10 +577,13 @@ static void check_items(void) {
   const float value = 2.5f, pair[2] = {1, 2};
   float out[2] = {0, 0};
   luna_begin_inference(ctx);
-  luna_tensor *a = luna_tensor_new(ctx, &value, 1, &one), *b = luna_tensor_new(ctx, pair, 1, &two), *zeros = luna_tensor_new(ctx, NULL, 1, &two);
+  luna_tensor *a = luna_tensor_new(ctx, &value, 1, &one), *b = luna_tensor_new(ctx, pair, 1, &two),
+              *zeros = luna_tensor_new(ctx, NULL, 1, &two);
   luna_tensor *scalar = luna_sum(b, 0);
-  CHECK(luna_item(a) == 2.5f && scalar && luna_count(scalar) == 1 && luna_item(scalar) == 3, "luna_item gives %g and %g", (double)luna_item(a), (double)luna_item(scalar));
-  CHECK(luna_read(b, out) == LUNA_OK && out[1] == 2 && luna_read(zeros, out) == LUNA_OK && out[0] == 0 && out[1] == 0, "luna_read does not read");
+  CHECK(luna_item(a) == 2.5f && scalar && luna_count(scalar) == 1 && luna_item(scalar) == 3, "luna_item gives %g and %g",
+        (double)luna_item(a), (double)luna_item(scalar));
+  CHECK(luna_read(b, out) == LUNA_OK && out[1] == 2 && luna_read(zeros, out) == LUNA_OK && out[0] == 0 && out[1] == 0,
+        "luna_read does not read");
   CHECK(luna_state(ctx) == LUNA_OK, "reading is an error: %s", luna_error(ctx));
   CHECK(isnan(luna_item(b)) && luna_state(ctx) != LUNA_OK, "luna_item of two elements is no error");
   CHECK(isnan(luna_item(NULL)) && luna_read(NULL, out) != LUNA_OK && luna_read(b, NULL) != LUNA_OK, "null can be read");
@@ -565,7 +594,9 @@ static void check_items(void) {
 }
 
 /* ---- refusals: null, and a sentence that names the function and the sizes ---- */
-typedef struct refusal { int logged; } refusal;
+typedef struct refusal {
+  int logged;
+} refusal;
 static void refusal_log(void *user, luna_status status, const char *sentence) {
   (void)status;
   ((refusal *)user)->logged += sentence[0] != 0;
@@ -585,9 +616,11 @@ static luna_tensor *refusal_param(luna_params *params, const char *name, int64_t
 }
 
 static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
-  luna_tensor *a = refusal_param(params, "a", 37, 41, 0), *b = refusal_param(params, "b", 43, 47, 0), *v = refusal_param(params, "v", 53, 0, 0);
+  luna_tensor *a = refusal_param(params, "a", 37, 41, 0), *b = refusal_param(params, "b", 43, 47, 0),
+              *v = refusal_param(params, "v", 53, 0, 0);
   luna_tensor *cube = refusal_param(params, "cube", 3, 41, 36), *many[9] = {a, b, a, a, a, a, a, a, a};
-  const int64_t wrong[2] = {5, 7}, twice[2] = {-1, -1}, five[5] = {37, 41, 1, 1, 1}, negative[2] = {-37, -41}, huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
+  const int64_t wrong[2] = {5, 7}, twice[2] = {-1, -1}, five[5] = {37, 41, 1, 1, 1}, negative[2] = {-37, -41},
+                huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
   const int same[2] = {1, 1}, outside[2] = {0, 2};
   REFUSED(luna_reshape(a, 2, wrong), "luna_reshape", "37");
   REFUSED(luna_reshape(a, 2, twice), "luna_reshape", "37");
@@ -627,7 +660,8 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
 }
 
 static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
-  luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b"), *v = luna_params_find(params, "v"), *cube = luna_params_find(params, "cube");
+  luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b"), *v = luna_params_find(params, "v"),
+              *cube = luna_params_find(params, "cube");
   int32_t lengths[37] = {0}, tokens[4] = {0, 5, 36, 2}, labels[37] = {0};
   luna_cross_entropy_config config = {0};
   lengths[3] = -1;
@@ -659,7 +693,8 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
 
 static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   luna_tensor *a = luna_params_find(params, "a"), *cube = luna_params_find(params, "cube"), *q = refusal_param(params, "q", 3, 11, 36);
-  luna_tensor *two = refusal_param(params, "two", 2, 41, 36), *narrow = refusal_param(params, "narrow", 3, 41, 30), *short_ = refusal_param(params, "short", 3, 17, 36);
+  luna_tensor *two = refusal_param(params, "two", 2, 41, 36), *narrow = refusal_param(params, "narrow", 3, 41, 30),
+              *short_ = refusal_param(params, "short", 3, 17, 36);
   luna_tensor *flat = refusal_param(params, "flat", 20, 36, 0), *d = refusal_param(params, "d", 36, 0, 0);
   int32_t lengths[3] = {41, 42, 0}, offsets[4] = {0, 5, 4, 20}, beyond[4] = {0, 5, 9, 21}, good[4] = {0, 5, 9, 20};
   luna_attention_config c = {0};
@@ -709,19 +744,23 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   config.dim = 36;
   config.heads = 5;
   luna_begin_step(ctx);
-  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && strstr(luna_error(ctx), "36") && strstr(luna_error(ctx), "5"),
+  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && strstr(luna_error(ctx), "36") &&
+            strstr(luna_error(ctx), "5"),
         "36 dimensions for 5 heads: \"%s\"", luna_error(ctx));
   config.heads = 4;
   config.pack_heads = 7;
   luna_begin_step(ctx);
-  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && strstr(luna_error(ctx), "7"), "7 pack heads: \"%s\"", luna_error(ctx));
+  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && strstr(luna_error(ctx), "7"),
+        "7 pack heads: \"%s\"", luna_error(ctx));
   layer.dim = -4;
   luna_begin_step(ctx);
-  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_error(ctx)[0], "a layer of -4 dimensions: \"%s\"", luna_error(ctx));
+  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_error(ctx)[0], "a layer of -4 dimensions: \"%s\"",
+        luna_error(ctx));
   layer.dim = 36;
   layer.dropout = 1;
   luna_begin_step(ctx);
-  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_error(ctx)[0], "a layer that drops all: \"%s\"", luna_error(ctx));
+  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_error(ctx)[0], "a layer that drops all: \"%s\"",
+        luna_error(ctx));
   model.vocab = -1;
   luna_begin_step(ctx);
   CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_error(ctx)[0], "a vocabulary of -1: \"%s\"", luna_error(ctx));
@@ -736,19 +775,23 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   const int before = r->logged;
   luna_tensor *bad = luna_add(a, b);
   snprintf(first, sizeof first, "%s", luna_error(ctx));
-  CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 && strstr(first, "luna_add"), "a later error replaced the first: \"%s\"", luna_error(ctx));
+  CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 && strstr(first, "luna_add"),
+        "a later error replaced the first: \"%s\"", luna_error(ctx));
   CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
-  CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) && !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) && !luna_reshape(bad, 0, NULL) &&
-        !luna_softmax_attention(a, bad, b, NULL) && !luna_require_grad(bad) && !luna_cross_entropy(bad, NULL) && !luna_slice(bad, 0, 0, 1),
+  CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) && !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&
+            !luna_reshape(bad, 0, NULL) && !luna_softmax_attention(a, bad, b, NULL) && !luna_require_grad(bad) &&
+            !luna_cross_entropy(bad, NULL) && !luna_slice(bad, 0, 0, 1),
         "an op gives something for a null input");
   CHECK(strcmp(first, luna_error(ctx)) == 0 && r->logged == before + 2, "ops on null speak: \"%s\"", luna_error(ctx));
   CHECK(luna_backward(bad) != LUNA_OK, "backward of null");
   luna_tensor *fine = luna_gelu(a);
   CHECK(fine || luna_state(ctx) != LUNA_OK, "state");
-  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_state(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin does not clear \"%s\"", luna_error(ctx));
+  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_state(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin does not clear \"%s\"",
+        luna_error(ctx));
   CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "37"), "backward of [37,41]: \"%s\"", luna_error(ctx));
   luna_begin_inference(ctx);
-  CHECK(luna_backward(luna_sum(luna_sum(a, 0), 0)) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "backward in inference: \"%s\"", luna_error(ctx));
+  CHECK(luna_backward(luna_sum(luna_sum(a, 0), 0)) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "backward in inference: \"%s\"",
+        luna_error(ctx));
   luna_ctx *other = open_plain(LUNA_ISA_BEST);
   luna_begin_step(other);
   luna_tensor *foreign = common_tensor(other, 1, 37, 41, 0, 0), *own = (luna_begin_step(ctx), common_tensor(ctx, 1, 37, 41, 0, 0));
@@ -805,8 +848,10 @@ static void check_gemm(luna_isa isa) {
       g.m = m, g.n = n, g.k = k, g.batch = 2;
       g.transpose_a = ta, g.transpose_b = tb;
       g.a_row = pad ? (ta ? m : k) + pad : 0, g.b_row = pad ? (tb ? k : n) + pad : 0, g.c_row = pad ? n + pad : 0;
-      const int64_t ar = (ta ? m : k) + pad, br = (tb ? k : n) + pad, cr = n + pad, an = ar * (ta ? k : m), bn = br * (tb ? n : k), cn = cr * m;
-      float *a = common_random(2 * an + 1, 1, 1), *b = common_random(bn + 1, 2, 1), *bias = common_random(n, 3, 1), *c = common_random(2 * cn + 1, 4, 1), *first = common_random(2 * cn + 1, 4, 1);
+      const int64_t ar = (ta ? m : k) + pad, br = (tb ? k : n) + pad, cr = n + pad, an = ar * (ta ? k : m), bn = br * (tb ? n : k),
+                    cn = cr * m;
+      float *a = common_random(2 * an + 1, 1, 1), *b = common_random(bn + 1, 2, 1), *bias = common_random(n, 3, 1),
+            *c = common_random(2 * cn + 1, 4, 1), *first = common_random(2 * cn + 1, 4, 1);
       g.a = a, g.b = b, g.c = c;
       g.b_batch = LUNA_SHARED;
       g.alpha = v >= 12 ? 0.5f : 0;
@@ -825,12 +870,15 @@ static void check_gemm(luna_isa isa) {
           if (c[e] != first[e]) off = INFINITY; /* wrote between the rows */
           continue;
         }
-        for (int64_t p = 0; p < k; p++) sum += (double)a[e / cn * an + (ta ? p * ar + i : i * ar + p)] * (double)b[tb ? j * br + p : p * br + j];
-        sum = naive_activation(g.activation, sum * (v >= 12 ? 0.5 : 1) + (g.bias ? (double)bias[j] : 0)) + (g.accumulate ? (double)first[e] : 0);
+        for (int64_t p = 0; p < k; p++)
+          sum += (double)a[e / cn * an + (ta ? p * ar + i : i * ar + p)] * (double)b[tb ? j * br + p : p * br + j];
+        sum = naive_activation(g.activation, sum * (v >= 12 ? 0.5 : 1) + (g.bias ? (double)bias[j] : 0)) +
+              (g.accumulate ? (double)first[e] : 0);
         off += ((double)c[e] - sum) * ((double)c[e] - sum);
         size += sum * sum;
       }
-      CHECK(sqrt(off / size) < 2e-6, "luna_gemm_f32 %s, [%lld,%lld,%lld], variant %d: off by %.3g", luna_isa_name(isa), (long long)m, (long long)n, (long long)k, v, sqrt(off / size));
+      CHECK(sqrt(off / size) < 2e-6, "luna_gemm_f32 %s, [%lld,%lld,%lld], variant %d: off by %.3g", luna_isa_name(isa), (long long)m,
+            (long long)n, (long long)k, v, sqrt(off / size));
       free(a), free(b), free(bias), free(c), free(first), free(memory);
     }
   luna_gemm_args bad = {0};
@@ -848,7 +896,8 @@ static void check_attention_call(luna_isa isa, int v) {
   const bool packed = v == 3 || v == 5;
   const int64_t qr = packed ? 41 : 82, kr = packed ? 100 : 180, qn = qr * 21, kn = kr * 21, vn = kr * 15, on = qr * 15;
   float *q = common_random(qn, 1, 2), *k = common_random(kn, 2, 2), *values = common_random(vn, 3, 1), *g = common_random(on, 4, 1);
-  float *out[3], *grad[3], *lse = common_floats(qr * 3), *want = common_floats(on), *want_lse = common_floats(qr * 3), *sums = common_floats(qr * 3), *want_sums = common_floats(qr * 3);
+  float *out[3], *grad[3], *lse = common_floats(qr * 3), *want = common_floats(on), *want_lse = common_floats(qr * 3),
+                           *sums = common_floats(qr * 3), *want_sums = common_floats(qr * 3);
   a.batch = 2, a.heads = 3, a.queries = 41, a.keys = 90, a.head_dim = 7, a.value_dim = 5;
   if (packed) a.queries = expected.queries = 30, a.keys = expected.keys = 91; /* of the longest sequence */
   a.lengths = expected.lengths = v == 1 ? lengths : NULL;
@@ -858,7 +907,8 @@ static void check_attention_call(luna_isa isa, int v) {
   a.dropout = v >= 4 ? 0.3f : 0;
   expected.dropout = (double)a.dropout;
   a.seed = 9, a.dropout_op = 2, a.step = 5;
-  a.q = q, a.k = k, a.v = values, a.log_sum_exp = lse, a.sums = v >= 4 ? sums : NULL, a.grad_out = g, a.grad_sums = v >= 4 ? want_lse : NULL;
+  a.q = q, a.k = k, a.v = values, a.log_sum_exp = lse, a.sums = v >= 4 ? sums : NULL, a.grad_out = g,
+  a.grad_sums = v >= 4 ? want_lse : NULL;
   a.run.isa = isa;
   naive_attention(&expected, q, k, values, want, want_lse, want_sums);
   for (int mode = 0; mode < 3; mode++) {
@@ -868,7 +918,8 @@ static void check_attention_call(luna_isa isa, int v) {
     a.grad_q = grad[mode], a.grad_k = grad[mode] + qn, a.grad_v = grad[mode] + qn + kn;
     run_share(&a.run, mode);
     void *memory = run_set(&a.run, mode, luna_softmax_attention_scratch(&a));
-    CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_softmax_attention_backward_f32(&a) == LUNA_OK, "luna_softmax_attention_f32 failed");
+    CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_softmax_attention_backward_f32(&a) == LUNA_OK,
+          "luna_softmax_attention_f32 failed");
     test_close("luna_softmax_attention_f32", out[mode], want, (size_t)on, 2e-6);
     test_close("log_sum_exp", lse, want_lse, (size_t)qr * 3, 2e-6);
     if (a.sums) test_close("row sums", sums, want_sums, (size_t)qr * 3, 2e-6);
@@ -876,7 +927,8 @@ static void check_attention_call(luna_isa isa, int v) {
   }
   test_close("attention without scratch", out[0], out[1], (size_t)on, 2e-6);
   test_close("attention backward without scratch", grad[0], grad[1], (size_t)(qn + kn + vn), 1e-5);
-  CHECK(memcmp(out[1], out[2], (size_t)on * 4) == 0 && memcmp(grad[1], grad[2], (size_t)(qn + kn + vn) * 4) == 0, "%s, variant %d: attention in three shares has other bits", luna_isa_name(isa), v);
+  CHECK(memcmp(out[1], out[2], (size_t)on * 4) == 0 && memcmp(grad[1], grad[2], (size_t)(qn + kn + vn) * 4) == 0,
+        "%s, variant %d: attention in three shares has other bits", luna_isa_name(isa), v);
   for (int i = 0; i < 3; i++) free(out[i]), free(grad[i]);
   free(q), free(k), free(values), free(g), free(lse), free(want), free(want_lse), free(sums), free(want_sums);
 }
@@ -884,8 +936,10 @@ static void check_attention_call(luna_isa isa, int v) {
 /* strides: heads apart, rows apart, one K and V shared by the batch: its gradient is the sum over the batch, in order */
 static void check_attention_strides(luna_isa isa) {
   enum { B = 3, H = 2, N = 9, M = 14, D = 6, ROW = 40, HEAD = 11 };
-  float *q = common_random(B * N * ROW, 1, 1), *k = common_random(M * ROW, 2, 1), *v = common_random(M * ROW, 3, 1), *g = common_random(B * N * H * D, 4, 1);
-  float *dense_q = common_floats(B * N * H * D), *dense_k = common_floats(B * M * H * D), *dense_v = common_floats(B * M * H * D), *out = common_floats(B * N * H * D), *want = common_floats(B * N * H * D);
+  float *q = common_random(B * N * ROW, 1, 1), *k = common_random(M * ROW, 2, 1), *v = common_random(M * ROW, 3, 1),
+        *g = common_random(B * N * H * D, 4, 1);
+  float *dense_q = common_floats(B * N * H * D), *dense_k = common_floats(B * M * H * D), *dense_v = common_floats(B * M * H * D),
+        *out = common_floats(B * N * H * D), *want = common_floats(B * N * H * D);
   float *lse = common_floats(B * N * H), *gk = common_floats(M * ROW), *gd = common_floats(B * M * H * D);
   luna_attention_args a = {0}, d = {0};
   naive expected = {B, H, N, M, D, D, NULL, NULL, NULL, 1 / sqrt(6.0), 0, false, 0, 0, 0};
@@ -913,14 +967,17 @@ static void check_attention_strides(luna_isa isa) {
     const double got = (double)gk[i / (H * D) * ROW + i / D % H * HEAD + i % D];
     off += (got - sum) * (got - sum), size += sum * sum;
   }
-  CHECK(off <= 1e-11 * size, "%s: the gradient of a shared K is not the sum over the batch: off by %.3g", luna_isa_name(isa), sqrt(off / size));
-  free(q), free(k), free(v), free(g), free(dense_q), free(dense_k), free(dense_v), free(out), free(want), free(lse), free(gk), free(gd), free(memory), free(more);
+  CHECK(off <= 1e-11 * size, "%s: the gradient of a shared K is not the sum over the batch: off by %.3g", luna_isa_name(isa),
+        sqrt(off / size));
+  free(q), free(k), free(v), free(g), free(dense_q), free(dense_k), free(dense_v), free(out), free(want), free(lse), free(gk), free(gd),
+      free(memory), free(more);
 }
 
 static void check_causal_call(luna_isa isa, int64_t rows) {
   enum { B = 2, H = 2, D1 = 14, D2 = 20 };
   const int64_t xn = B * rows * H * D1, zn = B * rows * H * D2;
-  float *x = common_random(xn, 1, 1), *y = common_random(xn, 2, 1), *z = common_random(zn, 3, 1), *g = common_random(zn, 4, 1), *want = common_floats(zn);
+  float *x = common_random(xn, 1, 1), *y = common_random(xn, 2, 1), *z = common_random(zn, 3, 1), *g = common_random(zn, 4, 1),
+        *want = common_floats(zn);
   float *out[3], *grad[3];
   luna_causal_args c = {0};
   c.x = x, c.y = y, c.z = z, c.grad_out = g, c.batch = B, c.rows = rows, c.heads = H, c.dim = D1, c.value_dim = D2;
@@ -938,8 +995,8 @@ static void check_causal_call(luna_isa isa, int64_t rows) {
     free(memory);
   }
   test_close("causal product backward without scratch", grad[0], grad[1], (size_t)(2 * xn + zn), 2e-6);
-  CHECK(memcmp(out[1], out[2], (size_t)zn * 4) == 0 && memcmp(grad[1], grad[2], (size_t)(2 * xn + zn) * 4) == 0, "%s, %lld rows: the causal product in three shares has other bits",
-        luna_isa_name(isa), (long long)rows);
+  CHECK(memcmp(out[1], out[2], (size_t)zn * 4) == 0 && memcmp(grad[1], grad[2], (size_t)(2 * xn + zn) * 4) == 0,
+        "%s, %lld rows: the causal product in three shares has other bits", luna_isa_name(isa), (long long)rows);
   for (int i = 0; i < 3; i++) free(out[i]), free(grad[i]);
   free(x), free(y), free(z), free(g), free(want);
 }
@@ -958,7 +1015,8 @@ int main(void) {
     for (int v = 0; v < op_cases[i].variants; v++) {
       check_isas(&op_cases[i], v, false);
       check_isas(&op_cases[i], v, true);
-      if (strstr(op_cases[i].name, "pack") || strstr(op_cases[i].name, "causal") || strstr(op_cases[i].name, "layer") || strcmp(op_cases[i].name, "lm") == 0)
+      if (strstr(op_cases[i].name, "pack") || strstr(op_cases[i].name, "causal") || strstr(op_cases[i].name, "layer") ||
+          strcmp(op_cases[i].name, "lm") == 0)
         check_composed(&op_cases[i], v);
     }
   check_forms();

@@ -7,7 +7,11 @@
 
 enum { VOCAB = 29, DIM = 16, SLOTS = 4, KINDS = 4 };
 
-typedef struct lm { luna_ctx *ctx; luna_params *params; luna_lm model; } lm;
+typedef struct lm {
+  luna_ctx *ctx;
+  luna_params *params;
+  luna_lm model;
+} lm;
 
 static bool lm_open(lm *m, int kind, luna_isa isa) {
   luna_options options = {0};
@@ -83,10 +87,12 @@ static void check_training_form(int kind, luna_isa isa, int64_t batch) {
     for (size_t i = 0, at = 0; i < sizeof parts / sizeof parts[0]; at += (size_t)parts[i++]) {
       const float *logits = prefill_at(p, tokens, batch, n, (int64_t)at, parts[i]);
       if (!CHECK(logits != NULL, "prefill: %s", luna_stream_error(p))) break;
-      for (int64_t b = 0; b < batch; b++) memcpy(row + b * VOCAB, expected + (b * n + (int64_t)at + parts[i] - 1) * VOCAB, VOCAB * sizeof(float));
+      for (int64_t b = 0; b < batch; b++)
+        memcpy(row + b * VOCAB, expected + (b * n + (int64_t)at + parts[i] - 1) * VOCAB, VOCAB * sizeof(float));
       test_close(what, logits, row, (size_t)(batch * VOCAB), 1e-5);
     }
-    CHECK(luna_stream_position(p) == n, "after prefills of %lld tokens the position is %lld", (long long)n, (long long)luna_stream_position(p));
+    CHECK(luna_stream_position(p) == n, "after prefills of %lld tokens the position is %lld", (long long)n,
+          (long long)luna_stream_position(p));
     luna_stream_close(s), luna_stream_close(p);
   }
   free(tokens), free(expected), free(got), free(row);
@@ -120,10 +126,13 @@ static void check_long(luna_isa isa) {
 
 /* ---- t = 10^9: the kernel from a state of running means, with the inputs' mean shifted, against the same in double ---- */
 enum { ROWS = 200, HEADS = 2, HEAD_DIM = 6 };
-typedef struct means { double ka[HEADS * HEAD_DIM * SLOTS], av[HEADS * SLOTS * HEAD_DIM]; } means;
+typedef struct means {
+  double ka[HEADS * HEAD_DIM * SLOTS], av[HEADS * SLOTS * HEAD_DIM];
+} means;
 
 static double reference_omega(double x) { return (x > 0 ? x : 0) + log1p(exp2(-fabs(x))) / log(2.0); }
-static void reference_row(means *m, int h, int64_t t, const float *q, const float *k, const float *v, const float *s, double scale, float *out) {
+static void reference_row(means *m, int h, int64_t t, const float *q, const float *k, const float *v, const float *s, double scale,
+                          float *out) {
   double *ka = m->ka + h * HEAD_DIM * SLOTS, *av = m->av + h * SLOTS * HEAD_DIM, u[SLOTS], sum = 0;
   for (int i = 0; i < HEAD_DIM; i++)
     for (int j = 0; j < SLOTS; j++) {
@@ -146,17 +155,20 @@ static void reference_row(means *m, int h, int64_t t, const float *q, const floa
 static void check_far(luna_isa isa, int64_t position, int64_t rows_a_call) {
   const lunai_kernels *kernels = lunai_kernels_of(isa);
   const int d = HEADS * HEAD_DIM, l = HEADS * SLOTS;
-  float *q = common_random(ROWS * d, 80, 1), *k = common_random(ROWS * d, 81, 1), *v = common_random(ROWS * d, 82, 1), *s = common_random(ROWS * l, 83, 1);
+  float *q = common_random(ROWS * d, 80, 1), *k = common_random(ROWS * d, 81, 1), *v = common_random(ROWS * d, 82, 1),
+        *s = common_random(ROWS * l, 83, 1);
   float *out = common_floats(ROWS * d), *expected = common_floats(ROWS * d);
   means start, reference, state;
   lunai_causal_luna c;
   double moved = 0, off = 0;
   for (int i = 0; i < ROWS * d; i++) k[i] += 3, v[i] -= 5; /* the mean of all before was about 0 */
-  for (int i = 0; i < HEADS * HEAD_DIM * SLOTS; i++) start.ka[i] = position ? common_number(84, (uint64_t)i) : 0, start.av[i] = position ? common_number(85, (uint64_t)i) : 0;
+  for (int i = 0; i < HEADS * HEAD_DIM * SLOTS; i++)
+    start.ka[i] = position ? common_number(84, (uint64_t)i) : 0, start.av[i] = position ? common_number(85, (uint64_t)i) : 0;
   reference = state = start;
   for (int64_t t = 0; t < ROWS; t++)
     for (int h = 0; h < HEADS; h++)
-      reference_row(&reference, h, position + t + 1, q + t * d + h * HEAD_DIM, k + t * d + h * HEAD_DIM, v + t * d + h * HEAD_DIM, s + t * l + h * SLOTS, 0.4, expected + t * d + h * HEAD_DIM);
+      reference_row(&reference, h, position + t + 1, q + t * d + h * HEAD_DIM, k + t * d + h * HEAD_DIM, v + t * d + h * HEAD_DIM,
+                    s + t * l + h * SLOTS, 0.4, expected + t * d + h * HEAD_DIM);
   memset(&c, 0, sizeof c);
   c.batch = 1, c.heads = HEADS, c.head_dim = HEAD_DIM, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_SOFTPLUS2;
   c.mean_ka = state.ka, c.mean_av = state.av;
@@ -172,10 +184,12 @@ static void check_far(luna_isa isa, int64_t position, int64_t rows_a_call) {
   snprintf(what, sizeof what, "%s: at t = %lld, %lld rows a call", luna_isa_name(isa), (long long)position, (long long)rows_a_call);
   test_close(what, out, expected, (size_t)ROWS * (size_t)d, 2e-6);
   for (int i = 0; i < HEADS * HEAD_DIM * SLOTS; i++) {
-    const double a = state.ka[i] - reference.ka[i], b = state.av[i] - reference.av[i], da = reference.ka[i] - start.ka[i], db = reference.av[i] - start.av[i];
+    const double a = state.ka[i] - reference.ka[i], b = state.av[i] - reference.av[i], da = reference.ka[i] - start.ka[i],
+                 db = reference.av[i] - start.av[i];
     off += a * a + b * b, moved += da * da + db * db;
   }
-  CHECK(sqrt(off) <= 2e-6 * sqrt(moved), "%s: the state has moved by %.3g, and %.3g beside where it should be", what, sqrt(moved), sqrt(off));
+  CHECK(sqrt(off) <= 2e-6 * sqrt(moved), "%s: the state has moved by %.3g, and %.3g beside where it should be", what, sqrt(moved),
+        sqrt(off));
   free(q), free(k), free(v), free(s), free(out), free(expected);
 }
 
@@ -191,7 +205,8 @@ static void check_state(int kind) {
   }
   int32_t *tokens = common_tokens(BATCH * N, 72, VOCAB);
   float kept[BATCH * VOCAB];
-  luna_stream *a = stream_open(&m, BATCH, 0, LUNA_ISA_BEST), *b = stream_open(&m, BATCH, 32, LUNA_ISA_BEST), *single = stream_open(&m, 1, 0, LUNA_ISA_BEST);
+  luna_stream *a = stream_open(&m, BATCH, 0, LUNA_ISA_BEST), *b = stream_open(&m, BATCH, 32, LUNA_ISA_BEST),
+              *single = stream_open(&m, 1, 0, LUNA_ISA_BEST);
   const size_t size = luna_stream_state_size(a);
   uint8_t *state = (uint8_t *)common_alloc(size);
   prefill_at(a, tokens, BATCH, N, 0, 50);
@@ -202,7 +217,8 @@ static void check_state(int kind) {
   CHECK(same_logits(step_at(b, tokens, BATCH, N, 50), kept, BATCH * VOCAB), "a loaded state goes on with other bits");
   CHECK(luna_stream_copy(b, a) == LUNA_OK, "copy: %s", luna_stream_error(b));
   memcpy(kept, step_at(a, tokens, BATCH, N, 51), sizeof kept);
-  CHECK(same_logits(step_at(b, tokens, BATCH, N, 51), kept, BATCH * VOCAB) && luna_stream_position(b) == 52, "a copied state goes on with other bits");
+  CHECK(same_logits(step_at(b, tokens, BATCH, N, 51), kept, BATCH * VOCAB) && luna_stream_position(b) == 52,
+        "a copied state goes on with other bits");
 
   const int32_t from[BATCH] = {2, 0, 2};
   float reordered[BATCH * VOCAB];
@@ -211,7 +227,9 @@ static void check_state(int kind) {
   memcpy(reordered, luna_stream_step(a, next), sizeof reordered);
   int32_t straight[BATCH] = {6, 1, 5};
   const float *y = luna_stream_step(b, straight);
-  CHECK(same_logits(reordered, y + 2 * VOCAB, VOCAB) && same_logits(reordered + VOCAB, y, VOCAB) && same_logits(reordered + 2 * VOCAB, y + 2 * VOCAB, VOCAB), "reordered sequences go on with other bits");
+  CHECK(same_logits(reordered, y + 2 * VOCAB, VOCAB) && same_logits(reordered + VOCAB, y, VOCAB) &&
+            same_logits(reordered + 2 * VOCAB, y + 2 * VOCAB, VOCAB),
+        "reordered sequences go on with other bits");
 
   luna_stream_reset(a), luna_stream_reset(b);
   CHECK(luna_stream_position(a) == 0, "after a reset the position is %lld", (long long)luna_stream_position(a));
@@ -235,16 +253,20 @@ static void check_state(int kind) {
   CHECK(!luna_stream_step(a, NULL), "step of null");
   CHECK(luna_stream_reorder(a, outside) != LUNA_OK && luna_stream_error(a)[0], "reorder from sequence 3 of 3");
   CHECK(luna_stream_copy(a, single) != LUNA_OK && luna_stream_error(a)[0], "copy of another batch");
-  CHECK(luna_stream_state_save(a, state, size - 1) != LUNA_OK && luna_stream_state_load(a, state, size - 1) != LUNA_OK && luna_stream_error(a)[0], "a state of another size");
+  CHECK(luna_stream_state_save(a, state, size - 1) != LUNA_OK && luna_stream_state_load(a, state, size - 1) != LUNA_OK &&
+            luna_stream_error(a)[0],
+        "a state of another size");
   memset(state, 0xA5, size);
   CHECK(luna_stream_state_load(a, state, size) != LUNA_OK, "a state of noise is taken");
   CHECK(luna_stream_position(a) == position, "refused calls moved the position to %lld", (long long)luna_stream_position(a));
   memcpy(kept, step_at(b, tokens, BATCH, N, 70), sizeof kept);
-  CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0, "refused calls changed the state: %s", luna_stream_error(a));
+  CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0,
+        "refused calls changed the state: %s", luna_stream_error(a));
 
   if (lm_open(&other, (kind + 1) % KINDS, LUNA_ISA_BEST)) {
     luna_stream *foreign = stream_open(&other, BATCH, 0, LUNA_ISA_BEST);
-    if (luna_stream_state_size(foreign) != size) CHECK(luna_stream_copy(foreign, a) != LUNA_OK, "a state of another model's sizes is copied");
+    if (luna_stream_state_size(foreign) != size)
+      CHECK(luna_stream_copy(foreign, a) != LUNA_OK, "a state of another model's sizes is copied");
     luna_stream_close(foreign);
   }
   luna_close(other.ctx);
@@ -254,7 +276,10 @@ static void check_state(int kind) {
 }
 
 /* ---- a stream from a checkpoint's bytes ---- */
-typedef struct buffer { uint8_t *bytes; size_t size, room; } buffer;
+typedef struct buffer {
+  uint8_t *bytes;
+  size_t size, room;
+} buffer;
 static bool buffer_write(void *user, const void *bytes, size_t size) {
   buffer *b = (buffer *)user;
   if (b->size + size > b->room) {
@@ -309,7 +334,8 @@ static void check_bytes(int kind) {
     memcpy(changed, file.bytes, file.size);
     changed[cut] ^= 0x10;
     error = "";
-    if (luna_stream_open_bytes(piece, cut, &config, memory, size, &error) || !error[0]) CHECK(false, "a file cut to %zu bytes is opened (\"%s\")", cut, error);
+    if (luna_stream_open_bytes(piece, cut, &config, memory, size, &error) || !error[0])
+      CHECK(false, "a file cut to %zu bytes is opened (\"%s\")", cut, error);
     a = luna_stream_open_bytes(changed, file.size, &config, memory, size, &error); /* may be fine: a weight changed */
     if (a) luna_stream_step(a, tokens), luna_stream_close(a);
     free(piece), free(changed);
@@ -320,12 +346,15 @@ static void check_bytes(int kind) {
   luna_options plain = {0};
   loaded.ctx = luna_open(&plain);
   loaded.params = luna_params_open(loaded.ctx);
-  if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK, "luna_lm_load_bytes: %s", luna_error(loaded.ctx))) {
-    CHECK(luna_params_size(loaded.params) == luna_params_size(m.params), "%lld parameters were loaded", (long long)luna_params_size(loaded.params));
+  if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK, "luna_lm_load_bytes: %s",
+            luna_error(loaded.ctx))) {
+    CHECK(luna_params_size(loaded.params) == luna_params_size(m.params), "%lld parameters were loaded",
+          (long long)luna_params_size(loaded.params));
     for (int64_t i = 0; i < luna_params_size(m.params); i++) {
       const char *name = "";
       const luna_tensor *p = luna_params_at(m.params, i, &name), *q = luna_params_find(loaded.params, name);
-      CHECK(q && luna_count(q) == luna_count(p) && memcmp(p->data, q->data, (size_t)luna_count(p) * sizeof(float)) == 0, "parameter %s came back with other bits", name);
+      CHECK(q && luna_count(q) == luna_count(p) && memcmp(p->data, q->data, (size_t)luna_count(p) * sizeof(float)) == 0,
+            "parameter %s came back with other bits", name);
     }
   }
   luna_close(loaded.ctx);
@@ -338,7 +367,8 @@ static void check_sampling(void) {
   enum { N = 6, DRAWS = 60000 };
   const float logits[N] = {0.5f, 2, -1, 1.5f, -INFINITY, 0}, bad[3] = {0, NAN, 1}, tie[3] = {1, 1, 0};
   luna_sampling s = {0, 0, 0, 0}, same = {0, 0, 7, 0}, again = {0, 0, 7, 0};
-  CHECK(luna_sample(NULL, 5, &s) == -1 && luna_sample(bad, 3, &s) == -1 && luna_sample(logits, 0, &s) == -1, "null, NaN or nothing can be sampled");
+  CHECK(luna_sample(NULL, 5, &s) == -1 && luna_sample(bad, 3, &s) == -1 && luna_sample(logits, 0, &s) == -1,
+        "null, NaN or nothing can be sampled");
   s.top_k = 1;
   for (int i = 0; i < 50; i++) CHECK(luna_sample(logits, N, &s) == 1, "greedy is not the largest");
   CHECK(luna_sample(tie, 3, &s) <= 1, "greedy among equals");
@@ -358,7 +388,8 @@ static void check_sampling(void) {
     }
     for (int i = 0; i < N; i++) sum += p[i] = mode == 3 && i != 0 && i != 1 && i != 3 ? 0 : exp((double)logits[i] / temperature);
     for (int i = 0; i < N; i++) {
-      const double expected = p[i] / sum, deviation = sqrt(expected * (1 - expected) / DRAWS), off = fabs((double)count[i] / DRAWS - expected);
+      const double expected = p[i] / sum, deviation = sqrt(expected * (1 - expected) / DRAWS),
+                   off = fabs((double)count[i] / DRAWS - expected);
       if (expected == 0) CHECK(count[i] == 0, "mode %d: token %d of probability 0 was drawn", mode, i);
       else if (off / deviation > worst) worst = off / deviation;
     }

@@ -13,7 +13,11 @@ static void backwards(void *user, int64_t count, void (*task)(void *work, int64_
   (void)user;
   while (count-- > 0) task(work, count);
 }
-typedef struct share { void (*task)(void *work, int64_t index); void *work; int64_t index; } share;
+typedef struct share {
+  void (*task)(void *work, int64_t index);
+  void *work;
+  int64_t index;
+} share;
 static void *share_run(void *argument) {
   const share *s = (const share *)argument;
   s->task(s->work, s->index);
@@ -31,7 +35,11 @@ static void spawning(void *user, int64_t count, void (*task)(void *work, int64_t
 }
 
 /* ---- two models ---- */
-typedef struct trained { float *values; int64_t count; double loss; } trained;
+typedef struct trained {
+  float *values;
+  int64_t count;
+  double loss;
+} trained;
 
 static luna_tensor *lm_loss(luna_lm *model, int step) {
   enum { BATCH = 1, N = 600 }; /* enough work for threads to share a sequence's chunks */
@@ -41,7 +49,11 @@ static luna_tensor *lm_loss(luna_lm *model, int step) {
   return loss;
 }
 
-typedef struct encoder { luna_tensor *table, *memory; luna_encoder_layer layer[2]; luna_linear_layer head; } encoder;
+typedef struct encoder {
+  luna_tensor *table, *memory;
+  luna_encoder_layer layer[2];
+  luna_linear_layer head;
+} encoder;
 static bool encoder_init(encoder *e, luna_params *params) {
   luna_layer_config config = {0};
   const int64_t table[2] = {40, 24}, memory[2] = {6, 24};
@@ -55,7 +67,8 @@ static bool encoder_init(encoder *e, luna_params *params) {
   e->table = luna_param(params, "table", 2, table, normal);
   e->memory = luna_param(params, "memory", 2, memory, normal);
   return e->table && e->memory && luna_encoder_layer_init(&e->layer[0], params, "0.", &config) == LUNA_OK &&
-         luna_encoder_layer_init(&e->layer[1], params, "1.", &config) == LUNA_OK && luna_linear_layer_init(&e->head, params, "head", 24, 5, xavier) == LUNA_OK;
+         luna_encoder_layer_init(&e->layer[1], params, "1.", &config) == LUNA_OK &&
+         luna_linear_layer_init(&e->head, params, "head", 24, 5, xavier) == LUNA_OK;
 }
 static luna_tensor *encoder_loss(encoder *e, int step) {
   enum { BATCH = 2, N = 1100 };
@@ -86,7 +99,8 @@ static trained train(luna_options options, bool lm) {
   adam.lr = 3e-3f;
   adam.clip = 0.5f;
   adam.weight_decay = 0.01f;
-  if (!CHECK(lm ? luna_lm_init(&model, params, &config) == LUNA_OK : encoder_init(&e, params), "init: %s", luna_error(ctx))) return luna_close(ctx), t;
+  if (!CHECK(lm ? luna_lm_init(&model, params, &config) == LUNA_OK : encoder_init(&e, params), "init: %s", luna_error(ctx)))
+    return luna_close(ctx), t;
   luna_optimizer *optimizer = luna_adamw(params, &adam);
   for (int step = 0; step < STEPS; step++) {
     luna_begin_step(ctx);
@@ -107,9 +121,16 @@ static trained train(luna_options options, bool lm) {
 }
 
 static void check_training(bool lm, luna_form form, luna_isa isa) {
-  static const struct { int threads; luna_parallel_for run; const char *name; } ways[] = {
-    {1, NULL, "1 thread"}, {2, NULL, "2 threads"}, {3, NULL, "3 threads"}, {7, NULL, "7 threads"}, {5, backwards, "5 shares backwards"}, {3, spawning, "3 threads made for each call"}
-  };
+  static const struct {
+    int threads;
+    luna_parallel_for run;
+    const char *name;
+  } ways[] = {{1, NULL, "1 thread"},
+              {2, NULL, "2 threads"},
+              {3, NULL, "3 threads"},
+              {7, NULL, "7 threads"},
+              {5, backwards, "5 shares backwards"},
+              {3, spawning, "3 threads made for each call"}};
   trained first = {NULL, 0, 0};
   for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++) {
     luna_options options = {0};
@@ -125,15 +146,23 @@ static void check_training(bool lm, luna_form form, luna_isa isa) {
     }
     int64_t differ = 0;
     for (int64_t j = 0; t.values && first.values && j < t.count; j++) differ += memcmp(&t.values[j], &first.values[j], sizeof(float)) != 0;
-    CHECK(t.values && t.count == first.count && differ == 0, "%s, form %d, %s: %lld of %lld parameters have other bits after %d steps with %s than with 1 thread", lm ? "language model" : "encoder",
-          (int)form, luna_isa_name(isa), (long long)differ, (long long)t.count, STEPS, ways[i].name);
+    CHECK(t.values && t.count == first.count && differ == 0,
+          "%s, form %d, %s: %lld of %lld parameters have other bits after %d steps with %s than with 1 thread",
+          lm ? "language model" : "encoder", (int)form, luna_isa_name(isa), (long long)differ, (long long)t.count, STEPS, ways[i].name);
     free(t.values);
   }
   free(first.values);
 }
 
 /* ---- many readers of one set of parameters ---- */
-typedef struct reader { const luna_params *shared; const luna_lm *model; luna_form form; int number; float *out; bool good; } reader;
+typedef struct reader {
+  const luna_params *shared;
+  const luna_lm *model;
+  luna_form form;
+  int number;
+  float *out;
+  bool good;
+} reader;
 enum { READER_N = 80, READER_ROUNDS = 5 };
 
 static void *reader_context(void *argument) { /* a context of its own, the parameters of another */
@@ -167,7 +196,8 @@ static void *reader_stream(void *argument) {
   return NULL;
 }
 
-static void check_readers(const char *what, void *(*run)(void *), const luna_params *shared, const luna_lm *model, luna_form form, int64_t count) {
+static void check_readers(const char *what, void *(*run)(void *), const luna_params *shared, const luna_lm *model, luna_form form,
+                          int64_t count) {
   enum { READERS = 3 };
   reader readers[READERS];
   pthread_t thread[READERS];
@@ -181,7 +211,8 @@ static void check_readers(const char *what, void *(*run)(void *), const luna_par
   for (int i = 1; i < READERS; i++) pthread_join(thread[i], NULL);
   for (int i = 0; i < READERS; i++) {
     CHECK(readers[i].good, "%s, form %d: reader %d failed", what, (int)form, i);
-    CHECK(memcmp(readers[i].out, readers[0].out, (size_t)count * sizeof(float)) == 0, "%s, form %d: two readers at once see other bits than one", what, (int)form);
+    CHECK(memcmp(readers[i].out, readers[0].out, (size_t)count * sizeof(float)) == 0,
+          "%s, form %d: two readers at once see other bits than one", what, (int)form);
   }
   for (int i = 0; i < READERS; i++) free(readers[i].out);
 }
