@@ -6160,7 +6160,8 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
 
 LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
-  if (!t || !out) return LUNA_BAD_ARGUMENT;
+  if (!t) return LUNA_BAD_ARGUMENT;
+  if (!out) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: there is nowhere to put %d values", luna_count(t));
   if (t->ctx->options.measure) {
     memset(out, 0, bytes);
     return LUNA_OK;
@@ -6181,6 +6182,11 @@ LUNA_API float luna_item(const luna_tensor *t) {
 }
 
 /* --- building an op --- */
+/* an input that is null: its own failure has been told, or this is the first */
+LUNAI_FN luna_tensor *lunai_null(luna_ctx *ctx, const char *name, const char *what) {
+  return ctx->status == LUNA_OK ? lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s is null", name, what) : NULL;
+}
+
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 /* inputs a, b, c: as many as `inputs` says, none null */
@@ -6199,10 +6205,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_row_id row, const char *name, int
   s->op.in[2] = inputs > 2 ? c : NULL;
   s->op.outputs = 1;
   for (i = 0; i < inputs; i++)
-    if (!s->op.in[i]) {
-      if (ctx->status == LUNA_OK) lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d is null", name, (int64_t)i);
-      return false;
-    }
+    if (!s->op.in[i]) return lunai_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
 /* one more input, which may be null */
@@ -6621,7 +6624,8 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
   lunai_persistent_mark mark;
   void *memory = NULL;
   const char *kept_key, *kept_value;
-  if (!params || !key || !value) return LUNA_BAD_ARGUMENT;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
   mark = lunai_persistent(params->ctx);
   m = lunai_meta_find(params, key);
   kept_key = m ? m->key : lunai_persist_text(params->ctx, key, "");
@@ -6664,7 +6668,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   lunai_build s;
   luna_tensor asked;
   if (!lunai_start(&s, LUNA_ROWS, "luna_reshape", 1, x, NULL, NULL)) return NULL;
-  if (rank < 0 || rank > LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_reshape: rank %d is not in 0..4", (int64_t)rank);
+  if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_reshape: rank %d is not in 0..4, or there is no shape", (int64_t)rank);
   for (a = 0; a < rank; a++) {
     full[a] = shape[a];
     if (shape[a] == -1 && open < 0) open = a;
@@ -6682,7 +6686,7 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x->rank || start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_slice: %t has no elements %d..%d on axis %d", x, start, start + count, (int64_t)axis);
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_slice: %t has no %d elements from %d on along axis %d", x, count, start, (int64_t)axis);
   memcpy(shape, x->shape, sizeof shape);
   shape[axis] = count;
   if (axis == 0) return lunai_view(&s, x, x->rank, shape, start * (x->shape[1] * x->shape[2] * x->shape[3]));
@@ -6696,6 +6700,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int a, seen = 0;
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!axes) return lunai_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
       return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_permute: axis %d of %t is asked for twice or does not exist", (int64_t)axes[a], x);
@@ -6715,7 +6720,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
     return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %d tensors (at most 8) along axis %d of %t", (int64_t)count, (int64_t)axis, x[0]);
   memcpy(shape, x[0]->shape, sizeof shape);
   for (i = 1; i < count; i++) {
-    if (!x[i]) return NULL;
+    if (!x[i]) return lunai_null(x[0]->ctx, "luna_concat", "one of the tensors");
     for (a = 0; a < LUNA_MAX_RANK; a++)
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %t and %t differ besides axis %d", x[0], x[i], (int64_t)axis);
@@ -7066,7 +7071,8 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
   bool good, failed = false;
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout) || !v) return NULL;
+  if (!lunai_start(&s, LUNA_ROW_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
+  if (!v) return lunai_null(x->ctx, "luna_unpack", "v");
   good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
   if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
@@ -7097,7 +7103,8 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   float scale;
   int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_ROW_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout) || !s) return NULL;
+  if (!lunai_start(&build, LUNA_ROW_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout)) return NULL;
+  if (!s) return lunai_null(q->ctx, "luna_causal_nested_attention", "s");
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
   good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
@@ -7122,7 +7129,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   if (count > LUNA_MAX_INPUTS || !custom || !custom->forward || !custom->backward)
     return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_custom_op: at most 8 inputs, and both a forward and a backward");
   for (i = 1; i < count; i++) {
-    if (!in[i]) return NULL;
+    if (!in[i]) return lunai_null(in[0]->ctx, "luna_custom_op", "one of the inputs");
     lunai_input(&s, in[i]);
   }
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory)) return lunai_op_no_memory(&s);
@@ -7185,10 +7192,16 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MOST_NAME
   return out;
 }
 
+/* whether an init was given what it needs */
+LUNAI_FN bool lunai_init_given(luna_params *params, const void *layer, const void *config) {
+  if (params && (!layer || !config)) lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "a layer's or model's init needs a place to put it, and a config");
+  return params && layer && config;
+}
+
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MOST_NAME];
   lunai_params_mark mark;
-  if (!layer || !params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, layer, params)) return LUNA_BAD_ARGUMENT;
   mark = lunai_params_here(params);
   return lunai_params_end(params, mark, lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
 }
@@ -7197,7 +7210,7 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
   char name[LUNAI_MOST_NAME];
   lunai_params_mark mark;
-  if (!layer || !params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, layer, params)) return LUNA_BAD_ARGUMENT;
   mark = lunai_params_here(params);
   return lunai_params_end(params, mark, lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
 }
@@ -7215,7 +7228,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   luna_init init;
   lunai_params_mark mark;
   bool good;
-  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.pack_heads == 0) c.pack_heads = c.heads;
@@ -7318,8 +7331,9 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
   const int32_t *memory_lengths;
   luna_ctx *ctx;
   if (!context) context = x;
-  if (!x || !p || !context) return NULL;
+  if (!x) return NULL;
   ctx = x->ctx;
+  if (!p) return lunai_null(ctx, "luna_nested_attention_layer_forward", "p");
   if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
       x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
     return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_forward: x %t, p %t, context %t: want [batch, n, %d], [batch, l, %d], [batch, m, %d]", x, p, context, c->dim, c->dim, c->dim);
@@ -7357,7 +7371,7 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   luna_init init;
   lunai_params_mark mark;
   bool good;
-  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.omega == LUNA_NONE) c.omega = LUNA_SOFTPLUS2;
@@ -7402,7 +7416,8 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
   luna_tensor *s, *q, *k, *v, *y;
   lunai_mark mark;
   bool failed = false;
-  if (!x || !p) return NULL;
+  if (!x) return NULL;
+  if (!p) return lunai_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (x->rank != 3 || p->rank < 2 || p->rank > 3 || x->shape[2] != c->dim || lunai_last(p) != c->dim || (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_forward: x %t, p %t: want [batch, n, %d] and [batch, l, %d] or [l, %d]", x, p, c->dim, c->dim, c->dim);
   mark = lunai_step_mark(x->ctx);
@@ -7476,7 +7491,7 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   luna_nested_attention_config attention;
   lunai_params_mark mark;
   bool good;
-  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
   mark = lunai_params_here(params);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   attention = lunai_nested_config(&layer->config);
@@ -7501,7 +7516,8 @@ LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_n
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
   luna_tensor *both[2];
   lunai_mark mark;
-  if (!x || !p || !*p) return NULL;
+  if (!x) return NULL;
+  if (!p || !*p) return lunai_null(x->ctx, "luna_encoder_layer_forward", "p");
   mark = lunai_step_mark(x->ctx);
   both[1] = *p;
   both[0] = lunai_nested_half(&layer->config, &layer->attention, x, &both[1], NULL, lengths, &layer->attention_norm, &layer->memory_norm);
@@ -7522,7 +7538,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   luna_causal_attention_config self;
   lunai_params_mark mark;
   bool good;
-  if (!layer || !params || !config) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
   mark = lunai_params_here(params);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   cross = lunai_nested_config(&layer->config);
@@ -7541,7 +7557,8 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   luna_tensor *both[2], *y;
   lunai_mark mark;
-  if (!x || !p || !*p || !context) return NULL;
+  if (!x) return NULL;
+  if (!p || !*p || !context) return lunai_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
   mark = lunai_step_mark(x->ctx);
   y = luna_causal_attention_layer_forward(&layer->self_attention, lunai_normed(&layer->config, x, &layer->self_norm), *p, lengths);
   x = lunai_residual(&layer->config, x, y, &layer->self_norm);
@@ -7563,7 +7580,8 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   luna_causal_attention_config attention;
   lunai_params_mark mark;
   bool good;
-  if (!layer || !params || !config || memory < 1) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
+  if (memory < 1) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
   mark = lunai_params_here(params);
   layer->kernel = layer->kernel_bias = layer->memory = NULL;
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
@@ -7705,7 +7723,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   void *memory = NULL;
   int64_t i;
   bool good;
-  if (!model || !params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, model, params)) return LUNA_BAD_ARGUMENT;
   if (!lunai_lm_defaults(params->ctx, config, &c)) return LUNA_BAD_ARGUMENT;
   memset(model, 0, sizeof *model);
   mark = lunai_params_here(params);
@@ -8015,7 +8033,7 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   lunai_params_mark mark;
   const char *wrong;
   luna_status status;
-  if (!model || !params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_init_given(params, model, params)) return LUNA_BAD_ARGUMENT;
   status = lunai_open_st(params->ctx, &st, bytes, size);
   if (status != LUNA_OK) return status;
   wrong = lunai_lm_read(&st, &sizes);
@@ -8548,7 +8566,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   s->error = "";
   if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
   for (i = 0; i < n * s->batch && !*s->error; i++)
-    if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "a token is outside the vocabulary; nothing was read";
+    if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
   if (*s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);

@@ -1,6 +1,6 @@
-/* Softmax attention and the folded unpack, forward and backward, against loops in double and the scalar pass: odd sizes, strides, lengths with
-   NaN behind them, causal, dropout, shared operands. The same bits for any number of slots, packed or alone, however many queries there are;
-   a query's past is never touched by what comes after it. */
+/* Softmax attention and the folded unpack, forward and backward, against loops in double and the scalar pass: odd sizes, strides,
+   lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of slots, packed or alone, however many
+   queries there are; a query's past is never touched by what comes after it. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -98,7 +98,8 @@ static lunai_attention attention_of(const shape *s) {
   a.k_head = s->dim, a.k_row = h * s->dim + gap, a.k_batch = s->keys * a.k_row;
   a.v_head = s->value_dim, a.v_row = h * s->value_dim + gap, a.v_batch = s->keys * a.v_row;
   a.out_head = s->value_dim, a.out_row = h * s->value_dim + gap, a.out_batch = s->queries * a.out_row;
-  if (s->flags & DROPOUT) a.dropout.seed = 77, a.dropout.op = 3, a.dropout.step = 9, a.dropout.threshold = 65536 / 4, a.dropout.keep = 4.0f / 3;
+  if (s->flags & DROPOUT) a.dropout.seed = 77, a.dropout.op = 3, a.dropout.step = 9, a.dropout.threshold = 1 << 14,
+    a.dropout.keep = 4.0f / 3;
   return a;
 }
 /* what keys a row has not is NaN: to read one would show */
@@ -152,7 +153,8 @@ static void check_attention(const shape *s) {
   outputs o = outputs_of(&a, &x);
   if (x.v == x.k) o.want[GRAD_V] = o.want[GRAD_K];
   reference(&a, o.want);
-  snprintf(sentence, sizeof sentence, "batch %d, heads %d, queries %d, keys %d, dim %d, %d, flags %d", (int)s->batch, (int)s->heads, (int)s->queries, (int)s->keys, (int)s->dim,
+  snprintf(sentence, sizeof sentence, "batch %d, heads %d, queries %d, keys %d, dim %d, %d, flags %d", (int)s->batch, (int)s->heads,
+           (int)s->queries, (int)s->keys, (int)s->dim,
            (int)s->value_dim, s->flags);
   outputs_check(&o, sentence, run, &a);
   outputs_close(&o), arrays_close(&x);
@@ -182,7 +184,8 @@ static void check_packed(bool causal, int64_t slots) {
     one.grad_k = alone[3] + k_at[b] * Q, one.grad_v = alone[4] + k_at[b] * V;
     run(&one, kernels, 1 + slots % 3);
   }
-  for (int i = 0; i < 5; i++) CHECK(same(packed[i], alone[i], sizes[i]), "%s: packed%s, %d slots: array %d has other bits than each alone", kernels_name, causal ? ", causal" : "", (int)slots, i);
+  for (int i = 0; i < 5; i++) CHECK(same(packed[i], alone[i], sizes[i]), "%s: packed%s, %d slots: array %d has other bits than each alone",
+                                    kernels_name, causal ? ", causal" : "", (int)slots, i);
   for (int i = 0; i < 5; i++) drop(packed[i]), drop(alone[i]);
   drop(q), drop(k), drop(v), drop(grad_out);
 }
@@ -202,7 +205,8 @@ static void check_prefix(int64_t keys, bool dropout) {
     a.grad_k = a.grad_v = NULL;
     run(&a, kernels, 1 + (int64_t)i);
     for (int r = OUT; r <= GRAD_Q; r++)
-      CHECK(same(some.got[r], all.got[r], counts[i] * (r == LSE || r == SUMS ? s.heads : s.heads * 24)), "%s: %d of 1200 queries, %d keys: %s has other bits", kernels_name, (int)counts[i],
+      CHECK(same(some.got[r], all.got[r], counts[i] * (r == LSE || r == SUMS ? s.heads : s.heads * 24)),
+            "%s: %d of 1200 queries, %d keys: %s has other bits", kernels_name, (int)counts[i],
             (int)keys, all.name[r]);
     outputs_close(&some);
   }
@@ -226,7 +230,8 @@ static void check_causality(int64_t n, int64_t t, float odd, int64_t slots) {
     run_pass(&a, kernels, slots, false);
     for (int64_t i = t * V; i < n * V; i++) bad += !(fabs((double)out[i]) < 1e30);
     CHECK(same(out, clean, t * V), "%s: %g at row %d of %d reaches what is before it", kernels_name, (double)odd, (int)t, (int)n);
-    CHECK(odd == odd ? isfinite(odd) || bad >= V : bad == (n - t) * V, "%s: %g at row %d of %d is lost: %d of %d", kernels_name, (double)odd, (int)t, (int)n, (int)bad, (int)((n - t) * V));
+    CHECK(odd == odd ? isfinite(odd) || bad >= V : bad == (n - t) * V, "%s: %g at row %d of %d is lost: %d of %d", kernels_name,
+          (double)odd, (int)t, (int)n, (int)bad, (int)((n - t) * V));
   }
   drop(clean), drop(out), arrays_close(&x);
 }
@@ -263,7 +268,10 @@ static void unpack_reference(const lunai_unpack *u, double **want, int64_t b, in
   for (int64_t s = 0; s < slots; s++) {
     const double ds = p[s] * (dp[s] - mean);
     want[U_BIAS][first + s] += ds;
-    for (int64_t c = 0; c < d; c++) want[U_X][row * d + c] += ds * (double)u->k[(first + s) * d + c], want[U_K][(first + s) * d + c] += ds * (double)x[c];
+    for (int64_t c = 0; c < d; c++) {
+      want[U_X][row * d + c] += ds * (double)u->k[(first + s) * d + c];
+      want[U_K][(first + s) * d + c] += ds * (double)x[c];
+    }
   }
   free(p), free(dp);
 }
@@ -277,12 +285,14 @@ static void unpack_alone(const lunai_unpack *all, const outputs *o) {
   if (u.lengths) u.lengths += b;
   u.out = out, u.lse = lse, u.grad_x = grad_x, u.grad_k = grad_k, u.grad_v = u.grad_bias = u.grad_out_bias = NULL;
   unpack_run(&u, kernels, 2);
-  CHECK(same(out, o->got[U_OUT] + b * x, x) && same(grad_x, o->got[U_X] + b * x, x) && same(grad_k, o->got[U_K] + b * k, k), "%s: %s: row 2 alone has other bits", kernels_name, sentence);
+  CHECK(same(out, o->got[U_OUT] + b * x, x) && same(grad_x, o->got[U_X] + b * x, x) && same(grad_k, o->got[U_K] + b * k, k),
+        "%s: %s: row 2 alone has other bits", kernels_name, sentence);
   drop(out), drop(grad_x), drop(grad_k), drop(lse);
 }
 static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int flags) {
   const int64_t x_size = batch * rows * dim, k_size = batch * heads * slots * dim, bias_size = batch * heads * slots;
-  float *x = fresh(x_size, 1), *k = fresh(k_size, 2 / sqrt((double)dim)), *v = fresh(k_size, 1), *bias = fresh(bias_size, 1), *out_bias = fresh(dim, 1), *grad_out = fresh(x_size, 1);
+  float *x = fresh(x_size, 1), *k = fresh(k_size, 2 / sqrt((double)dim)), *v = fresh(k_size, 1), *bias = fresh(bias_size, 1);
+  float *out_bias = fresh(dim, 1), *grad_out = fresh(x_size, 1);
   int32_t *lengths = (int32_t *)common_alloc((size_t)batch * sizeof(int32_t));
   lunai_unpack u;
   outputs o;
@@ -290,7 +300,7 @@ static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads
   u.batch = batch, u.rows = rows, u.dim = dim, u.heads = heads, u.slots = slots;
   u.x = x, u.k = k, u.v = v, u.bias = bias, u.grad_out = grad_out, u.out_bias = flags & NO_OUT_BIAS ? NULL : out_bias;
   if (flags & LENGTHS) u.lengths = lengths;
-  if (flags & DROPOUT) u.dropout.seed = 5, u.dropout.op = 1, u.dropout.step = 2, u.dropout.threshold = 65536 / 10, u.dropout.keep = 1 / 0.9f;
+  if (flags & DROPOUT) u.dropout.seed = 5, u.dropout.op = 1, u.dropout.step = 2, u.dropout.threshold = 6554, u.dropout.keep = 1 / 0.9f;
   for (int64_t b = 0; b < batch; b++) {
     lengths[b] = b == 1 ? 0 : (int32_t)(slots - b * 5 % (slots + 1));
     for (int64_t s = b * heads * slots; s < (b + 1) * heads * slots && u.lengths; s++)
@@ -303,23 +313,31 @@ static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads
   u.grad_v = outputs_add(&o, "grad_v", true, k_size);
   u.grad_bias = outputs_add(&o, "grad_bias", true, bias_size);
   u.grad_out_bias = outputs_add(&o, "grad_out_bias", true, dim);
-  for (int64_t i = 0; i < x_size; i++) o.want[U_OUT][i] = u.out_bias ? (double)out_bias[i % dim] : 0, o.want[U_OUT_BIAS][i % dim] += (double)grad_out[i];
+  for (int64_t i = 0; i < x_size; i++) {
+    o.want[U_OUT][i] = u.out_bias ? (double)out_bias[i % dim] : 0;
+    o.want[U_OUT_BIAS][i % dim] += (double)grad_out[i];
+  }
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++)
       for (int64_t i = 0; i < rows; i++) unpack_reference(&u, o.want, b, h, i);
-  snprintf(sentence, sizeof sentence, "unpack, batch %d, rows %d, dim %d, heads %d, slots %d, flags %d", (int)batch, (int)rows, (int)dim, (int)heads, (int)slots, flags);
+  snprintf(sentence, sizeof sentence, "unpack, batch %d, rows %d, dim %d, heads %d, slots %d, flags %d", (int)batch, (int)rows, (int)dim,
+           (int)heads, (int)slots, flags);
   outputs_check(&o, sentence, unpack_run, &u);
   if (batch > 2 && !(flags & DROPOUT)) unpack_alone(&u, &o); /* a dropped element's number counts the batch */
   outputs_close(&o), drop(x), drop(k), drop(v), drop(bias), drop(out_bias), drop(grad_out), free(lengths);
 }
 
 static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim */
-  {1, 1, 1, 1, 1, 1, 0}, {2, 3, 5, 7, 3, 2, 0}, {1, 2, 0, 5, 4, 4, 0}, {1, 2, 5, 0, 4, 4, 0}, {1, 1, 4, 6, 0, 3, 0}, {1, 1, 4, 6, 3, 0, 0}, {0, 1, 4, 6, 3, 2, 0},
-  {2, 2, 64, 512, 16, 16, 0}, {1, 2, 130, 1030, 33, 20, STRIDED}, {1, 1, 1100, 70, 12, 40, 0}, {1, 1, 1, 3000, 64, 64, 0}, {1, 1, 40, 700, 300, 280, DROPOUT},
+  {1, 1, 1, 1, 1, 1, 0}, {2, 3, 5, 7, 3, 2, 0}, {1, 2, 0, 5, 4, 4, 0}, {1, 2, 5, 0, 4, 4, 0}, {1, 1, 4, 6, 0, 3, 0}, {1, 1, 4, 6, 3, 0, 0},
+  {0, 1, 4, 6, 3, 2, 0},
+  {2, 2, 64, 512, 16, 16, 0}, {1, 2, 130, 1030, 33, 20, STRIDED}, {1, 1, 1100, 70, 12, 40, 0}, {1, 1, 1, 3000, 64, 64, 0},
+  {1, 1, 40, 700, 300, 280, DROPOUT},
   {1, 2, 700, 700, 32, 32, CAUSAL}, {2, 1, 600, 520, 20, 24, CAUSAL | LENGTHS | STRIDED}, {3, 2, 65, 1200, 20, 24, CAUSAL | LENGTHS},
   {1, 1, 513, 1025, 64, 65, CAUSAL | DROPOUT}, {2, 2, 520, 600, 8, 8, CAUSAL | DROPOUT | STRIDED | ALIAS},
-  {3, 2, 16, 1500, 20, 20, LENGTHS | SHARED_Q}, {3, 2, 16, 1500, 20, 20, LENGTHS | DROPOUT | SHARED_Q}, {3, 2, 600, 16, 20, 20, LENGTHS | DROPOUT | SHARED_KV},
-  {3, 1, 30, 40, 8, 8, LENGTHS | DROPOUT | SHARED_Q | SHARED_KV | ALIAS}, {3, 2, 600, 600, 8, 8, SHARED_KV | ALIAS}, {5, 2, 600, 30, 8, 8, SHARED_Q | SHARED_KV | ALIAS},
+  {3, 2, 16, 1500, 20, 20, LENGTHS | SHARED_Q}, {3, 2, 16, 1500, 20, 20, LENGTHS | DROPOUT | SHARED_Q},
+  {3, 2, 600, 16, 20, 20, LENGTHS | DROPOUT | SHARED_KV},
+  {3, 1, 30, 40, 8, 8, LENGTHS | DROPOUT | SHARED_Q | SHARED_KV | ALIAS}, {3, 2, 600, 600, 8, 8, SHARED_KV | ALIAS},
+  {5, 2, 600, 30, 8, 8, SHARED_Q | SHARED_KV | ALIAS},
 };
 
 int main(void) {
@@ -327,13 +345,17 @@ int main(void) {
   for (int at = 0; kernels_next(&at);) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(&shapes[i]);
     for (int64_t slots = 1; slots < 8; slots += 3) check_packed(false, slots), check_packed(true, slots);
-    for (int dropout = 0; dropout < 2; dropout++) check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout), check_prefix(1100, dropout);
+    for (int dropout = 0; dropout < 2; dropout++) check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout),
+      check_prefix(1100, dropout);
     for (int i = 0; i < 4; i++)
       for (int64_t slots = 1; slots < 8; slots += 3)
-        check_causality(3, 1, odd[i], slots), check_causality(90, 10, odd[i], slots), check_causality(200, 64, odd[i], slots), check_causality(600, 511, odd[i], slots),
+        check_causality(3, 1, odd[i], slots), check_causality(90, 10, odd[i], slots), check_causality(200, 64, odd[i], slots),
+          check_causality(600, 511, odd[i], slots),
           check_causality(600, 515, odd[i], slots);
-    check_unpack(1, 1, 1, 1, 1, 0), check_unpack(2, 70, 12, 3, 5, 0), check_unpack(1, 1200, 40, 4, 16, 0), check_unpack(1, 0, 4, 2, 3, 0), check_unpack(1, 5, 4, 2, 0, 0);
-    check_unpack(3, 130, 33, 2, 17, LENGTHS), check_unpack(3, 70, 20, 4, 16, LENGTHS | DROPOUT | NO_OUT_BIAS), check_unpack(3, 600, 24, 2, 40, LENGTHS | DROPOUT);
+    check_unpack(1, 1, 1, 1, 1, 0), check_unpack(2, 70, 12, 3, 5, 0), check_unpack(1, 1200, 40, 4, 16, 0), check_unpack(1, 0, 4, 2, 3, 0),
+      check_unpack(1, 5, 4, 2, 0, 0);
+    check_unpack(3, 130, 33, 2, 17, LENGTHS), check_unpack(3, 70, 20, 4, 16, LENGTHS | DROPOUT | NO_OUT_BIAS),
+      check_unpack(3, 600, 24, 2, 40, LENGTHS | DROPOUT);
     check_unpack(2, 65, 300, 3, 130, LENGTHS), check_unpack(3, 200, 16, 2, 8, NO_OUT_BIAS);
   }
   return test_report("attention");

@@ -1,5 +1,6 @@
-/* The causal product and causal Luna attention, forward and backward, against loops in double and the scalar pass; streaming in pieces of any
-   size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of slots and any place in the batch. */
+/* The causal product and causal Luna attention, forward and backward, against loops in double and the scalar pass; streaming in pieces
+   of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of slots and any place in
+   the batch. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -41,7 +42,8 @@ static void push(double *to, int64_t row, int64_t n, int64_t d, const double *fr
   for (int64_t i = 0; i < n * d; i++) to[i / d * row + i % d] = (add ? to[i / d * row + i % d] : 0) + from[i];
 }
 /* f = eq. 7 of x, y [n, p] and z [n, q]; f may be null, and so may df and with it the gradients */
-static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, const double *y, const double *z, double *f, const double *df, double *dx, double *dy, double *dz) {
+static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, const double *y, const double *z, double *f, const double *df,
+                          double *dx, double *dy, double *dz) {
   double *state = doubles(p * q), *later = doubles(p * q);
   for (int64_t t = 0; t < n; t++)
     for (int64_t i = 0; i < p; i++)
@@ -71,7 +73,8 @@ enum { P_OUT, P_X, P_Y, P_Z };
 static void product_reference(const lunai_causal *c, int64_t b, int64_t h, double **want) {
   const int64_t n = c->rows, p = c->dim, q = c->value_dim, xy_at = b * c->xy_batch + h * c->xy_head, z_at = b * c->z_batch + h * c->z_head;
   double *x = pull(c->x + xy_at, c->xy_row, n, p), *y = pull(c->y + xy_at, c->xy_row, n, p), *z = pull(c->z + z_at, c->z_row, n, q);
-  double *df = pull(c->grad_out + z_at, c->z_row, n, q), *f = doubles(n * q), *dx = doubles(n * p), *dy = doubles(n * p), *dz = doubles(n * q);
+  double *df = pull(c->grad_out + z_at, c->z_row, n, q), *f = doubles(n * q), *dx = doubles(n * p), *dy = doubles(n * p),
+    *dz = doubles(n * q);
   product_exact(n, p, q, x, y, z, f, df, dx, dy, dz);
   push(want[P_OUT] + z_at, c->z_row, n, q, f, false);
   push(want[P_X] + xy_at, c->xy_row, n, p, dx, true);
@@ -96,7 +99,8 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
   c.grad_z = outputs_add(&o, "grad_z", true, zs);
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++) product_reference(&c, b, h, o.want);
-  snprintf(sentence, sizeof sentence, "product, batch %d, rows %d, heads %d, dim %d, %d", (int)batch, (int)rows, (int)heads, (int)dim, (int)value_dim);
+  snprintf(sentence, sizeof sentence, "product, batch %d, rows %d, heads %d, dim %d, %d", (int)batch, (int)rows, (int)heads, (int)dim,
+           (int)value_dim);
   outputs_check(&o, sentence, product_both, &c);
   outputs_close(&o), drop(x), drop(y), drop(z), drop(grad_out);
 }
@@ -119,9 +123,12 @@ static void luna_close_call(const luna_call *l) { drop(l->q), drop(l->k), drop(l
 
 /* one head of one batch row, of whose slots `real` count; the weights of the others are 0 */
 static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int64_t real, double **want) {
-  const int64_t n = c->rows, d = c->head_dim, l = c->slots, row_d = c->heads * d, row_l = c->heads * l, at = b * n * row_d + h * d, s_at = b * n * row_l + h * l;
-  double *q = pull(c->q + at, row_d, n, d), *k = pull(c->k + at, row_d, n, d), *v = pull(c->v + at, row_d, n, d), *s = pull(c->s + s_at, row_l, n, real);
-  double *g = pull(c->grad_out + at, row_d, n, d), *a = doubles(n * real), *w = doubles(n * real), *out = doubles(n * d), *none = doubles(n * l);
+  const int64_t n = c->rows, d = c->head_dim, l = c->slots, row_d = c->heads * d, row_l = c->heads * l, at = b * n * row_d + h * d,
+    s_at = b * n * row_l + h * l;
+  double *q = pull(c->q + at, row_d, n, d), *k = pull(c->k + at, row_d, n, d), *v = pull(c->v + at, row_d, n, d),
+    *s = pull(c->s + s_at, row_l, n, real);
+  double *g = pull(c->grad_out + at, row_d, n, d), *a = doubles(n * real), *w = doubles(n * real), *out = doubles(n * d),
+    *none = doubles(n * l);
   double *dq = doubles(n * d), *dk = doubles(n * d), *dv = doubles(n * d), *da = doubles(n * real), *dw = doubles(n * real);
   for (int64_t i = 0; i < n * d; i++) q[i] *= (double)c->scale;
   for (int64_t i = 0; i < n * real; i++) a[i] = exact_activation(c->activation, s[i]);
@@ -150,7 +157,8 @@ static void luna_alone(const lunai_causal_luna *all, const outputs *o) {
   c.batch = 1, c.q += first * d, c.k += first * d, c.v += first * d, c.s += first * l, c.out = out, c.w = w;
   if (c.lengths) c.lengths += all->batch - 1;
   run_luna(&c, kernels, 1, false);
-  CHECK(same(out, o->got[L_OUT] + first * d, rows * d) && same(w, o->got[L_W] + first * l, rows * l), "%s, %s: the last sequence alone has other bits", kernels_name, sentence);
+  CHECK(same(out, o->got[L_OUT] + first * d, rows * d) && same(w, o->got[L_W] + first * l, rows * l),
+        "%s, %s: the last sequence alone has other bits", kernels_name, sentence);
   drop(out), drop(w);
 }
 static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t slots, int omega, bool masked) {
@@ -171,7 +179,8 @@ static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, 
   l.c.grad_v = outputs_add(&o, "grad_v", true, l.dims), l.c.grad_s = outputs_add(&o, "grad_s", true, l.slots);
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++) luna_reference(&l.c, b, h, masked && lengths[b] < slots ? lengths[b] : slots, o.want);
-  snprintf(sentence, sizeof sentence, "batch %d, rows %d, heads %d, dim %d, slots %d%s, activation %d", (int)batch, (int)rows, (int)heads, (int)dim, (int)slots, masked ? ", some masked" : "",
+  snprintf(sentence, sizeof sentence, "batch %d, rows %d, heads %d, dim %d, slots %d%s, activation %d", (int)batch, (int)rows, (int)heads,
+           (int)dim, (int)slots, masked ? ", some masked" : "",
            omega);
   outputs_check(&o, sentence, luna_both, &l.c);
   if (batch > 1) luna_alone(&l.c, &o);
@@ -202,7 +211,7 @@ static double state_error(const double *a, const double *b, int64_t n) {
 static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots, int32_t length) {
   const int64_t whole[1] = {rows}, odd[5] = {1, 63, 64, 17, 130}, one[1] = {1}, *const sizes[3] = {whole, odd, one}, counts[3] = {1, 5, 1};
   luna_call l = luna_open_call(1, rows, heads, dim, slots, LUNA_SOFTPLUS2);
-  const int64_t n = heads * dim * slots;
+  const int64_t n = heads * dim * slots, at = (rows - 1) * heads * dim;
   float *plain = zeros(l.dims), *out[3];
   state s[3];
   if (length) l.c.lengths = &length;
@@ -212,10 +221,12 @@ static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots
     s[i].ka = doubles(n), s[i].av = doubles(n), out[i] = zeros(l.dims);
     for (int64_t j = 0; j < n; j++) s[i].ka[j] = s[i].av[j] = NAN; /* at position 0 a state is set, never read */
     stream(&l.c, sizes[i], (int)counts[i], out[i], &s[i]);
-    const double error = test_error(out[i], plain, (size_t)l.dims), last = test_error(out[i] + (rows - 1) * heads * dim, plain + (rows - 1) * heads * dim, (size_t)(heads * dim));
-    CHECK(error <= 1e-6 && last <= 1e-6, "%s: a stream of %d rows in pieces of %d, ...: error %.3g, of the last row %.3g", kernels_name, (int)rows, (int)sizes[i][0], error, last);
+    const double error = test_error(out[i], plain, (size_t)l.dims), last = test_error(out[i] + at, plain + at, (size_t)(heads * dim));
+    CHECK(error <= 1e-6 && last <= 1e-6, "%s: a stream of %d rows in pieces of %d, ...: error %.3g, of the last row %.3g", kernels_name,
+          (int)rows, (int)sizes[i][0], error, last);
     const double ka = state_error(s[i].ka, s[0].ka, n), av = state_error(s[i].av, s[0].av, n);
-    CHECK(ka <= 1e-6 && av <= 1e-6, "%s: after %d rows in pieces of %d, ... the state is off by %.3g and %.3g", kernels_name, (int)rows, (int)sizes[i][0], ka, av);
+    CHECK(ka <= 1e-6 && av <= 1e-6, "%s: after %d rows in pieces of %d, ... the state is off by %.3g and %.3g", kernels_name, (int)rows,
+          (int)sizes[i][0], ka, av);
   }
   CHECK(same(out[0], plain, l.dims), "%s: a stream of %d rows at once has other bits than no stream", kernels_name, (int)rows);
   for (int i = 0; i < 3; i++) free(s[i].ka), free(s[i].av), drop(out[i]);
@@ -260,14 +271,22 @@ static void check_far(const int64_t *sizes, int count, int64_t position) {
   const double ka = state_error(got.ka, want.ka, FAR_STATE), most = position > 100000 ? 1e-12 : 1e-6;
   for (int i = 0; i < FAR_STATE; i++) got.av[i] -= before[i], want.av[i] -= before[i];
   const double change = state_error(got.av, want.av, FAR_STATE), error = test_error(out, want_out, (size_t)l.dims);
-  CHECK(error <= 1e-6 && ka <= most && change <= 5e-6, "%s: from token %lld on, pieces of %d: error %.3g, of the state %.3g over %.3g, of its change %.3g", kernels_name, (long long)position,
+  CHECK(error <= 1e-6 && ka <= most && change <= 5e-6,
+        "%s: from token %lld on, pieces of %d: error %.3g, of the state %.3g over %.3g, of its change %.3g", kernels_name,
+          (long long)position,
         (int)sizes[0], error, ka, most, change);
   drop(out), drop(want_out), free(exact), free(got.ka), free(got.av), free(want.ka), free(want.av), luna_close_call(&l);
 }
 
 /* ---- causality: what a token is, in one head, changes no bit before it nor in the other head; a NaN is not lost ---- */
 enum { FACTORS = 7 }; /* x, y, z of the product; q, k, v, s of Luna */
-typedef struct causality { int64_t n, d, l; lunai_causal p; luna_call u; float *factor[FACTORS], *product, *product2, *out, *out2, *w, *w2; int wrong, lost; } causality;
+typedef struct causality {
+  int64_t n, d, l;
+  lunai_causal p;
+  luna_call u;
+  float *factor[FACTORS], *product, *product2, *out, *out2, *w, *w2; /* clean, and with an odd token */
+  int wrong, lost;
+} causality;
 
 static void causality_compare(causality *c, int factor, int64_t t, bool is_nan, int64_t slots) {
   const int64_t row = 2 * c->d, width = factor == 6 ? c->l : c->d;
@@ -299,7 +318,8 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
   for (int64_t i = 0; i < c.u.dims && tiny; i++) c.u.v[i] *= 1e-38f, c.u.q[i] *= 1e-22f, c.u.k[i] *= i % 2 ? 0 : 1e-22f;
   float *const factors[FACTORS] = {copied(c.u.q, c.u.dims), copied(c.u.k, c.u.dims), copied(c.u.v, c.u.dims), c.u.q, c.u.k, c.u.v, c.u.s};
   memcpy(c.factor, factors, sizeof factors);
-  c.product = zeros(c.u.dims), c.product2 = zeros(c.u.dims), c.out = zeros(c.u.dims), c.out2 = zeros(c.u.dims), c.w = zeros(c.u.slots), c.w2 = zeros(c.u.slots);
+  c.product = zeros(c.u.dims), c.product2 = zeros(c.u.dims), c.out = zeros(c.u.dims), c.out2 = zeros(c.u.dims), c.w = zeros(c.u.slots),
+    c.w2 = zeros(c.u.slots);
   c.p.x = factors[0], c.p.y = factors[1], c.p.z = factors[2], c.p.batch = 1, c.p.rows = n, c.p.heads = 2, c.p.dim = c.p.value_dim = d;
   c.p.xy_row = c.p.z_row = 2 * d, c.p.xy_head = c.p.z_head = d;
   c.p.out = c.product, c.u.c.out = c.out, c.u.c.w = c.w;
@@ -308,7 +328,9 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
   for (int r = 0; r < 5 && rows[r] < n; r++)
     for (int f = 0; f < FACTORS; f++)
       for (int o = 0; o < 6; o++) causality_try(&c, f, rows[r], odd[o], false), causality_try(&c, f, rows[r], odd[o], true);
-  CHECK(c.wrong == 0 && c.lost == 0, "%s: causality of %d rows, dim %d, slots %d%s: %d times what is before or beside a token changed, %d times a NaN was lost", kernels_name, (int)n, (int)d,
+  CHECK(c.wrong == 0 && c.lost == 0,
+        "%s: causality of %d rows, dim %d, slots %d%s: %d times what is before or beside a token changed, %d times a NaN was lost",
+          kernels_name, (int)n, (int)d,
         (int)l, tiny ? ", tiny values" : "", c.wrong, c.lost);
   float *grads[4] = {zeros(c.u.dims), zeros(c.u.dims), zeros(c.u.dims), zeros(c.u.slots)};
   c.u.q[n / 2 * d] = (float)NAN, c.u.v[n / 3 * d] = (float)INFINITY, c.u.s[n / 4 * l] = 1e38f; /* backward too must come to its end */
@@ -320,19 +342,25 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
 }
 
 int main(void) {
-  const int64_t rows[9] = {0, 1, 2, 63, 64, 65, 129, 200, 515}, positions[3] = {1000, 1000000000, (int64_t)1 << 40}, one[1] = {1}, mixed[4] = {64, 1, 100, 7}, whole[1] = {1000};
+  const int64_t rows[9] = {0, 1, 2, 63, 64, 65, 129, 200, 515}, positions[3] = {1000, 1000000000, (int64_t)1 << 40}, one[1] = {1},
+    mixed[4] = {64, 1, 100, 7}, whole[1] = {1000};
   const int omegas[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
   for (int at = 0; kernels_next(&at);) {
     for (int i = 0; i < 9; i++) {
-      check_product(2, rows[i], 2, 7, 5), check_product(1, rows[i], 3, 16, 33), check_product(1, rows[i], 1, 1, 1), check_product(1, rows[i], 1, 65, 70);
-      check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], false), check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], true), check_luna(5, rows[i], 1, 16, 16, omegas[(i + 1) % 3], true);
-      check_luna(1, rows[i], 3, 32, 16, LUNA_SOFTPLUS2, false), check_luna(1, rows[i], 1, 1, 1, LUNA_SOFTPLUS2, false), check_luna(1, rows[i], 1, 65, 66, LUNA_ELU1, true);
+      check_product(2, rows[i], 2, 7, 5), check_product(1, rows[i], 3, 16, 33), check_product(1, rows[i], 1, 1, 1),
+        check_product(1, rows[i], 1, 65, 70);
+      check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], false), check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], true),
+        check_luna(5, rows[i], 1, 16, 16, omegas[(i + 1) % 3], true);
+      check_luna(1, rows[i], 3, 32, 16, LUNA_SOFTPLUS2, false), check_luna(1, rows[i], 1, 1, 1, LUNA_SOFTPLUS2, false),
+        check_luna(1, rows[i], 1, 65, 66, LUNA_ELU1, true);
     }
     check_product(0, 5, 2, 3, 3), check_product(1, 5, 0, 3, 3), check_product(1, 70, 2, 0, 3), check_product(1, 70, 2, 3, 0);
-    check_luna(1, 100, 1, 300, 16, LUNA_SOFTPLUS2, false), check_luna(1, 130, 1, 16, 300, LUNA_SOFTPLUS2, true), check_luna(1, 5000, 1, 24, 8, LUNA_SOFTPLUS2, false);
+    check_luna(1, 100, 1, 300, 16, LUNA_SOFTPLUS2, false), check_luna(1, 130, 1, 16, 300, LUNA_SOFTPLUS2, true),
+      check_luna(1, 5000, 1, 24, 8, LUNA_SOFTPLUS2, false);
     check_stream(300, 2, 16, 8, 0), check_stream(300, 3, 17, 9, 5);
     for (int i = 0; i < 3; i++) check_far(one, 1, positions[i]), check_far(mixed, 4, positions[i]), check_far(whole, 1, positions[i]);
-    check_causality(100, 16, 8, false), check_causality(100, 7, 1, false), check_causality(130, 20, 17, false), check_causality(64, 33, 16, false);
+    check_causality(100, 16, 8, false), check_causality(100, 7, 1, false), check_causality(130, 20, 17, false),
+      check_causality(64, 33, 16, false);
     check_causality(100, 16, 8, true), check_causality(5, 3, 2, true);
   }
   return test_report("causal");

@@ -1,5 +1,6 @@
-/* Maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout and the optimisers' updates of every pass against loops in
-   double: all sizes to 70 and some large ones, at odd addresses, in place where that is allowed, in pieces where a caller shares them out. */
+/* Maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout and the optimisers' updates of every pass against
+   loops in double: all sizes to 70 and some large ones, at odd addresses, in place where that is allowed, in pieces where a caller
+   shares them out. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -15,7 +16,9 @@ static void near(const char *what, int64_t n, int64_t count, const float *got, c
   }
   CHECK(worst <= tolerance, "%s: %s of %d: error %.3g over %.3g", kernels_name, what, (int)n, worst, tolerance);
 }
-static void equal(const char *what, int64_t n, const float *a, const float *b, int64_t count) { CHECK(same(a, b, count), "%s: %s of %d: other bits", kernels_name, what, (int)n); }
+static void equal(const char *what, int64_t n, const float *a, const float *b, int64_t count) {
+  CHECK(same(a, b, count), "%s: %s of %d: other bits", kernels_name, what, (int)n);
+}
 
 /* ---- maps ---- */
 static void check_activations(int64_t n) {
@@ -80,8 +83,10 @@ static void check_sums(int64_t n, double shift, double tolerance) {
     dot += (double)a[i] * (double)b[i], dot_size += fabs((double)a[i] * (double)b[i]);
   }
   CHECK(fabs(kernels->sum(n, a) - sum) <= tolerance * size, "%s: sum of %d: %.9g for %.9g", kernels_name, (int)n, kernels->sum(n, a), sum);
-  CHECK(fabs(kernels->sum_squares(n, a) - squares) <= tolerance * squares, "%s: sum_squares of %d: %.9g for %.9g", kernels_name, (int)n, kernels->sum_squares(n, a), squares);
-  CHECK(fabs((double)kernels->dot(n, a, b) - dot) <= tolerance * dot_size + 6e-8 * fabs(dot), "%s: dot of %d: %.9g for %.9g", kernels_name, (int)n, (double)kernels->dot(n, a, b), dot);
+  CHECK(fabs(kernels->sum_squares(n, a) - squares) <= tolerance * squares, "%s: sum_squares of %d: %.9g for %.9g", kernels_name, (int)n,
+        kernels->sum_squares(n, a), squares);
+  CHECK(fabs((double)kernels->dot(n, a, b) - dot) <= tolerance * dot_size + 6e-8 * fabs(dot), "%s: dot of %d: %.9g for %.9g", kernels_name,
+        (int)n, (double)kernels->dot(n, a, b), dot);
   drop(a), drop(b);
 }
 
@@ -140,7 +145,8 @@ static normed norm_exact(int64_t rows, int64_t n, const float *x) {
   }
   return e;
 }
-static void check_norm_backward(int64_t rows, int64_t n, const float *x, const normed *e, const float *weight, const float *mean, const float *rstd, double back) {
+static void check_norm_backward(int64_t rows, int64_t n, const float *x, const normed *e, const float *weight, const float *mean,
+                                const float *rstd, double back) {
   float *dy = fresh(rows * n, 1), *dx = fresh(rows * n, 1);
   double *want = doubles(rows * n);
   for (int64_t r = 0; r < rows; r++) {
@@ -149,15 +155,18 @@ static void check_norm_backward(int64_t rows, int64_t n, const float *x, const n
       const double g = (double)dy[r * n + i] * (weight ? (double)weight[i] : 1);
       sum += g / (double)n, product += g * e->hat[r * n + i] / (double)n;
     }
-    for (int64_t i = 0; i < n; i++)
-      want[r * n + i] = (double)dx[r * n + i] + e->rstd[r] * ((double)dy[r * n + i] * (weight ? (double)weight[i] : 1) - sum - e->hat[r * n + i] * product);
+    for (int64_t i = 0; i < n; i++) {
+      const double g = (double)dy[r * n + i] * (weight ? (double)weight[i] : 1);
+      want[r * n + i] = (double)dx[r * n + i] + e->rstd[r] * (g - sum - e->hat[r * n + i] * product);
+    }
   }
   kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx);
   if (n > 2) near("layer_norm_backward", n, rows * n, dx, want, back);
   drop(dy), drop(dx), free(want);
 }
 /* column sums: any split of the columns gives the same bits */
-static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean, const float *rstd, double back) {
+static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean, const float *rstd,
+                               double back) {
   float *dy = fresh(rows * n, 1), *dw = fresh(n, 1), *db = fresh(n, 1), *dw1 = copied(dw, n), *db1 = copied(db, n);
   double *want_w = doubles(n), *want_b = doubles(n);
   const int64_t cut = n / 3, cut2 = (n + 1) / 2;
@@ -217,12 +226,15 @@ static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   int32_t *labels = common_tokens(rows, ++kernels_seed, (int32_t)n);
   for (int64_t r = 0; r < rows; r++) {
     double sum = 0, mean = 0;
-    for (int64_t i = 0; i < n; i++) sum += exp((double)x[r * n + i]), mean += (double)x[r * n + i] / (double)n, want[r * n + i] = (double)dx[r * n + i];
+    for (int64_t i = r * n; i < (r + 1) * n; i++) sum += exp((double)x[i]), mean += (double)x[i] / (double)n, want[i] = (double)dx[i];
     if (r % 4 == 3) labels[r] = -100;
     if (labels[r] < 0) continue;
     want_lse[r] = log(sum);
     want_loss[r] = want_lse[r] - (1 - (double)eps) * (double)x[r * n + labels[r]] - (double)eps * mean;
-    for (int64_t i = 0; i < n; i++) want[r * n + i] += (double)factor * (exp((double)x[r * n + i] - want_lse[r]) - (i == labels[r]) * (1 - (double)eps) - (double)eps / (double)n);
+    for (int64_t i = 0; i < n; i++) {
+      const double target = (i == labels[r]) * (1 - (double)eps) + (double)eps / (double)n;
+      want[r * n + i] += (double)factor * (exp((double)x[r * n + i] - want_lse[r]) - target);
+    }
   }
   kernels->cross_entropy(rows, n, x, labels, -100, eps, loss, NULL);
   near("cross_entropy", n, rows, loss, want_loss, 1e-6);
@@ -269,7 +281,8 @@ static void check_convolution_forward(const convolution *c) {
 }
 static void check_convolution_backward(const convolution *c) {
   const int64_t rows = c->rows, n = c->n, width = c->width;
-  float *dy = fresh(rows * n, 1), *dx = fresh(rows * n, 1), *dw = fresh(n * width, 1), *db = fresh(n, 1), *dw1 = copied(dw, n * width), *db1 = copied(db, n);
+  float *dy = fresh(rows * n, 1), *dx = fresh(rows * n, 1), *dw = fresh(n * width, 1), *db = fresh(n, 1), *dw1 = copied(dw, n * width),
+    *db1 = copied(db, n);
   double *want_x = doubles(rows * n), *want_w = doubles(n * width), *want_b = doubles(n);
   for (int64_t i = 0; i < rows * n; i++) want_x[i] = (double)dx[i];
   for (int64_t i = 0; i < n * width; i++) want_w[i] = (double)dw[i];
@@ -380,7 +393,8 @@ static void check_updates(int64_t n) {
 }
 
 static void check_small(int64_t n) {
-  check_activations(n), check_maps(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_sum_rows(5, n), check_updates(n);
+  check_activations(n), check_maps(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_sum_rows(5, n),
+    check_updates(n);
   if (n > 0) check_softmax_odd(n), check_cross_entropy(9, n, 0), check_cross_entropy(9, n, 0.1);
   check_convolution(n % 9, n, n % 5 + 1, n % 2 != 0, n % 3 != 0);
   check_dropout(n * 13, n, 0.1), check_dropout(n, n, 0), check_dropout(n, n, 0.5);
@@ -390,7 +404,8 @@ int main(void) {
   const uint32_t zero[4] = {0, 0, 0, 0};
   uint32_t word[4];
   luna_philox(zero, 0, word);
-  CHECK(word[0] == 0x6627E8D5u && word[1] == 0xE169C58Du && word[2] == 0xBC57AC4Cu && word[3] == 0x9B00DBD8u, "Philox of zeros gives %08x ...", (unsigned)word[0]);
+  CHECK(word[0] == 0x6627E8D5u && word[1] == 0xE169C58Du && word[2] == 0xBC57AC4Cu && word[3] == 0x9B00DBD8u,
+        "Philox of zeros gives %08x ...", (unsigned)word[0]);
   for (int at = 0; kernels_next(&at);) {
     for (int64_t n = 0; n <= 70; n++) check_small(n);
     check_activations(5000), check_maps(5000), check_softmax(2, 5000), check_cross_entropy(3, 20000, 0.1);

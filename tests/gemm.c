@@ -1,13 +1,13 @@
-/* gemm against a triple loop in double and against the scalar pass: odd sizes, any strides, batches, epilogues; the same bits for any number
-   of slots, for a row alone, for a column alone, and from the product that attention and causal kernels use. */
+/* gemm against a triple loop in double and against the scalar pass: odd sizes, any strides, batches, epilogues; the same bits for any
+   number of slots, for a row alone, for a column alone, and from the product that attention and causal kernels use. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
 #include "kernels.h"
 
-typedef void (*product_fn)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
-                           float alpha, float *c, int64_t c_row, bool accumulate, float *packed_scratch);
+typedef void (*product_fn)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                           int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *packed_scratch);
 typedef struct product { luna_isa isa; product_fn run; int64_t (*packed_size)(int64_t n, int64_t k); } product;
 static const product products[] = {
   {LUNA_ISA_SCALAR, lunai_product_scalar, lunai_packed_size_scalar},
@@ -44,7 +44,10 @@ static float *operand(int64_t rows, int64_t columns, int64_t b0, int64_t b1, int
   kernels_seed++;
   for (int64_t p = 0; p < (shared ? 1 : b0 * b1); p++)
     for (int64_t i = 0; i < rows; i++)
-      for (int64_t j = 0; j < columns; j++) x[p * step + i * *row + j * *column] = (float)common_number(kernels_seed, (uint64_t)((p * rows + i) * columns + j));
+      for (int64_t j = 0; j < columns; j++) {
+        const uint64_t index = (uint64_t)((p * rows + i) * columns + j);
+        x[p * step + i * *row + j * *column] = (float)common_number(kernels_seed, index);
+      }
   return x;
 }
 
@@ -79,12 +82,16 @@ static void trial_close(trial *t) {
 
 static void reference(trial *t) {
   const lunai_gemm *g = &t->g;
-  for (int64_t i = 0; i < t->c_size; i++) t->want[i] = t->want_pre[i] = (double)t->before[i], t->scale[i] = -1; /* what lies between rows stays */
+  for (int64_t i = 0; i < t->c_size; i++) { /* what lies between rows stays */
+    t->want[i] = t->want_pre[i] = (double)t->before[i];
+    t->scale[i] = -1;
+  }
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1]; y++)
       for (int64_t i = 0; i < g->m; i++)
         for (int64_t j = 0; j < g->n; j++) {
-          const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1] + i * g->a_row, *b = g->b + x * g->b_batch[0] + y * g->b_batch[1] + j * g->b_column;
+          const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1] + i * g->a_row;
+          const float *b = g->b + x * g->b_batch[0] + y * g->b_batch[1] + j * g->b_column;
           const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + i * g->c_row + j;
           double sum = 0, size = 0;
           for (int64_t p = 0; p < g->k; p++) {
@@ -130,7 +137,8 @@ static void check_alone(const trial *t, const float *c, bool column) {
   g.pre = g.pre ? pre + i * g.c_row + j : NULL;
   run(kernels, &g, 1);
   for (int64_t r = 0; r < g.m; r++) equal = equal && same(g.c + r * g.c_row, c + (i + r) * g.c_row + j, g.n);
-  CHECK(equal, "%s: a %s of [%d,%d] x [%d,%d] alone has other bits", kernels_name, column ? "column" : "row", (int)t->g.m, (int)g.k, (int)g.k, (int)t->g.n);
+  CHECK(equal, "%s: a %s of [%d,%d] x [%d,%d] alone has other bits", kernels_name, column ? "column" : "row", (int)t->g.m, (int)g.k,
+        (int)g.k, (int)t->g.n);
   drop(own), drop(pre);
 }
 static void check_product(const trial *t, const float *c) {
@@ -139,7 +147,8 @@ static void check_product(const trial *t, const float *c) {
   while (lunai_kernels_of(p->isa) != kernels) p++;
   float *packed = zeros(p->packed_size(g->n, g->k)), *own = copied(t->before, t->c_size);
   p->run(g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row, g->accumulate, packed);
-  CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m, (int)g->k, (int)g->k, (int)g->n);
+  CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m, (int)g->k, (int)g->k,
+        (int)g->n);
   drop(packed), drop(own);
 }
 
@@ -157,15 +166,18 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
     if (s == 0) {
       memcpy(first, c, bytes);
       error[0] = trial_error(&t, c, t.want), error[1] = mode & PRE ? trial_error(&t, pre, t.want_pre) : 0;
-      CHECK(error[0] <= 5e-7 && error[1] <= 5e-7, "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d, activation %d: error %.3g, of the pre-activation %.3g", kernels_name, (int)m,
+      CHECK(error[0] <= 5e-7 && error[1] <= 5e-7,
+            "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d, activation %d: error %.3g, of the pre-activation %.3g", kernels_name, (int)m,
             (int)k, (int)k, (int)n, (int)b0, (int)b1, mode, t.g.activation, error[0], error[1]);
     } else if (s < KERNELS_SLOTS)
-      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d slots", kernels_name, (int)m, (int)k, (int)k, (int)n, (int)b0, (int)b1, mode,
+      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d slots", kernels_name, (int)m,
+            (int)k, (int)k, (int)n, (int)b0, (int)b1, mode,
             (int)kernels_slots[s]);
   }
   for (int64_t i = 0; i < t.c_size; i++) t.want[i] = (double)first[i];
   error[0] = trial_error(&t, c, t.want);
-  CHECK(error[0] <= 8e-7, "%s: [%d,%d] x [%d,%d], mode %d: %.3g from the scalar pass", kernels_name, (int)m, (int)k, (int)k, (int)n, mode, error[0]);
+  CHECK(error[0] <= 8e-7, "%s: [%d,%d] x [%d,%d], mode %d: %.3g from the scalar pass", kernels_name, (int)m, (int)k, (int)k, (int)n, mode,
+        error[0]);
   if (m > 0 && n > 0 && b0 > 0 && b1 > 0) {
     check_alone(&t, first, false);
     check_alone(&t, first, true);
@@ -195,21 +207,35 @@ static void check_not_finite(float odd) {
         wrong += !touched && c[i * N + j] != clean[i * N + j];
         lost += touched && fabs((double)c[i * N + j]) < 1e30;
       }
-    CHECK(wrong == 0 && lost == 0, "%s: %g in %s reaches %d elements it should not, and not %d that it should", kernels_name, (double)odd, side ? "B" : "A", wrong, lost);
+    CHECK(wrong == 0 && lost == 0, "%s: %g in %s reaches %d elements it should not, and not %d that it should", kernels_name, (double)odd,
+          side ? "B" : "A", wrong, lost);
     *at = was;
   }
   drop(a), drop(b), drop(clean), drop(c);
 }
 
+/* random sizes, drawn one after the other, for a call's arguments are evaluated in any order */
+typedef struct range { int64_t least, count; } range; /* of `count` sizes; of a batch: the most of either */
+static void check_random(int times, range m, range n, range k, range batch, int modes) {
+  while (times-- > 0) {
+    const int64_t rows = m.least + pick(m.count), columns = n.least + pick(n.count), depth = k.least + pick(k.count);
+    const int64_t b0 = 1 + pick(batch.least), b1 = 1 + pick(batch.count);
+    check(rows, columns, depth, b0, b1, modes < 0 ? (int)pick(32) : modes);
+  }
+}
+
 int main(void) {
+  const range small = {0, 41}, batch = {3, 2}, one = {1, 1};
+  const range high = {0, 80}, wide = {0, 300}, deep = {200, 500}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200}, next = {257, 50};
   for (int at = 0; kernels_next(&at);) {
-    for (int i = 0; i < 200; i++) check(pick(41), pick(41), pick(41), 1 + pick(3), 1 + pick(2), (int)pick(32));
-    for (int i = 0; i < 12; i++) check(pick(80), pick(300), 200 + pick(500), 1, 1, (int)pick(32));
-    for (int i = 0; i < 4; i++) check(230 + pick(300), pick(40), 240 + pick(300), 1, 1, (int)pick(32));
-    for (int i = 0; i < 4; i++) check(1 + pick(16), 1000 + pick(200), pick(300), 1, 1, (int)pick(32));
+    check_random(200, small, small, small, batch, -1);
+    check_random(12, high, wide, deep, one, -1);
+    check_random(4, tall, small, deep, one, -1);
+    check_random(4, few, broad, wide, one, -1);
     for (int mode = 0; mode < 8; mode++) check(3 + 30 * mode, 70 - 9 * mode, 130 * (mode % 3), 2, 1, mode & 5); /* no epilogue */
-    for (int mode = 0; mode < 4; mode++) check(250 + pick(50), 30 + pick(50), 257 + pick(50), 1, 1, ACCUMULATE | ACTIVATION | mode);
-    check(0, 5, 5, 1, 1, 0), check(5, 0, 5, 1, 1, 0), check(5, 7, 0, 2, 2, ALPHA | BIAS | ACTIVATION), check(5, 7, 0, 1, 1, ACCUMULATE), check(5, 5, 5, 0, 1, 0), check(1, 1, 1, 1, 1, 0);
+    for (int mode = 0; mode < 4; mode++) check_random(1, tall, high, next, one, ACCUMULATE | ACTIVATION | mode);
+    check(0, 5, 5, 1, 1, 0), check(5, 0, 5, 1, 1, 0), check(5, 7, 0, 2, 2, ALPHA | BIAS | ACTIVATION), check(5, 7, 0, 1, 1, ACCUMULATE),
+      check(5, 5, 5, 0, 1, 0), check(1, 1, 1, 1, 1, 0);
     check_not_finite((float)NAN), check_not_finite((float)INFINITY), check_not_finite(-(float)INFINITY);
   }
   return test_report("gemm");

@@ -1,5 +1,5 @@
-/* What the tests of the kernels share; include it after luna.h's implementation, test.h and common.h. Arrays are as long as they must be
-   and lie at odd places; scratch ends where the kernel said it does: the address sanitizer sees one byte too many. */
+/* What the tests of the kernels share; include it after luna.h's implementation, test.h and common.h. Arrays are as long as they must
+   be and lie at odd places; scratch ends where the kernel said it does: the address sanitizer sees one byte too many. */
 #ifndef KERNELS_H
 #define KERNELS_H
 #include <pthread.h>
@@ -138,17 +138,21 @@ TEST_UNUSED static double outputs_error(const outputs *o, int i, const float *fi
 /* Runs a call with each number of slots and by the scalar pass: near the reference, the same bits, near the scalar pass. */
 enum { KERNELS_RESULT, KERNELS_GRADIENT };
 static const double kernels_tolerance[2] = {1e-6, 5e-6};
-TEST_UNUSED static void outputs_check(outputs *o, const char *what, void (*run)(const void *call, const lunai_kernels *table, int64_t slots), const void *call) {
+typedef void (*outputs_run)(const void *call, const lunai_kernels *table, int64_t slots);
+TEST_UNUSED static void outputs_check(outputs *o, const char *what, outputs_run run, const void *call) {
   const lunai_kernels *scalar = lunai_kernels_of(LUNA_ISA_SCALAR);
   float *first[KERNELS_OUTPUTS];
   for (int s = 0; s < KERNELS_SLOTS + (kernels != scalar); s++) {
     for (int i = 0; i < o->count; i++) fill(o->got[i], o->size[i], KERNELS_START);
     run(call, s < KERNELS_SLOTS ? kernels : scalar, s < KERNELS_SLOTS ? kernels_slots[s] : 1);
     for (int i = 0; i < o->count; i++) {
-      const double error = s == 0 ? outputs_error(o, i, NULL) : s < KERNELS_SLOTS ? 0 : outputs_error(o, i, first[i]), most = kernels_tolerance[o->gradient[i]];
+      const double error = s == 0 ? outputs_error(o, i, NULL) : s < KERNELS_SLOTS ? 0 : outputs_error(o, i, first[i]);
+      const double most = kernels_tolerance[o->gradient[i]];
       if (s == 0) first[i] = copied(o->got[i], o->size[i]);
-      CHECK(error <= most, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, most, s ? " beside the scalar pass" : "");
-      CHECK(s == KERNELS_SLOTS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d slots", kernels_name, what, o->name[i], (int)kernels_slots[s % KERNELS_SLOTS]);
+      CHECK(error <= most, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, most,
+            s ? " beside the scalar pass" : "");
+      CHECK(s == KERNELS_SLOTS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d slots", kernels_name, what,
+            o->name[i], (int)kernels_slots[s % KERNELS_SLOTS]);
     }
   }
   for (int i = 0; i < o->count; i++) drop(o->got[i]), o->got[i] = first[i];

@@ -282,9 +282,7 @@ static void op_pack(trial *t, int v) {
   const int64_t m = v == 4 ? SIZE(515, 1100) : SIZE(7, 131), d = SIZE(3, 37);
   luna_tensor *weights = in3(t, 2, SIZE(4, 21), d);
   give(t, luna_pack(weights, in3(t, 2, m, d),
-                    v == 1 || v == 3 ? lengths
-                    : v == 5         ? empty
-                                     : NULL,
+                    v == 1 || v == 3 ? lengths : v == 5 ? empty : NULL,
                     v == 2 || v == 3 ? (float)0.3 : 0, v == 0 ? NULL : &sums));
   if (v) give(t, sums);
 }
@@ -293,9 +291,7 @@ static void op_unpack(trial *t, int v) {
   const int64_t n = v == 5 ? SIZE(515, 1030) : SIZE(5, 70), d = SIZE(3, 37), h = 2, l = SIZE(3, 18); /* 5: more rows than a block */
   luna_tensor *x = in3(t, 2, n, d), *k = in4(t, 2, h, l, d), *bias = in3(t, 2, h, l), *values = in4(t, 2, h, l, d);
   give(t, luna_unpack(x, k, bias, values, v % 2 ? in1(t, d) : NULL,
-                      v == 1 || v == 3 ? lengths
-                      : v == 4         ? empty
-                                       : NULL,
+                      v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL,
                       v >= 2 ? (float)0.3 : 0));
 }
 static void op_causal_nested(trial *t, int v) {

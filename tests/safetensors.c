@@ -1,5 +1,6 @@
-/* The reader and writer of safetensors: every sentence of refusal, text and numbers, a round trip, a writer that fails at each byte, files cut
-   at every byte, every byte changed to every value, thousands of names in any order. What is read lies in an allocation of its own size. */
+/* The reader and writer of safetensors: every sentence of refusal, text and numbers, a round trip, a writer that fails at each byte,
+   files cut at every byte, every byte changed to every value, thousands of names in any order. What is read lies in an allocation of
+   its own size. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -62,7 +63,8 @@ static const char *open_copy(const void *bytes, size_t size) {
   lunai_st st;
   memcpy(copy + 1, bytes, size);
   const char *wrong = lunai_st_open(&st, copy + 1, size);
-  if (!wrong && (walk_tensors(&st) < 0 || !walk_metadata(&st))) wrong = "opened, but what it names cannot be found, or lies outside the file";
+  if (!wrong && (walk_tensors(&st) < 0 || !walk_metadata(&st)))
+    wrong = "opened, but what it names cannot be found, or lies outside the file";
   free(copy);
   return wrong;
 }
@@ -84,56 +86,81 @@ static void expect(const char *json, size_t data, const char *want) {
 }
 
 /* ---- every refusal ---- */
-#define T(name, dtype, shape, begin, end) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" #begin "," #end "]}"
+#define T(name, dtype, shape, begin, end) \
+  "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" #begin "," #end "]}"
 #define A8 T("a", "F32", "2", 0, 8)
 #define META(pairs) "{\"__metadata__\":" pairs "}"
 
 typedef struct header { const char *json; size_t data; const char *wrong; } header;
 static const header headers[] = {
-  {"{}", 0, NULL}, {"{ }   ", 0, NULL}, {META("{}"), 0, NULL}, {" {}", 0, "begin with {"}, {"", 0, "begin with {"}, {"[]", 0, "begin with {"},
+  {"{}", 0, NULL}, {"{ }   ", 0, NULL}, {META("{}"), 0, NULL}, {" {}", 0, "begin with {"}, {"", 0, "begin with {"},
+  {"[]", 0, "begin with {"},
   {"{}\n", 0, "other than spaces"}, {"{}}", 0, "other than spaces"}, {"{}", 1, "cover"},
   /* JSON */
-  {"{" A8 "}", 8, NULL}, {"{" A8 ",}", 8, "JSON"}, {"{" A8 T("b", "F32", "0", 0, 0) "}", 8, "JSON"}, {"{" A8 "{" T("b", "F32", "0", 0, 0) "}", 8, "JSON"}, {"{," A8 "}", 8, "JSON"},
+  {"{" A8 "}", 8, NULL}, {"{" A8 ",}", 8, "JSON"}, {"{" A8 T("b", "F32", "0", 0, 0) "}", 8, "JSON"},
+  {"{" A8 "{" T("b", "F32", "0", 0, 0) "}", 8, "JSON"}, {"{," A8 "}", 8, "JSON"},
   {"{" A8, 8, "JSON"}, {"{\t\r\n \"a\" : { \"shape\" : [ 1 , 2 ] , \"data_offsets\" :[0, 8 ] ,\"dtype\": \"F32\" } } ", 8, NULL},
   {"{\"a\":[]}", 0, "JSON"}, {"{\"a\":null}", 0, "JSON"}, {"{\"a\"}", 0, "JSON"}, {"{a:1}", 0, "JSON"},
-  {"{\"a\":{\"dtype\":4,\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "JSON"}, {"{\"a\":{\"dtype\":\"F32\",\"shape\":2,\"data_offsets\":[0,8]}}", 8, "JSON"},
+  {"{\"a\":{\"dtype\":4,\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "JSON"},
+  {"{\"a\":{\"dtype\":\"F32\",\"shape\":2,\"data_offsets\":[0,8]}}", 8, "JSON"},
   /* dtype and shape */
-  {"{" T("a", "F32", "", 0, 4) "}", 4, NULL}, {"{" T("a", "F32", "1,2,1,1,1,1,1,1", 0, 8) "}", 8, NULL}, {"{" T("a", "F32", "1,2,1,1,1,1,1,1,1", 0, 8) "}", 8, "more than 8"},
-  {"{" T("a", "F31", "2", 0, 8) "}", 8, "unknown dtype"}, {"{" T("a", "", "2", 0, 8) "}", 8, "unknown dtype"}, {"{" T("a", "F\\u00332", "2", 0, 8) "}", 8, NULL},
-  {"{" T("a", "F32", "-2", 0, 8) "}", 8, "whole"}, {"{" T("a", "F32", "02", 0, 8) "}", 8, "whole"}, {"{" T("a", "F32", "2.0", 0, 8) "}", 8, "JSON"},
-  {"{" T("a", "F32", "2e0", 0, 8) "}", 8, "JSON"}, {"{" T("a", "F32", "2,", 0, 8) "}", 8, "whole"}, {"{" T("a", "F32", ",2", 0, 8) "}", 8, "whole"},
+  {"{" T("a", "F32", "", 0, 4) "}", 4, NULL}, {"{" T("a", "F32", "1,2,1,1,1,1,1,1", 0, 8) "}", 8, NULL},
+  {"{" T("a", "F32", "1,2,1,1,1,1,1,1,1", 0, 8) "}", 8, "more than 8"},
+  {"{" T("a", "F31", "2", 0, 8) "}", 8, "unknown dtype"}, {"{" T("a", "", "2", 0, 8) "}", 8, "unknown dtype"},
+  {"{" T("a", "F\\u00332", "2", 0, 8) "}", 8, NULL},
+  {"{" T("a", "F32", "-2", 0, 8) "}", 8, "whole"}, {"{" T("a", "F32", "02", 0, 8) "}", 8, "whole"},
+  {"{" T("a", "F32", "2.0", 0, 8) "}", 8, "JSON"},
+  {"{" T("a", "F32", "2e0", 0, 8) "}", 8, "JSON"}, {"{" T("a", "F32", "2,", 0, 8) "}", 8, "whole"},
+  {"{" T("a", "F32", ",2", 0, 8) "}", 8, "whole"},
   {"{" T("a", "F32", "[2]", 0, 8) "}", 8, "whole"}, {"{" T("a", "F32", "9223372036854775807", 0, 8) "}", 8, "too large"},
-  {"{" T("a", "F32", "9223372036854775808", 0, 8) "}", 8, "too large"}, {"{" T("a", "F32", "99999999999999999999999", 0, 8) "}", 8, "too large"},
+  {"{" T("a", "F32", "9223372036854775808", 0, 8) "}", 8, "too large"},
+  {"{" T("a", "F32", "99999999999999999999999", 0, 8) "}", 8, "too large"},
   {"{" T("a", "F32", "4294967296,4294967296", 0, 0) "}", 0, "too large"}, {"{" T("a", "F32", "0,4294967296", 0, 0) "}", 0, NULL},
   /* data_offsets */
-  {"{" T("a", "U8", "1", 0, 18446744073709551617) "}", 1, "too large"}, {"{" T("a", "F32", "2", 8, 0) "}", 8, "before it begins"}, {"{" T("a", "F32", "2", 4, 12) "}", 8, "beyond"},
-  {"{" T("a", "F32", "2", 0, 9223372036854775807) "}", 8, "beyond"}, {"{" T("a", "F32", "2", 0, 4) "}", 8, "do not fit"}, {"{" T("a", "F32", "1", 0, 8) "}", 8, "do not fit"},
-  {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", 8, "number"}, {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[]}}", 8, "two numbers"},
+  {"{" T("a", "U8", "1", 0, 18446744073709551617) "}", 1, "too large"}, {"{" T("a", "F32", "2", 8, 0) "}", 8, "before it begins"},
+  {"{" T("a", "F32", "2", 4, 12) "}", 8, "beyond"},
+  {"{" T("a", "F32", "2", 0, 9223372036854775807) "}", 8, "beyond"}, {"{" T("a", "F32", "2", 0, 4) "}", 8, "do not fit"},
+  {"{" T("a", "F32", "1", 0, 8) "}", 8, "do not fit"},
+  {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", 8, "number"},
+  {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[]}}", 8, "two numbers"},
   {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", 8, "more than"},
   /* an entry's keys */
   {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", 8, "lacks"}, {"{\"a\":{}}", 8, "lacks"},
-  {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8],\"shape\":[2]}}", 8, "key twice"}, {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "key twice"},
+  {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8],\"shape\":[2]}}", 8, "key twice"},
+  {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "key twice"},
   {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8],\"x\":1}}", 8, "other than dtype"},
   /* places */
-  {"{" A8 "," T("b", "F32", "1", 8, 12) "}", 12, NULL}, {"{" T("a", "F32", "1", 8, 12) "," T("b", "F32", "2", 0, 8) "}", 12, NULL}, {"{" A8 "," T("b", "F32", "1", 8, 12) "}", 16, "cover"},
-  {"{" A8 "," T("b", "F32", "1", 12, 16) "}", 16, "cover"}, {"{" A8 "," T("b", "F32", "1", 4, 8) "}", 8, "overlap"}, {"{" T("a", "F32", "1", 0, 4) "," T("b", "F32", "1", 2, 6) "}", 8, "overlap"},
-  {"{" T("a", "F32", "1", 0, 4) "," T("b", "F32", "1", 0, 4) "}", 8, "overlap"}, {"{" T("a", "F32", "1", 4, 8) "," T("b", "F32", "1", 4, 8) "}", 8, "overlap"},
+  {"{" A8 "," T("b", "F32", "1", 8, 12) "}", 12, NULL}, {"{" T("a", "F32", "1", 8, 12) "," T("b", "F32", "2", 0, 8) "}", 12, NULL},
+  {"{" A8 "," T("b", "F32", "1", 8, 12) "}", 16, "cover"},
+  {"{" A8 "," T("b", "F32", "1", 12, 16) "}", 16, "cover"}, {"{" A8 "," T("b", "F32", "1", 4, 8) "}", 8, "overlap"},
+  {"{" T("a", "F32", "1", 0, 4) "," T("b", "F32", "1", 2, 6) "}", 8, "overlap"},
+  {"{" T("a", "F32", "1", 0, 4) "," T("b", "F32", "1", 0, 4) "}", 8, "overlap"},
+  {"{" T("a", "F32", "1", 4, 8) "," T("b", "F32", "1", 4, 8) "}", 8, "overlap"},
   {"{" T("a", "F32", "1", 0, 4) "," T("e", "F32", "0", 2, 2) "}", 4, NULL},
   /* names */
-  {"{" T("a", "F32", "1", 0, 4) "," T("a", "F32", "1", 4, 8) "}", 8, "same name"}, {"{" T("a", "F32", "1", 0, 4) "," T("\\u0061", "F32", "1", 4, 8) "}", 8, "same name"},
+  {"{" T("a", "F32", "1", 0, 4) "," T("a", "F32", "1", 4, 8) "}", 8, "same name"},
+  {"{" T("a", "F32", "1", 0, 4) "," T("\\u0061", "F32", "1", 4, 8) "}", 8, "same name"},
   {"{" T("\xc3\xa9", "F32", "1", 0, 4) "," T("\\u00E9", "F32", "1", 4, 8) "}", 8, "same name"},
   {"{" T("\xf0\x9f\x98\x80", "F32", "1", 0, 4) "," T("\\ud83d\\uDE00", "F32", "1", 4, 8) "}", 8, "same name"},
-  {"{" T("\xc3\xa9", "F32", "1", 0, 4) "," T("\xc3\xa8", "F32", "1", 4, 8) "}", 8, NULL}, {"{" T("a\\u0000", "F32", "1", 0, 4) "," T("a", "F32", "1", 4, 8) "}", 8, NULL},
-  {"{" T("b", "F32", "1", 0, 4) "," T("a", "F32", "1", 4, 8) "," T("b", "F32", "1", 8, 12) "}", 12, "same name"}, {"{" T("", "F32", "1", 0, 4) "," T("", "F32", "1", 4, 8) "}", 8, "same name"},
+  {"{" T("\xc3\xa9", "F32", "1", 0, 4) "," T("\xc3\xa8", "F32", "1", 4, 8) "}", 8, NULL},
+  {"{" T("a\\u0000", "F32", "1", 0, 4) "," T("a", "F32", "1", 4, 8) "}", 8, NULL},
+  {"{" T("b", "F32", "1", 0, 4) "," T("a", "F32", "1", 4, 8) "," T("b", "F32", "1", 8, 12) "}", 12, "same name"},
+  {"{" T("", "F32", "1", 0, 4) "," T("", "F32", "1", 4, 8) "}", 8, "same name"},
   /* metadata */
-  {META("{\"a\":\"b\",\"c\":\"d\"}"), 0, NULL}, {META("{\"a\":\"b\",\"a\":\"d\"}"), 0, "two keys"}, {META("{\"b\":\"b\",\"a\":\"d\",\"b\":\"\"}"), 0, "two keys"},
-  {META("{\"a\":1}"), 0, "other than strings"}, {META("{\"a\":{}}"), 0, "other than strings"}, {META("\"a\""), 0, "not an object"}, {META("null"), 0, "not an object"},
-  {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, "more than one"}, {"{\"__metadata__\":{},\"\\u005f_metadata__\":{}}", 0, "more than one"}, {META("{\"a\":\"b\"},"), 0, "JSON"},
-  {META("{\"a\":\"b\",}"), 0, "JSON"}, {"{\"__metadata__\":{\"a\":\"b\"}", 0, "JSON"}, {"{" T("a", "U8", "0", 0, 0) ",\"__metadata__\":{\"k\":\"v\"}," T("b", "U8", "0", 0, 0) "}", 0, NULL},
+  {META("{\"a\":\"b\",\"c\":\"d\"}"), 0, NULL}, {META("{\"a\":\"b\",\"a\":\"d\"}"), 0, "two keys"},
+  {META("{\"b\":\"b\",\"a\":\"d\",\"b\":\"\"}"), 0, "two keys"},
+  {META("{\"a\":1}"), 0, "other than strings"}, {META("{\"a\":{}}"), 0, "other than strings"}, {META("\"a\""), 0, "not an object"},
+  {META("null"), 0, "not an object"},
+  {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, "more than one"},
+  {"{\"__metadata__\":{},\"\\u005f_metadata__\":{}}", 0, "more than one"}, {META("{\"a\":\"b\"},"), 0, "JSON"},
+  {META("{\"a\":\"b\",}"), 0, "JSON"}, {"{\"__metadata__\":{\"a\":\"b\"}", 0, "JSON"},
+  {"{" T("a", "U8", "0", 0, 0) ",\"__metadata__\":{\"k\":\"v\"}," T("b", "U8", "0", 0, 0) "}", 0, NULL},
 };
 static void check_headers(void) {
-  static const char *const bad_text[] = {"\x80", "\xc0\x80", "\xc1\xbf", "\xc3", "\xe0\x9f\xbf", "\xe2\x82", "\xed\xa0\x80", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80",
-    "\xf5\x80\x80\x80", "\xff", "\\x", "\\u12", "\\u12G4", "\\ud800", "\\ud800\\u0041", "\\ud800\\ud800", "\\udc00", "\\ud800x", "\x01", "\n", "\x1f", "\\u 123", "\\'"};
+  static const char *const bad_text[] = {
+    "\x80", "\xc0\x80", "\xc1\xbf", "\xc3", "\xe0\x9f\xbf", "\xe2\x82", "\xed\xa0\x80", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80",
+    "\xff", "\\x", "\\u12", "\\u12G4", "\\ud800", "\\ud800\\u0041", "\\ud800\\ud800", "\\udc00", "\\ud800x", "\x01", "\n", "\x1f", "\\u 123", "\\'"
+  };
   char json[200];
   for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) expect(headers[i].json, headers[i].data, headers[i].wrong);
   for (size_t i = 0; i < sizeof bad_text / sizeof *bad_text; i++) {
@@ -173,18 +200,22 @@ static lunai_st_text text_of(const char *s, size_t size) {
   return t;
 }
 static void check_text(void) {
-  static const char json[] = "\\\"\\\\\\/\\b\\f\\n\\r\\t\\u0041\\u00e9\\u20AC\\uD83D\\ude00", want[] = "\"\\/\b\f\n\r\tA\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80";
+  static const char json[] = "\\\"\\\\\\/\\b\\f\\n\\r\\t\\u0041\\u00e9\\u20AC\\uD83D\\ude00",
+    want[] = "\"\\/\b\f\n\r\tA\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80";
   const lunai_st_text t = text_of(json, sizeof json - 1), zero = text_of("a\\u0000b", 8), none = text_of("x", 0);
   char out[64];
   CHECK(lunai_st_decode(t, out, sizeof out) == sizeof want - 1 && strcmp(out, want) == 0, "escapes decode to %s", out);
-  CHECK(lunai_st_equal(t, want) && !lunai_st_equal(t, "\"") && !lunai_st_equal(none, "x") && lunai_st_equal(none, ""), "texts compare wrongly");
+  CHECK(lunai_st_equal(t, want) && !lunai_st_equal(t, "\"") && !lunai_st_equal(none, "x") && lunai_st_equal(none, ""),
+        "texts compare wrongly");
   for (size_t room = 0; room <= sizeof want; room++) { /* cut at whole characters, ended by a 0, nothing beyond */
     char *cut = (char *)common_alloc(room);
     const size_t size = lunai_st_decode(t, cut, room), kept = room ? strlen(cut) : 0;
-    CHECK(size == sizeof want - 1 && (room == 0 || kept < room) && strncmp(cut, want, kept) == 0 && (want[kept] & 0xC0) != 0x80, "room for %d bytes: %d kept", (int)room, (int)kept);
+    CHECK(size == sizeof want - 1 && (room == 0 || kept < room) && strncmp(cut, want, kept) == 0 && (want[kept] & 0xC0) != 0x80,
+          "room for %d bytes: %d kept", (int)room, (int)kept);
     free(cut);
   }
-  CHECK(!lunai_st_equal(zero, "a") && !lunai_st_equal(zero, "ab") && lunai_st_decode(zero, out, 9) == 3 && memcmp(out, "a\0b", 4) == 0, "a zero within a text");
+  CHECK(!lunai_st_equal(zero, "a") && !lunai_st_equal(zero, "ab") && lunai_st_decode(zero, out, 9) == 3 && memcmp(out, "a\0b", 4) == 0,
+        "a zero within a text");
 }
 
 /* ---- numbers ---- */
@@ -196,7 +227,8 @@ static void check_numbers(const char *what, lunai_st_dtype dtype, const uint8_t 
   memset(&t, 0, sizeof t);
   t.dtype = (int)dtype, t.count = count, t.data = odd + 1, t.bytes = size;
   CHECK(lunai_st_floats(&t, out), "%s cannot be read", what);
-  for (int64_t i = 0; i < count; i++) CHECK(out[i] == (float)want[i] || (want[i] != want[i] && out[i] != out[i]), "%s %d is %g, not %g", what, (int)i, (double)out[i], want[i]);
+  for (int64_t i = 0; i < count; i++) CHECK(out[i] == (float)want[i] || (want[i] != want[i] && out[i] != out[i]), "%s %d is %g, not %g",
+                                            what, (int)i, (double)out[i], want[i]);
   CHECK(!lunai_st_borrow(&t) || (dtype == LUNAI_ST_F32 && (uintptr_t)t.data % sizeof(float) == 0), "%s is read in place", what);
   t.dtype = LUNAI_ST_I32;
   CHECK(!lunai_st_floats(&t, out), "whole numbers are read as real ones");
@@ -204,9 +236,12 @@ static void check_numbers(const char *what, lunai_st_dtype dtype, const uint8_t 
 }
 static void check_dtypes(void) {
   static const uint8_t f16[] = {0x00, 0x3c, 0x00, 0xc0, 0xff, 0x7b, 0x01, 0x00, 0x00, 0x04, 0x00, 0x7c, 0x00, 0xfc, 0x00, 0x80, 0x01, 0x7c};
-  static const uint8_t bf16[] = {0x80, 0x3f, 0x49, 0x40, 0x80, 0xff, 0x01, 0x00, 0xc1, 0x7f}, f32[] = {0, 0, 0x80, 0x3f, 0xdb, 0x0f, 0x49, 0xc0, 1, 0, 0, 0};
-  static const uint8_t f64[] = {0, 0, 0, 0, 0, 0, 0xf0, 0x3f, 0x18, 0x2d, 0x44, 0x54, 0xfb, 0x21, 0x09, 0x40, 0x9c, 0x75, 0, 0x88, 0x3c, 0xe4, 0x37, 0x7e};
-  const double want16[] = {1, -2, 65504, 5.9604644775390625e-08, 6.103515625e-05, INFINITY, -INFINITY, -0.0, NAN}, wantb[] = {1, 3.140625, -INFINITY, 9.183549615799121e-41, NAN};
+  static const uint8_t bf16[] = {0x80, 0x3f, 0x49, 0x40, 0x80, 0xff, 0x01, 0x00, 0xc1, 0x7f},
+    f32[] = {0, 0, 0x80, 0x3f, 0xdb, 0x0f, 0x49, 0xc0, 1, 0, 0, 0};
+  static const uint8_t f64[] = {0, 0, 0, 0, 0, 0, 0xf0, 0x3f, 0x18, 0x2d, 0x44, 0x54, 0xfb, 0x21, 0x09, 0x40, 0x9c, 0x75, 0, 0x88, 0x3c,
+                                0xe4, 0x37, 0x7e};
+  const double want16[] = {1, -2, 65504, 5.9604644775390625e-08, 6.103515625e-05, INFINITY, -INFINITY, -0.0, NAN},
+    wantb[] = {1, 3.140625, -INFINITY, 9.183549615799121e-41, NAN};
   const double want32[] = {1, -3.14159274101257324, 1.401298464324817e-45}, want64[] = {1, 3.14159265358979312, INFINITY};
   check_numbers("F16", LUNAI_ST_F16, f16, sizeof f16, want16, 9);
   check_numbers("BF16", LUNAI_ST_BF16, bf16, sizeof bf16, wantb, 5);
@@ -225,7 +260,8 @@ static const lunai_st_pair pairs[PAIRS] = {{"format", "pt"}, {"odd \"\\\n\x01\x1
 static const int64_t matrix[2] = {2, 3}, one[1] = {1}, empty[2] = {0, 5}, huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
 static const float matrix_data[6] = {1, -2, 0.5f, 3e38f, 1e-45f, -(float)INFINITY}, one_data[1] = {42}, scalar_data[1] = {7};
 static const lunai_st_source sources[SOURCES] = {
-  {"layer.0.weight", 2, matrix, matrix_data}, {"a\"b\\c\x02", 1, one, one_data}, {"empty", 2, empty, NULL}, {"scalar", 0, NULL, scalar_data}};
+  {"layer.0.weight", 2, matrix, matrix_data}, {"a\"b\\c\x02", 1, one, one_data}, {"empty", 2, empty, NULL},
+  {"scalar", 0, NULL, scalar_data}};
 
 static void check_round_trip(buffer *b) {
   lunai_st_writer w = writer_to(b);
@@ -235,10 +271,13 @@ static void check_round_trip(buffer *b) {
   float back[6];
   CHECK(lunai_st_write(&w, pairs, PAIRS, sources, SOURCES) && w.written == b->size, "nothing is written");
   const char *wrong = lunai_st_open(&st, b->at, b->size);
-  if (!CHECK(!wrong && walk_tensors(&st) == SOURCES && walk_metadata(&st), "what was written: %s", wrong ? wrong : "is not what was given")) return;
+  if (!CHECK(!wrong && walk_tensors(&st) == SOURCES && walk_metadata(&st), "what was written: %s", wrong ? wrong
+             : "is not what was given")) return;
   CHECK((8 + st.header_size) % LUNAI_ALIGN == 0, "data begin at byte %d", (int)(8 + st.header_size));
-  for (int i = 0; i < PAIRS; i++) CHECK(lunai_st_meta(&st, pairs[i].key, &value) && lunai_st_equal(value, pairs[i].value), "the pair %s is lost", pairs[i].key);
-  CHECK(!lunai_st_meta(&st, "no", &value) && !lunai_st_find(&st, "no", &t) && !lunai_st_find(&st, "__metadata__", &t), "what is not there is found");
+  for (int i = 0; i < PAIRS; i++) CHECK(lunai_st_meta(&st, pairs[i].key, &value) && lunai_st_equal(value, pairs[i].value),
+                                        "the pair %s is lost", pairs[i].key);
+  CHECK(!lunai_st_meta(&st, "no", &value) && !lunai_st_find(&st, "no", &t) && !lunai_st_find(&st, "__metadata__", &t),
+        "what is not there is found");
   for (int i = 0; i < SOURCES; i++) {
     const lunai_st_source *s = &sources[i];
     bool good = lunai_st_find(&st, s->name, &t) && t.dtype == LUNAI_ST_F32 && t.rank == s->rank && lunai_st_floats(&t, back);
@@ -251,7 +290,8 @@ static void check_failing_writer(size_t size) {
   for (size_t limit = 1; limit < size; limit++) {
     buffer b = {NULL, 0, 0, limit};
     lunai_st_writer w = writer_to(&b);
-    CHECK(!lunai_st_write(&w, pairs, PAIRS, sources, SOURCES) && w.failed && b.size <= limit && w.written == b.size, "a writer that fails at byte %d: %d written", (int)limit, (int)b.size);
+    CHECK(!lunai_st_write(&w, pairs, PAIRS, sources, SOURCES) && w.failed && b.size <= limit && w.written == b.size,
+          "a writer that fails at byte %d: %d written", (int)limit, (int)b.size);
     free(b.at);
   }
 }
@@ -298,7 +338,8 @@ static void check_mutations(const buffer *b) {
     *(wrong ? &refused : &opened) += 1;
     sound += !(wrong && strncmp(wrong, "opened", 6) == 0);
   }
-  CHECK(opened > 1000 && refused > 1000 && sound == opened + refused, "of the changed files %ld open and %ld do not, %ld soundly", opened, refused, sound);
+  CHECK(opened > 1000 && refused > 1000 && sound == opened + refused, "of the changed files %ld open and %ld do not, %ld soundly", opened,
+        refused, sound);
   free(copy);
 }
 
@@ -308,7 +349,8 @@ enum { SOUND, OVERLAP, SAME_NAME };
 static uint64_t drawn;
 static size_t draw(size_t n) { return (size_t)(common_hash(5, ++drawn) % n); }
 static const char *open_many(size_t n, int order, int damage) {
-  size_t *begin = (size_t *)common_alloc(n * sizeof(size_t)), *length = (size_t *)common_alloc(n * sizeof(size_t)), *at = (size_t *)common_alloc(n * sizeof(size_t)), data = 0, size;
+  size_t *begin = (size_t *)common_alloc(n * sizeof(size_t)), *length = (size_t *)common_alloc(n * sizeof(size_t)),
+    *at = (size_t *)common_alloc(n * sizeof(size_t)), data = 0, size;
   char *json = (char *)common_alloc(n * 100 + 64), *end = json;
   const size_t twin = draw(n / 2); /* who takes the last one's name */
   lunai_st st;
@@ -325,7 +367,8 @@ static const char *open_many(size_t n, int order, int damage) {
   *end++ = '{';
   for (size_t i = 0; i < n; i++) {
     const size_t k = at[i], name = damage == SAME_NAME && k == twin ? n - 1 : k;
-    end += snprintf(end, 100, "%s\"%07d\":{\"dtype\":\"U8\",\"shape\":[%d],\"data_offsets\":[%d,%d]}", i ? "," : "", (int)name, (int)length[k], (int)begin[k], (int)(begin[k] + length[k]));
+    end += snprintf(end, 100, "%s\"%07d\":{\"dtype\":\"U8\",\"shape\":[%d],\"data_offsets\":[%d,%d]}", i ? "," : "", (int)name,
+                    (int)length[k], (int)begin[k], (int)(begin[k] + length[k]));
   }
   *end++ = '}';
   uint8_t *file = file_of(json, (size_t)(end - json), data, &size);
