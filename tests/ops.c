@@ -767,6 +767,26 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   CHECK(luna_params_size(params) == size, "refused layers left %lld parameters in the set", (long long)(luna_params_size(params) - size));
 }
 
+static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
+  luna_tensor *a = luna_params_find(params, "a"), *some[2] = {a, NULL}, *none = NULL;
+  luna_tensor *x = refusal_param(params, "nx", 2, 5, 36), *k = luna_reshape(refusal_param(params, "nk", 2, 12, 36), 4, (const int64_t[4]){2, 4, 3, 36});
+  luna_tensor *bias = refusal_param(params, "nbias", 2, 4, 3);
+  luna_encoder_layer layer = {0};
+  const luna_layer_config config = {.dim = 36, .heads = 4};
+  CHECK(luna_encoder_layer_init(&layer, params, "null.", &config) == LUNA_OK, "%s", luna_error(ctx));
+  REFUSED(luna_concat(some, 2, 0), "luna_concat", "null");
+  REFUSED(luna_permute(a, NULL), "luna_permute", "null");
+  REFUSED(luna_reshape(a, 2, NULL), "luna_reshape", "shape");
+  REFUSED(luna_add(a, NULL), "luna_add", "second");
+  REFUSED(luna_unpack(x, k, bias, NULL, NULL, NULL, 0), "luna_unpack", "v is null");
+  REFUSED(luna_causal_nested_attention(x, x, x, NULL, 4, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "s is null");
+  REFUSED(luna_encoder_layer_forward(&layer, x, &none, NULL), "luna_encoder_layer_forward", "p is null");
+  luna_begin_step(ctx);
+  CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && strstr(luna_error(ctx), "luna_params_set"), "\"%s\"", luna_error(ctx));
+  CHECK(luna_lm_init(NULL, params, NULL) != LUNA_OK && strstr(luna_error(ctx), "init"), "\"%s\"", luna_error(ctx));
+  CHECK(luna_read(a, NULL) != LUNA_OK && strstr(luna_error(ctx), "luna_read"), "\"%s\"", luna_error(ctx));
+}
+
 static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b");
   char first[400];
@@ -811,6 +831,7 @@ static void check_refusals(void) {
   check_refusals_rows(ctx, params);
   check_refusals_attention(ctx, params);
   check_refusals_layers(ctx, params);
+  check_refusals_null(ctx, params);
   check_sticky(ctx, params, &r);
   luna_close(ctx);
   luna_options bad = {0};
