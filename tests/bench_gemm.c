@@ -59,7 +59,7 @@ static void measure(luna_isa isa, shape s, float *a, float *b, float *c, void *s
     const double before = peak_of(isa), start = seconds();
     for (int i = 0; i < times; i++) luna_gemm_f32(&g);
     rate[r] = flops * times / (seconds() - start);
-    const double after = peak_of(isa), peak = before > after ? before : after;
+    const double after = peak_of(isa), peak = 0.5 * (before + after);
     share[r] = peak > 0 ? rate[r] / peak : 0;
   }
   qsort(rate, RUNS, sizeof *rate, by_size);
