@@ -17,8 +17,8 @@ WARN = -Wall -Wextra
 NAMES = $(filter-out bench_% fuzz_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
-ASAN = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-TSAN = -O1 -g -fsanitize=thread
+ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+TSAN = -O1 -g1 -fsanitize=thread
 
 run: $(BUILD)/lm
 	./$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors

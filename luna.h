@@ -352,7 +352,7 @@ LUNA_API int64_t luna_params_size(const luna_params *params);        /* number o
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
 LUNA_API int64_t luna_params_count(const luna_params *params);       /* number of floats */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
-/* Text pairs kept in the checkpoint's __metadata__; keys starting "luna." belong to luna.h. */
+/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys starting "luna." belong to luna.h. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
 
@@ -5782,6 +5782,28 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   return LUNA_OK;
 }
 
+/* A row that is one kernel with arguments of its own: query, forward and backward from lunai_<name>_args. kept: floats kept for backward */
+#define LUNAI_KERNEL_ROW(name, kept_floats) \
+  LUNAI_FN void lunai_##name##_query(luna_op *op) { \
+    lunai_##name a; \
+    if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
+    lunai_##name##_args(op, &a); \
+    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.slots, false); \
+    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.slots, true); \
+  } \
+  LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
+    lunai_##name a; \
+    lunai_##name##_args(op, &a); \
+    lunai_k(op)->name(&a, &op->ctx->parallel, op->workspace); \
+    return LUNA_OK; \
+  } \
+  LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
+    lunai_##name a; \
+    lunai_##name##_args(op, &a); \
+    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, op->workspace); \
+    return LUNA_OK; \
+  }
+
 /* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
    pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
@@ -5808,25 +5830,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
 }
-LUNAI_FN void lunai_attention_query(luna_op *op) {
-  lunai_attention a;
-  if (op->training) op->kept_size = (size_t)(lunai_rows(op->out[0]) * op->size[0]) * sizeof(float);
-  lunai_attention_args(op, &a);
-  op->workspace_size = lunai_k(op)->attention_scratch(&a, op->ctx->parallel.slots, false);
-  op->backward_workspace_size = lunai_k(op)->attention_scratch(&a, op->ctx->parallel.slots, true);
-}
-LUNAI_FN luna_status lunai_attention_forward(luna_op *op) {
-  lunai_attention a;
-  lunai_attention_args(op, &a);
-  lunai_k(op)->attention(&a, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_attention_backward(luna_op *op) {
-  lunai_attention a;
-  lunai_attention_args(op, &a);
-  lunai_k(op)->attention_backward(&a, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
+LUNAI_KERNEL_ROW(attention, lunai_rows(op->out[0]) * op->size[0])
 
 /* --- unpack: in x, k, bias, v, out_bias. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -5841,25 +5845,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
 }
-LUNAI_FN void lunai_unpack_query(luna_op *op) {
-  lunai_unpack u;
-  lunai_unpack_args(op, &u);
-  if (op->training) op->kept_size = (size_t)(u.batch * u.rows * u.heads) * sizeof(float);
-  op->workspace_size = lunai_k(op)->unpack_scratch(&u, op->ctx->parallel.slots, false);
-  op->backward_workspace_size = lunai_k(op)->unpack_scratch(&u, op->ctx->parallel.slots, true);
-}
-LUNAI_FN luna_status lunai_unpack_forward(luna_op *op) {
-  lunai_unpack u;
-  lunai_unpack_args(op, &u);
-  lunai_k(op)->unpack(&u, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_unpack_backward(luna_op *op) {
-  lunai_unpack u;
-  lunai_unpack_args(op, &u);
-  lunai_k(op)->unpack_backward(&u, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
+LUNAI_KERNEL_ROW(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
 
 /* --- causal product: in x, y, z; size heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -5875,24 +5861,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
 }
-LUNAI_FN void lunai_causal_query(luna_op *op) {
-  lunai_causal c;
-  lunai_causal_args(op, &c);
-  op->workspace_size = lunai_k(op)->causal_scratch(&c, op->ctx->parallel.slots, false);
-  op->backward_workspace_size = lunai_k(op)->causal_scratch(&c, op->ctx->parallel.slots, true);
-}
-LUNAI_FN luna_status lunai_causal_forward(luna_op *op) {
-  lunai_causal c;
-  lunai_causal_args(op, &c);
-  lunai_k(op)->causal(&c, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_causal_backward(luna_op *op) {
-  lunai_causal c;
-  lunai_causal_args(op, &c);
-  lunai_k(op)->causal_backward(&c, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
+LUNAI_KERNEL_ROW(causal, 0)
 
 /* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega. kept: W --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
@@ -5910,25 +5879,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
-LUNAI_FN void lunai_causal_luna_query(luna_op *op) {
-  lunai_causal_luna c;
-  lunai_causal_luna_args(op, &c);
-  if (op->training) op->kept_size = (size_t)luna_count(op->in[3]) * sizeof(float);
-  op->workspace_size = lunai_k(op)->causal_luna_scratch(&c, op->ctx->parallel.slots, false);
-  op->backward_workspace_size = lunai_k(op)->causal_luna_scratch(&c, op->ctx->parallel.slots, true);
-}
-LUNAI_FN luna_status lunai_causal_luna_forward(luna_op *op) {
-  lunai_causal_luna c;
-  lunai_causal_luna_args(op, &c);
-  lunai_k(op)->causal_luna(&c, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_causal_luna_backward(luna_op *op) {
-  lunai_causal_luna c;
-  lunai_causal_luna_args(op, &c);
-  lunai_k(op)->causal_luna_backward(&c, &op->ctx->parallel, op->workspace);
-  return LUNA_OK;
-}
+LUNAI_KERNEL_ROW(causal_luna, luna_count(op->in[3]))
 
 /* --- short convolution: in x, weight, bias --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -6378,6 +6329,7 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
    >>params
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_BUCKETS 64
+#define LUNAI_LONGEST_NAME 1024       /* with its end */
 typedef struct lunai_param {
   struct lunai_param *next, *older;  /* in the set; of the same bucket */
   int64_t index;
@@ -6406,6 +6358,13 @@ LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *a, const char *b) {
   memcpy(memory, a, na);
   memcpy((char *)memory + na, b, nb + 1);
   return (char *)memory;
+}
+
+/* UTF-8, as names and pairs must be to go into a checkpoint */
+LUNAI_FN bool lunai_is_text(const char *s) {
+  const char *end = s + strlen(s);
+  while (s < end) if (lunai_st_utf8(&s, end) == LUNAI_ST_BAD) return false;
+  return true;
 }
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
@@ -6548,6 +6507,10 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
     return NULL;
   }
+  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || strcmp(name, "__metadata__") == 0) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, and not __metadata__", (int64_t)(LUNAI_LONGEST_NAME - 1));
+    return NULL;
+  }
   if (lunai_param_find(params, name)) {
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
     return NULL;
@@ -6619,29 +6582,34 @@ LUNA_API const char *luna_params_get(const luna_params *params, const char *key)
   lunai_meta *m = key ? lunai_meta_find(params, key) : NULL;
   return m ? m->value : NULL;
 }
+/* takes a pair, in persistent memory, into the set; of the same key the newer value counts */
+LUNAI_FN void lunai_meta_put(luna_params *params, lunai_meta *pair) {
+  lunai_meta *m = lunai_meta_find(params, pair->key);
+  if (m) {
+    m->value = pair->value;
+    return;
+  }
+  pair->next = NULL;
+  if (params->last_meta) params->last_meta->next = pair;
+  else params->metas = pair;
+  params->last_meta = pair;
+}
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
-  lunai_meta *m;
   lunai_persistent_mark mark;
-  void *memory = NULL;
-  const char *kept_key, *kept_value;
+  lunai_meta *pair;
+  void *memory;
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
+  if (!lunai_is_text(key) || !lunai_is_text(value)) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: key or value is not UTF-8");
   mark = lunai_persistent(params->ctx);
-  m = lunai_meta_find(params, key);
-  kept_key = m ? m->key : lunai_persist_text(params->ctx, key, "");
-  kept_value = lunai_persist_text(params->ctx, value, "");
-  if (!kept_key || !kept_value || (!m && !lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory))) {
+  pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
+  if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
+  if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value, "");
+  if (!pair || !pair->value) {
     lunai_persistent_rewind(params->ctx, mark);
     return lunai_no_memory(params->ctx, "luna_params_set", strlen(key) + strlen(value));
   }
-  if (!m) {
-    m = (lunai_meta *)memory;
-    m->key = kept_key;
-    if (params->last_meta) params->last_meta->next = m;
-    else params->metas = m;
-    params->last_meta = m;
-  }
-  m->value = kept_value;
+  lunai_meta_put(params, pair);
   return LUNA_OK;
 }
 
@@ -7960,7 +7928,7 @@ LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) 
 
 /* the parameter a tensor of a file belongs to, or null */
 LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_tensor *t) {
-  char name[1024];
+  char name[LUNAI_LONGEST_NAME];
   return lunai_st_decode(t->name, name, sizeof name) < sizeof name ? lunai_param_find(params, name) : NULL;
 }
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
@@ -7986,9 +7954,44 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (!lunai_st_find(st, p->name, &t)) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
   return LUNA_OK;
 }
+/* a JSON string of the file as text of the set; null when there is no memory */
+LUNAI_FN const char *lunai_load_text(luna_ctx *ctx, lunai_st_text text) {
+  const size_t size = lunai_st_decode(text, NULL, 0) + 1;
+  void *memory;
+  if (!lunai_persist(ctx, size, false, &memory)) return NULL;
+  lunai_st_decode(text, (char *)memory, size);
+  return (const char *)memory;
+}
+/* All of the file's text pairs or none; what begins with "luna." describes the model and stays with the file. */
+LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  const lunai_persistent_mark mark = lunai_persistent(ctx);
+  lunai_meta *pairs = NULL, **last = &pairs, *pair;
+  lunai_st_text key, value;
+  size_t cursor = 0;
+  void *memory;
+  while (lunai_st_meta_next(st, &cursor, &key, &value)) {
+    if (key.size >= 5 && memcmp(key.at, "luna.", 5) == 0) continue;
+    pair = lunai_persist(ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
+    if (pair) pair->key = lunai_load_text(ctx, key);
+    if (pair && pair->key) pair->value = lunai_load_text(ctx, value);
+    if (!pair || !pair->value) {
+      lunai_persistent_rewind(ctx, mark);
+      return lunai_no_memory(ctx, "luna_load", key.size + value.size);
+    }
+    *last = pair;
+    last = &pair->next;
+  }
+  while ((pair = pairs) != NULL) {
+    pairs = pair->next;
+    lunai_meta_put(params, pair);
+  }
+  return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
   luna_status status = params->borrowing ? lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_load: this set borrows its parameters") : lunai_load_check(params, st);
+  if (status == LUNA_OK) status = lunai_load_pairs(params, st);
   lunai_st_tensor t;
   size_t cursor = 0;
   while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t)) lunai_st_floats(&t, lunai_param_of(params, &t)->tensor.data);

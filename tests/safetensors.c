@@ -158,8 +158,9 @@ static const header headers[] = {
 };
 static void check_headers(void) {
   static const char *const bad_text[] = {
-    "\x80", "\xc0\x80", "\xc1\xbf", "\xc3", "\xe0\x9f\xbf", "\xe2\x82", "\xed\xa0\x80", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80",
-    "\xff", "\\x", "\\u12", "\\u12G4", "\\ud800", "\\ud800\\u0041", "\\ud800\\ud800", "\\udc00", "\\ud800x", "\x01", "\n", "\x1f", "\\u 123", "\\'"
+    "\x80", "\xc0\x80", "\xc1\xbf", "\xc3", "\xe0\x9f\xbf", "\xe2\x82", "\xed\xa0\x80", "\xf0\x8f\xbf\xbf",
+    "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "\\x", "\\u12", "\\u12G4", "\\ud800", "\\ud800\\u0041",
+    "\\ud800\\ud800", "\\udc00", "\\ud800x", "\x01", "\n", "\x1f", "\\u 123", "\\'"
   };
   char json[200];
   for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) expect(headers[i].json, headers[i].data, headers[i].wrong);
