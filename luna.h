@@ -55,7 +55,7 @@
 
    CONTENTS (search for the tag)
      1. Public API        >>status >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers >>models >>trainer >>stream >>backend
-     2. Implementation    >>base >>kernels (vectors, gemm, elementwise, attention, causal) >>dispatch >>functions >>safetensors >>threads
+     2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions >>safetensors >>threads
                           >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
@@ -145,7 +145,7 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
 #define LUNA_SHARED (-1)             /* a batch stride that shares one array among the batch; its gradient is the sum, in order */
 
-/* softmax(scale Q K^T) V per head, online: no score is stored (spec 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
+/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
    k and v [batch, keys, heads, dim]; packed batches instead by row offsets. */
 typedef struct luna_attention_args {
   const float *q, *k, *v;
@@ -202,7 +202,7 @@ typedef struct luna_allocator {      /* both or neither; allocate may return nul
   void *user;
 } luna_allocator;
 
-typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_PLAIN, LUNA_FORM_FOLDED } luna_form; /* of Luna attention, spec 2 */
+typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_PLAIN, LUNA_FORM_FOLDED } luna_form; /* of Luna attention: folded moves the long sequence's projections to the short memory */
 
 typedef struct luna_options {
   int threads;                       /* 0 = one a core */
@@ -287,7 +287,9 @@ LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) 
 LUNA_API luna_tensor *luna_elu1(luna_tensor *x);                    /* elu(x) + 1 [arXiv 2006.16236] */
 LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
-LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability); /* x itself outside training */
+/* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
+   (e / 8, i, step) under key seed is below round(65536 p). */
+LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
 
@@ -310,17 +312,17 @@ typedef struct luna_attention_config {
   float dropout;
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
 } luna_attention_config;
-/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [spec 1] */
+/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads); /* [batch,n,h d1] x2, [batch,n,h d2] [eq. 7] */
-/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [spec 4] */
+/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv 2212.14052] */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
-/* Folded Luna attention [spec 2]. pack: weights [batch,r,d] and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d].
+/* Folded Luna attention [eqs. 3-5, projections moved to the short side]. pack: weights [batch,r,d] and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d].
    unpack: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums);
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout);
-/* Causal Luna attention [spec 4] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
+/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
 
 /* An op of one's own. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad. state is copied. */
@@ -385,7 +387,7 @@ typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
-/* How the projections are shared [spec 2] */
+/* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
 typedef enum luna_sharing { LUNA_TIED = 0, LUNA_FULL, LUNA_NO_KEY, LUNA_SHARED_QK } luna_sharing;
 
 /* Luna attention, eqs. 3-5 */
@@ -406,7 +408,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
    -> Y_X [batch,n,d]; *packed = Y_P [batch,l,d] (packed may be null) */
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed);
 
-/* Causal Luna attention, spec 4 */
+/* Causal Luna attention, section 3.3 */
 typedef struct luna_causal_attention_config {
   int64_t dim, heads;                /* heads 0 = 1 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
@@ -422,7 +424,7 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
 /* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
-/* Encoder and decoder layers, eq. 6 and spec 3 */
+/* Encoder and decoder layers, eq. 6 */
 typedef struct luna_layer_config {
   int64_t dim, heads;                /* heads 0 = 1 */
   int64_t pack_heads;                /* 0 = heads */
@@ -475,7 +477,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models
    ---------------------------------------------------------------------------------------------------------------------- */
-/* Causal language model: embedding, causal layers, logits tied to the embedding [spec 5] */
+/* Causal language model: embedding, causal layers, logits tied to the embedding */
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
   int64_t layers;                    /* 0 = 2 */
@@ -761,7 +763,7 @@ typedef struct lunai_gemm {
   bool accumulate;
 } lunai_gemm;
 
-/* Attention, spec: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0 shares.
+/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0 shares.
    Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i when packed. */
 typedef struct lunai_attention {
   const float *q, *k, *v;
@@ -803,7 +805,7 @@ typedef struct lunai_causal {
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
 } lunai_causal;
 
-/* Causal Luna, spec section 4: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
+/* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
 typedef struct lunai_causal_luna {
   const float *q, *k, *v, *s;
@@ -913,7 +915,7 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 /* ......................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
    a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
-   vf_max(a, b) is a > b ? a : b, so b when either is NaN. Guarded by tests/kernels.c.
+   vf_max(a, b) is a > b ? a : b, so b when either is NaN. Guarded by tests/vectors.c.
    ...................................................................................................................... */
 #undef VF
 #undef vf
@@ -1781,7 +1783,7 @@ LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel,
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
    All arrays dense, of any size and alignment; a map's result may lie where an argument lies.
    Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
-   not depend on which columns are computed with it. Test: tests/elementwise.c
+   not depend on which columns are computed with it. Guarded by tests/elementwise.c
    ---------------------------------------------------------------------------------------------------------------------- */
 static const float LUNAI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -2249,11 +2251,11 @@ LUNAI_FN void LUNAI_K(adamw)(const lunai_update *update) {
 #undef LUNAI_PUT
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>attention: out = softmax(scale Q K^T) V for every head (spec 1), and the folded unpack (spec 2), forward and backward
+   >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 5), forward and backward
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial result
    (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later where the
    blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
-   Test: tests/attention.c
+   Guarded by tests/attention.c
    ---------------------------------------------------------------------------------------------------------------------- */
 #if LUNAI_PASS == LUNAI_ISA_SCALAR /* what all passes share */
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
@@ -3039,11 +3041,11 @@ LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parall
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [spec 4]
+   >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [section 3.3]
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
    What passes from chunk to chunk is double: S going up, as the running mean M = S / t, and R coming down; inside a chunk all is
    float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order, so the
-   bits are the same whether one thread sweeps a head or many share its chunks. Test: tests/causal.c
+   bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ---------------------------------------------------------------------------------------------------------------------- */
 
 /* one chunk of one (batch, head), and the room to work on it */
@@ -6326,7 +6328,7 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>params
+   >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_BUCKETS 64
 #define LUNAI_LONGEST_NAME 1024       /* with its end */
@@ -7282,7 +7284,7 @@ LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *lay
   return luna_unpack(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, lengths, layer->config.dropout);
 }
 
-/* flops of spec 2, and whether the folded form has fewer */
+/* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of the long side and 4 l d */
 LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int64_t projections) {
   const double d = (double)dim, l = (double)slots, n = (double)rows;
   if (ctx->options.form != LUNA_FORM_CHEAPEST) return ctx->options.form == LUNA_FORM_FOLDED;
@@ -7333,7 +7335,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
   return both[1];
 }
 
-/* --- causal Luna attention, spec 4 --- */
+/* --- causal Luna attention, section 3.3 --- */
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config) {
   luna_causal_attention_config c;
   luna_init init;
@@ -7586,7 +7588,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>models: the causal language model, spec 5. Guarded by tests/stream.c and tests/checkpoints.c.
+   >>models: the causal language model. Guarded by tests/stream.c and tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 /* What a checkpoint's __metadata__ says of the model: a row a field, from which writing and reading derive. least and most: what is allowed. */
 #define LUNAI_LM_FIELDS(F) \
@@ -7728,7 +7730,7 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *token
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>trainer: schedules and optimisers. Guarded by tests/ops.c.
+   >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
@@ -8150,7 +8152,7 @@ LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const cha
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>stream: spec 4, streaming. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
+   >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
    A layer's past is two running means (double), and the last rows of the short convolution's input. Guarded by tests/stream.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;

@@ -121,7 +121,7 @@ typedef struct naive {
   uint64_t seed;
   uint32_t op, step;
 } naive;
-/* what the 16-bit rule of design.md leaves of element e: 0 or 1 / (1 - p) */
+/* what the 16-bit rule of luna_dropout leaves of element e: 0 or 1 / (1 - p) */
 static double naive_kept(const naive *a, int64_t e) {
   const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)((uint64_t)(e / 8) >> 32), a->op, a->step};
   uint32_t word[4];

@@ -35,7 +35,7 @@ static void check_philox(void) { /* the known answers of Random123 */
   }
 }
 
-/* the rule of design.md: half-word e mod 8 of counter (e / 8, op number, step), key = seed, below round(65536 p) */
+/* the rule of luna_dropout: half-word e mod 8 of counter (e / 8, op number, step), key = seed, below round(65536 p) */
 static bool naive_dropped(uint64_t seed, uint32_t op, uint32_t step, uint64_t e, double p) {
   const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)(e / 8 >> 32), op, step};
   uint32_t word[4];
