@@ -2,7 +2,8 @@
 
    Luna (Linear Unified Nested Attention, NeurIPS 2021, arXiv 2106.01540) replaces softmax attention's quadratic cost by two nested attentions
    through a short memory P: pack the sequence into P, unpack P back to the sequence. Time and memory are linear in the length, lengths may
-   vary, there is a causal form that streams for ever in constant memory, and P itself carries what the sequence means.
+   vary, there is a causal form that streams for ever in constant memory, and P itself carries what the sequence means. Equations and
+   sections named in comments are that paper's.
 
    USE
      In one C or C++ file:       #define LUNA_IMPLEMENTATION
