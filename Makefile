@@ -21,7 +21,7 @@ ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-
 TSAN = -O1 -g1 -fsanitize=thread
 
 run: $(BUILD)/lm
-	./$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
+	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
 
 programs: $(BUILD)/lm $(PROGRAMS)
 
@@ -40,10 +40,10 @@ test:
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	@BUILD=$(BUILD)/asan SANITIZED=1 sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads tests/cli.sh
+	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads tests/cli.sh
 
 golden: $(BUILD)/tests/golden
-	./$(BUILD)/tests/golden $(DIR)
+	$(BUILD)/tests/golden $(DIR)
 
 headers:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/compile.sh
@@ -52,7 +52,7 @@ size:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
 
 bench: $(BENCHES)
-	@for bench in $(BENCHES:%=./%); do $$bench || exit 1; done
+	@for bench in $(BENCHES); do $$bench || exit 1; done
 	@test -n '$(BENCHES)' || echo 'there are no benchmarks yet'
 
 clean:
