@@ -3917,7 +3917,6 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   memset(g, 0, sizeof *g);
   if (args->m < 0 || args->n < 0 || args->k < 0 || args->batch < 0) return LUNA_BAD_ARGUMENT;
   if (!lunai_is_activation(args->activation)) return LUNA_BAD_ARGUMENT;
-  if (args->m * args->n > 0 && (!args->c || (args->k > 0 && (!args->a || !args->b)))) return LUNA_BAD_ARGUMENT;
   g->a = args->a; g->b = args->b; g->c = args->c; g->bias = args->bias;
   g->m = args->m; g->n = args->n; g->k = args->k;
   g->a_row = lunai_stride(args->a_row, a_width);
@@ -3969,6 +3968,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   luna_status status = lunai_gemm_of(args, &g);
   void *scratch;
   if (status != LUNA_OK) return status;
+  if (g.m > 0 && g.n > 0 && (!g.c || (g.k > 0 && (!g.a || !g.b)))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.slots));
   if (scratch) kernels->gemm(&g, &parallel, scratch);
@@ -3977,15 +3977,12 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
 }
 
 /* --- softmax attention --- */
-LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, bool backward, lunai_attention *a) {
+LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
   const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
   int64_t b;
   memset(a, 0, sizeof *a);
   if (args->batch < 0 || args->heads < 1 || args->queries < 0 || args->keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
   if (!(args->dropout >= 0 && args->dropout < 1) || !args->query_offsets != !args->key_offsets) return LUNA_BAD_ARGUMENT;
-  if (args->batch > 0 && args->queries > 0 && (!args->q || !args->out || (args->keys > 0 && (!args->k || !args->v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && (!args->grad_out || !args->log_sum_exp)) return LUNA_BAD_ARGUMENT;
-  if (backward && args->grad_sums && !args->sums) return LUNA_BAD_ARGUMENT;
   for (b = 0; b < args->batch; b++) {
     if (args->lengths && (args->lengths[b] < 0 || args->lengths[b] > args->keys)) return LUNA_BAD_ARGUMENT;
     if (args->query_offsets && (args->query_offsets[b] < 0 || args->query_offsets[b + 1] < args->query_offsets[b] ||
@@ -4095,7 +4092,7 @@ LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) 
   const int64_t slots = lunai_parallel_of(&args->run).slots;
   lunai_attention a;
   size_t forward, backward;
-  if (!kernels || lunai_attention_of(args, false, &a) != LUNA_OK) return 0;
+  if (!kernels || lunai_attention_of(args, &a) != LUNA_OK) return 0;
   forward = kernels->attention_scratch(&a, slots, false);
   backward = kernels->attention_scratch(&a, slots, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
@@ -4105,9 +4102,12 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
   const lunai_parallel parallel = lunai_parallel_of(&args->run);
   lunai_attention a;
-  luna_status status = lunai_attention_of(args, backward, &a);
+  luna_status status = lunai_attention_of(args, &a);
   void *scratch;
   if (status != LUNA_OK) return status;
+  if (args->batch > 0 && args->queries > 0 && (!args->q || !args->out || (args->keys > 0 && (!args->k || !args->v)))) return LUNA_BAD_ARGUMENT;
+  if (backward && (!args->grad_out || !args->log_sum_exp)) return LUNA_BAD_ARGUMENT;
+  if (backward && args->grad_sums && !args->sums) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.slots, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
@@ -4120,10 +4120,9 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
-LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, bool backward, lunai_causal *c) {
+LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
   memset(c, 0, sizeof *c);
   if (args->batch < 0 || args->rows < 0 || args->heads < 1 || args->dim < 1 || args->value_dim < 1) return LUNA_BAD_ARGUMENT;
-  if (args->batch * args->rows > 0 && (!args->x || !args->y || !args->z || (backward ? !args->grad_out : !args->out))) return LUNA_BAD_ARGUMENT;
   c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
   c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim; c->value_dim = args->value_dim;
   c->xy_head = args->dim;
@@ -4163,7 +4162,7 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   const int64_t slots = lunai_parallel_of(&args->run).slots;
   lunai_causal c;
   size_t forward, backward;
-  if (!kernels || lunai_causal_of(args, false, &c) != LUNA_OK) return 0;
+  if (!kernels || lunai_causal_of(args, &c) != LUNA_OK) return 0;
   forward = kernels->causal_scratch(&c, slots, false);
   backward = kernels->causal_scratch(&c, slots, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
@@ -4173,9 +4172,10 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
   const lunai_parallel parallel = lunai_parallel_of(&args->run);
   lunai_causal c;
-  luna_status status = lunai_causal_of(args, backward, &c);
+  luna_status status = lunai_causal_of(args, &c);
   void *scratch;
   if (status != LUNA_OK) return status;
+  if (args->batch > 0 && args->rows > 0 && (!args->x || !args->y || !args->z || (backward ? !args->grad_out : !args->out))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.slots, backward));
   if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);

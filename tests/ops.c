@@ -1022,7 +1022,20 @@ static void check_causal_call(luna_isa isa, int64_t rows) {
   free(x), free(y), free(z), free(g), free(want);
 }
 
+/* how much scratch depends on the sizes alone: it can be asked before there are arrays, which only the call itself misses */
+static void check_scratch(luna_isa isa) {
+  luna_gemm_args g = {.m = 3, .n = 4, .k = 5};
+  luna_attention_args a = {.batch = 1, .heads = 2, .queries = 3, .keys = 4, .head_dim = 5};
+  luna_causal_args c = {.batch = 1, .rows = 3, .heads = 2, .dim = 4, .value_dim = 5};
+  g.run.isa = a.run.isa = c.run.isa = isa;
+  CHECK(luna_gemm_scratch(&g) > 0 && luna_softmax_attention_scratch(&a) > 0 && luna_causal_product_scratch(&c) > 0, "no scratch without arrays");
+  CHECK(luna_gemm_f32(&g) == LUNA_BAD_ARGUMENT && luna_softmax_attention_f32(&a) == LUNA_BAD_ARGUMENT &&
+            luna_softmax_attention_backward_f32(&a) == LUNA_BAD_ARGUMENT && luna_causal_product_f32(&c) == LUNA_BAD_ARGUMENT &&
+            luna_causal_product_backward_f32(&c) == LUNA_BAD_ARGUMENT, "a call without arrays is taken");
+}
+
 static void check_calls(luna_isa isa) {
+  check_scratch(isa);
   check_gemm(isa);
   for (int v = 0; v < 6; v++) check_attention_call(isa, v);
   check_attention_strides(isa);
