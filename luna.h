@@ -109,6 +109,9 @@ LUNA_API const char *luna_isa_name(luna_isa isa);
 /* Maps applied to single numbers. SOFTPLUS is ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), ELU1 elu(x) + 1, GELU the exact (erf) form. */
 typedef enum luna_activation { LUNA_NONE = 0, LUNA_RELU, LUNA_GELU, LUNA_ELU1, LUNA_SOFTPLUS, LUNA_SOFTPLUS2 } luna_activation;
 
+/* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
+typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_NO_POSITIONS, LUNA_SINUSOIDAL, LUNA_LEARNED } luna_positions;
+
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 
@@ -280,6 +283,7 @@ LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* the axis goes */
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
@@ -288,6 +292,9 @@ LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) 
 LUNA_API luna_tensor *luna_elu1(luna_tensor *x);                    /* elu(x) + 1 [arXiv 2006.16236] */
 LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
+LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from lengths[b] on, whatever is there; x itself for null */
+LUNA_API luna_tensor *luna_ratio(luna_tensor *x);                   /* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
+LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient goes back */
 /* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
    (e / 8, i, step) under key seed is below round(65536 p). */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
@@ -335,12 +342,17 @@ typedef struct luna_custom {
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
 
+/* Gradient checkpointing (arXiv 1604.06174): runs block(state, in), keeps nothing but its one or two results, and computes it again in backward:
+   less memory, the same gradients bit for bit. state is copied; what it points to must last until luna_backward. second: null for one result. */
+typedef luna_tensor *(*luna_block)(const void *state, luna_tensor *const *in, luna_tensor **second);
+LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second);
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>params: named parameters, what optimisers and checkpoints go by
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_params luna_params;
 typedef enum luna_init_kind { LUNA_ZEROS = 0, LUNA_ONES, LUNA_XAVIER, LUNA_NORMAL, LUNA_UNIFORM, LUNA_PRESENT } luna_init_kind;
-/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound. LUNA_PRESENT is for short convolutions:
+/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones. LUNA_PRESENT is for short convolutions:
    uniform, and 1 more in the last column, so that at first they pass on the present. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
@@ -355,7 +367,7 @@ LUNA_API int64_t luna_params_size(const luna_params *params);        /* number o
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
 LUNA_API int64_t luna_params_count(const luna_params *params);       /* number of floats */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
-/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys starting "luna." belong to luna.h. */
+/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with "luna." belong to luna.h. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
 
@@ -372,9 +384,18 @@ LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, siz
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
    Before the model's init it also spares the memory for first values. */
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
+/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a classifier). Nothing
+   matching is LUNA_MISMATCH. `tell`, if not null, is called for each parameter left as it was and each tensor left out, with a reason. */
+typedef struct luna_match {
+  void (*tell)(void *user, const char *name, const char *why);
+  void *user;
+  int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
+} luna_match;
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_save(const luna_params *params, const char *path); /* temporary file beside it, flushed, renamed */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match);
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -425,8 +446,48 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
 /* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
+/* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear attention, elu(x)+1 features
+   [arXiv 2006.16236]; Linformer, softmax attention over keys and values that a projection has shortened to k rows [arXiv 2006.04768]. */
+typedef enum luna_attention_kind { LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER } luna_attention_kind;
+typedef enum luna_linformer_sharing { LUNA_HEADWISE = 0, LUNA_KEY_VALUE, LUNA_LAYERWISE } luna_linformer_sharing; /* E and F; E = F; one E for all layers */
+typedef enum luna_linformer_projection { LUNA_PROJECT_LINEAR = 0, LUNA_PROJECT_MEAN, LUNA_PROJECT_MAX, LUNA_PROJECT_CONVOLUTION } luna_linformer_projection;
+typedef struct luna_linformer_config {
+  int64_t k;                         /* projected length; 0 = 64 */
+  int64_t k_last_layer, k_last_head; /* k falls (or rises) evenly to these; 0 = k */
+  int64_t max_length;                /* m, the longest sequence; 0 = 512 (in an encoder: its max_length) */
+  luna_linformer_sharing sharing;
+  luna_linformer_projection projection; /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
+} luna_linformer_config;
+typedef struct luna_attention_layer_config {
+  luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA */
+  int64_t dim, heads;                /* heads 0 = 1 */
+  bool causal;                       /* softmax and linear attention */
+  float dropout;                     /* on the attention matrix (softmax attention, Linformer) */
+  bool bert_init;
+  luna_linformer_config linformer;
+} luna_attention_layer_config;
+typedef struct luna_attention_layer {
+  luna_attention_layer_config config;
+  luna_linear_layer q, k, v, out;
+  luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise. Layerwise: whoever shares sets both */
+} luna_attention_layer;
+LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config);
+/* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
+LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
+
+/* Any other attention in place of luna.h's. init makes a layer's parameters (names start with prefix) and returns what forward will get as
+   `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] -> [batch,n,d]; p is the memory where the model has one, else null. */
+typedef struct luna_layer_config luna_layer_config;
+typedef struct luna_attention_hook {
+  void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
+  luna_tensor *(*forward)(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal);
+  void *user;
+} luna_attention_hook;
+
+typedef enum luna_recomputing { LUNA_KEEP_ALL = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER } luna_recomputing;
+
 /* Encoder and decoder layers, eq. 6 */
-typedef struct luna_layer_config {
+struct luna_layer_config {
   int64_t dim, heads;                /* heads 0 = 1 */
   int64_t pack_heads;                /* 0 = heads */
   int64_t ffn;                       /* 0 = 4 dim */
@@ -439,16 +500,24 @@ typedef struct luna_layer_config {
   float attention_dropout;
   float activation_dropout;
   bool bert_init;
-} luna_layer_config;
+  luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
+  luna_linformer_config linformer;
+  const luna_attention_hook *hook;   /* or an attention of one's own; must outlive the layer */
+  int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the one that comes in (the paper's non-contextual P); 0 = none */
+  luna_recomputing recompute;        /* training: what backward computes again instead of keeping it */
+};
 
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
-  luna_norm_layer attention_norm, memory_norm, final_norm;
+  luna_attention_layer plain;        /* softmax, linear, Linformer */
+  void *hooked;                      /* the hook's */
+  luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
+  luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
   luna_linear_layer fc1, fc2;
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P' */
+/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. Without Luna attention p may be null, and *p stays. */
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths);
 
 typedef struct luna_decoder_layer {
@@ -462,13 +531,15 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
 /* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths);
 
-/* Decoder-only layer: causal Luna attention with a learned memory of its own, feed-forward */
+/* Decoder-only layer: causal attention (Luna's with a learned memory of its own), feed-forward */
 typedef struct luna_causal_layer {
   luna_layer_config config;
-  luna_tensor *memory;               /* "projected_embeddings" [l,d] */
+  luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
   luna_tensor *kernel;               /* "conv.weight" [d,width], null without */
   luna_tensor *kernel_bias;          /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
+  luna_attention_layer plain;        /* softmax, linear */
+  void *hooked;                      /* the hook's */
   luna_norm_layer attention_norm, final_norm;
   luna_linear_layer fc1, fc2;
 } luna_causal_layer;
@@ -483,20 +554,149 @@ typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
   int64_t layers;                    /* 0 = 2 */
   int64_t memory;                    /* l; 0 = 16 */
-  luna_layer_config layer;           /* dim 0 = 128, heads 0 = 4 */
+  luna_layer_config layer;           /* dim 0 = 128, heads 0 = 4; attention: Luna, softmax, linear, or a hook */
+  luna_positions positions;          /* 0 = none */
+  int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
 } luna_lm_config;
 typedef struct luna_lm {
   luna_lm_config config;
   luna_params *params;
   luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *positions;            /* "embed_positions.weight" [max_length,d], learned only */
   luna_causal_layer *layers;         /* "layers.N." */
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n); /* logits [batch,n,vocab] */
-/* init and load in one, from a checkpoint that says its own sizes; params must be empty */
+
+/* Encoder: embeddings and encoder layers; the ground of the models below */
+typedef enum luna_embedding_scale { LUNA_SCALE_DEFAULT = 0, LUNA_SCALE_ONE, LUNA_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
+typedef struct luna_encoder_config {
+  int64_t layers;                    /* 0 = 2 */
+  int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
+  int64_t memory;                    /* l; 0 = 16. A batch of shorter sequences uses the first min(l, longest) slots */
+  luna_positions positions;          /* 0 = sinusoidal */
+  int64_t max_length;                /* learned positions, Linformer: the longest sequence; 0 = 512 */
+  int64_t first_position;            /* of the first token; the authors' is padding index + 1 */
+  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position */
+  bool norm_embedding;               /* layer norm on both embeddings */
+  bool tied_layers;                  /* one layer, applied `layers` times */
+  bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
+  bool keep_padding;                 /* leave what comes out of padded places (the authors' translation model); default: zeros */
+  luna_layer_config layer;           /* everything else of the layers; its dim, heads, ffn and own_memory come from above */
+} luna_encoder_config;
+typedef struct luna_encoder {
+  luna_encoder_config config;
+  luna_params *params;
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *positions;            /* "embed_positions.weight" [first_position + max_length,d], learned only */
+  luna_tensor *memory;               /* "projected_embeddings" [l,d], Luna only */
+  luna_norm_layer embedding_norm, memory_embedding_norm; /* "emb_layer_norm", "proj_emb_layer_norm" */
+  luna_encoder_layer *layers;        /* "layers.N." */
+  luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
+} luna_encoder;
+LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config);
+/* The layers' input: tokens [batch,n], lengths [batch] or null -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
+LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p);
+/* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
+   it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be null. */
+LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p);
+
+/* Classifier */
+typedef enum luna_pooling {
+  LUNA_POOL_DEFAULT = 0,             /* the memory, or without one the mean */
+  LUNA_POOL_CLS,                     /* X[0] */
+  LUNA_POOL_MEAN,                    /* mean of X over real tokens */
+  LUNA_POOL_MEMORY,                  /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
+  LUNA_POOL_MEMORY_BATCH             /* mean of P over the batch's min(l, longest) slots: the authors' */
+} luna_pooling;
+typedef struct luna_classifier_config {
+  int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t classes;                   /* 0 = 2 */
+  luna_pooling pooling;
+  int64_t pre_logits;                /* width of a GELU layer before the logits; 0 = none */
+  bool pair;                         /* two sequences: features a, b, ab, a - b */
+  luna_encoder_config encoder;
+} luna_classifier_config;
+typedef struct luna_classifier {
+  luna_classifier_config config;
+  luna_params *params;
+  luna_encoder encoder;              /* "encoder." */
+  luna_linear_layer pre_logits;      /* "pre_logits.0" */
+  luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
+} luna_classifier;
+LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
+/* tokens [batch,n], lengths [batch] of at least 1, or null -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOL_MEMORY_BATCH) */
+LUNA_API luna_tensor *luna_classify(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n);
+LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
+                                         const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch);
+/* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d] */
+LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
+
+/* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
+typedef struct luna_masked_lm_config {
+  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask */
+  luna_encoder_config encoder;
+} luna_masked_lm_config;
+typedef struct luna_masked_lm {
+  luna_masked_lm_config config;
+  luna_params *params;
+  luna_encoder encoder;              /* "encoder." */
+  luna_linear_layer dense;           /* "lm_head.dense" */
+  luna_norm_layer norm;              /* "lm_head.layer_norm" */
+  luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
+} luna_masked_lm;
+LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config);
+LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n); /* logits [batch,n,vocab] */
+/* Mean loss over the places whose label is not negative; logits are made for those alone */
+LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, const int32_t *labels, int64_t batch, int64_t n);
+typedef struct luna_masking {
+  float probability;                 /* of a place to be chosen; 0 = 0.15 */
+  int32_t mask, vocab;               /* the mask's token; random tokens are below vocab (0: below mask) */
+  uint64_t seed, step;               /* the same again for the same seed, step and place */
+} luna_masking;
+/* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1 elsewhere
+   [arXiv 1810.04805]. input may be tokens itself. Returns how many were chosen. */
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, int32_t *input, int32_t *labels);
+
+/* Encoder-decoder */
+typedef struct luna_seq2seq_config {
+  int64_t vocab;                     /* of the source; 0 = 256, bytes */
+  int64_t target_vocab;              /* 0 = vocab */
+  bool share_embeddings;             /* one embedding for source, target and output; vocab = target_vocab */
+  bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
+  int64_t decoder_layers;            /* 0 = encoder.layers */
+  int64_t max_target_length;         /* learned positions; 0 = encoder.max_length */
+  luna_encoder_config encoder;       /* its layer config is the decoder's too; attention: Luna. Default scale: sqrt(dim) */
+} luna_seq2seq_config;
+typedef struct luna_seq2seq {
+  luna_seq2seq_config config;
+  luna_params *params;
+  luna_encoder encoder;              /* "encoder." */
+  luna_tensor *embedding;            /* "decoder.embed_tokens.weight" [target_vocab,d], or the encoder's */
+  luna_tensor *positions;            /* "decoder.embed_positions.weight", learned only */
+  luna_decoder_layer *layers;        /* "decoder.layers.N." */
+  luna_norm_layer norm, memory_norm; /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), pre-norm only */
+  luna_tensor *output;               /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
+} luna_seq2seq;
+LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
+/* source [batch,n] with lengths or null, and the target so far [batch,m] with lengths or null (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int32_t *source, const int32_t *source_lengths, int64_t n,
+                                           const int32_t *target, const int32_t *target_lengths, int64_t m, int64_t batch);
+
+/* What a checkpoint says it is: init and load in one; params must be empty. The file's sizes are believed only as far as its tensors bear them out. */
+typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
+typedef struct luna_model {
+  luna_model_kind kind;              /* which of the others is there */
+  luna_lm lm;
+  luna_classifier classifier;
+  luna_masked_lm masked_lm;
+  luna_seq2seq seq2seq;
+} luna_model;
+LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
+LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
 #endif
 
@@ -505,12 +705,15 @@ LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const cha
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 /* A factor on the learning rate, a pure function of the step (from 1): linear warm-up, then a decay. */
-typedef enum luna_decay { LUNA_CONSTANT = 0, LUNA_INVERSE_SQRT, LUNA_LINEAR, LUNA_COSINE } luna_decay;
+typedef enum luna_decay { LUNA_CONSTANT = 0, LUNA_INVERSE_SQRT, LUNA_LINEAR, LUNA_COSINE, LUNA_MILESTONES } luna_decay;
 typedef struct luna_schedule {
   luna_decay decay;
-  int64_t warmup;                    /* steps from 0 to 1 */
+  int64_t warmup;                    /* steps from warmup_from to 1 */
   int64_t total;                     /* linear, cosine: the step that reaches `floor` */
   float floor;                       /* least factor */
+  float warmup_from;                 /* the factor at step 0 */
+  int64_t milestone[4];              /* steps after each of which the factor is multiplied by gamma; 0 = no more */
+  float gamma;                       /* 0 = 0.1 */
 } luna_schedule;
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
 
@@ -523,24 +726,55 @@ typedef struct luna_sgd_config {
   float clip;                        /* greatest global gradient norm; 0 = none */
   luna_schedule schedule;
 } luna_sgd_config;
-typedef struct luna_adamw_config {   /* arXiv 1711.05101 */
+typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float lr;                          /* 0 = 1e-3 */
   float beta1, beta2;                /* 0 = 0.9, 0.999 */
   float epsilon;                     /* 0 = 1e-8 */
-  float weight_decay;                /* decoupled */
+  float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient */
   float clip;
   luna_schedule schedule;
 } luna_adamw_config;
+typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
+  float lr;                          /* 0 = 1 */
+  float beta;                        /* 0 = 0.9 */
+  float epsilon;                     /* 0 = 1e-4 */
+  float weight_decay;                /* added to the gradient */
+  float clip;
+  luna_schedule schedule;            /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
+} luna_apollo_config;
 /* Freed with the context. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config);
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
-/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed. A NaN or Inf among the gradients
-   skips the update; luna_optimizer_skipped counts those. */
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
+
+/* A group: parameters that learn in another way than the config says. { .most_axes = 1 }: no decay on norms and biases. */
+typedef struct luna_group {
+  const char *name;                  /* whose name has this in it; null = any */
+  int most_axes;                     /* and of at most so many axes; 0 = any */
+  float lr;                          /* factor on the learning rate; 0 = 1 */
+  float weight_decay;                /* in place of the config's */
+  bool frozen;                       /* not trained at all; their gradients count for nothing */
+} luna_group;
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
+
+/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed. A NaN or Inf in the loss or among the
+   gradients skips the update; the next luna_item or luna_read tells options.log, and luna_optimizer_skipped counts. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
+
+/* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it goes on with the same bits.
+   The file is a checkpoint of the model as well. Where the data stood is the caller's to say: luna_params_set before, luna_params_get after. Call it
+   after luna_optimizer_step: gradients are not saved. Loading wants the optimiser (kind, groups) made as it was. */
+LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
+LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
+#ifndef LUNA_NO_STDIO
+LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, const char *path);
+LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *path);
+#endif
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
@@ -584,6 +818,20 @@ typedef struct luna_sampling {
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling); /* -1 for null logits or NaN */
 
 #ifndef LUNA_ONLY_STREAM
+/* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
+   and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam);
+typedef struct luna_search {
+  int32_t begin, end;                /* the token a target starts from, and the one that ends it */
+  int64_t beam;                      /* 0 = 1, greedy */
+  int64_t most;                      /* tokens of a result, its end not counted; 0 = 2 n + 10 */
+  float length_penalty;              /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
+  bool exhaustive;                   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
+} luna_search;
+/* Greedy or beam search. source [batch,n], lengths or null -> out [batch,most] with out_lengths [batch], without begin and end; scores [batch] or null */
+LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
+                                    int32_t *out, int32_t *out_lengths, float *scores);
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>backend: what a device fills in
    A row runs one kind of op. It gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status; it takes and
@@ -591,8 +839,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
    op is then composed from tier 1.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_BACKEND_ROWS(R) \
-  R(PERMUTE, 1) R(SLICE, 1) R(CONCAT, 1) R(REPEAT, 1) R(ADD, 1) R(MUL, 1) R(SCALE, 1) R(REDUCE, 1) R(MATMUL, 1) R(LINEAR, 1) \
-  R(ACTIVATION, 1) R(SOFTMAX, 1) R(DROPOUT, 1) R(LAYER_NORM, 1) R(EMBEDDING, 1) R(CROSS_ENTROPY, 1) R(SOFTMAX_ATTENTION, 1) \
+  R(PERMUTE, 1) R(SLICE, 1) R(CONCAT, 1) R(REPEAT, 1) R(ADD, 1) R(MUL, 1) R(SCALE, 1) R(REDUCE, 1) R(MAX, 1) R(MATMUL, 1) R(LINEAR, 1) \
+  R(ACTIVATION, 1) R(SOFTMAX, 1) R(MASK, 1) R(RATIO, 1) R(DROPOUT, 1) R(LAYER_NORM, 1) R(EMBEDDING, 1) R(CROSS_ENTROPY, 1) R(SOFTMAX_ATTENTION, 1) \
   R(CAUSAL_PRODUCT, 1) R(SHORT_CONVOLUTION, 1) R(CUSTOM, 1) R(PACK, 2) R(UNPACK, 2) R(CAUSAL_LUNA, 2)
 typedef enum luna_row_id {
 #define LUNAI_ROW(name, tier) LUNA_ROW_##name,
@@ -621,6 +869,7 @@ typedef struct luna_op {
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_custom custom;
   luna_ctx *ctx;
+  const struct lunai_recompute *recompute; /* not a row's op: a block to run again */
   struct luna_op *previous;          /* the tape */
 } luna_op;
 
@@ -633,16 +882,18 @@ typedef struct luna_row {
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
   uint64_t seed;
   uint64_t step;                     /* begin_step calls; the Philox counter's last word */
-  uint64_t updates, skipped;         /* optimiser steps made, and skipped for a NaN or Inf */
+  uint64_t updates, skipped;         /* optimiser steps made, and skipped for a NaN or Inf (in the context's own state: by all its optimisers) */
   float lr, factor, norm;            /* this step's learning rate, clip factor, gradient norm */
   int nonfinite;
 } luna_step_state;
 
+typedef enum luna_optimizer_kind { LUNA_SGD = 0, LUNA_ADAM, LUNA_ADAMW, LUNA_APOLLO } luna_optimizer_kind;
 typedef struct luna_update {         /* one parameter's optimiser step; reads and writes step_state */
   luna_tensor *parameter;
-  float *first, *second;             /* moments, or null */
-  bool adam, nesterov;
-  float momentum, beta1, beta2, epsilon, decay;
+  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  luna_optimizer_kind kind;
+  bool nesterov;
+  float momentum, beta1, beta2, epsilon, decay, lr; /* lr: factor on the state's */
   luna_step_state *state;
 } luna_update;
 
@@ -654,6 +905,7 @@ struct luna_backend {
   void (*release)(void *self, void *pointer, size_t bytes);
   luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within, 1 to the device, 2 to the host */
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
+  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
   luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
   luna_status (*update)(luna_ctx *ctx, const luna_update *update);
   luna_row row[LUNA_ROWS];
@@ -824,10 +1076,11 @@ typedef struct lunai_causal_luna {
 
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an argument. */
 typedef struct lunai_update {
-  float *value, *grad, *first, *second; /* moments: SGD uses first, AdamW both */
+  float *value, *grad, *moment[3];   /* as in luna_update */
   int64_t count;
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor; /* factor: gradients times this (clipping) */
-  bool nesterov;
+  float alpha, curvature;            /* Apollo's, the same for a whole parameter */
+  bool nesterov, coupled;            /* coupled: decay goes into the gradient */
 } lunai_update;
 
 #if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
@@ -869,7 +1122,9 @@ typedef struct lunai_update {
   T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
   R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
-  T(void, adamw, (const lunai_update *update)) \
+  T(void, adam, (const lunai_update *update)) \
+  T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
+  T(void, apollo, (const lunai_update *update)) \
   R(size_t, attention_scratch, (const lunai_attention *a, int64_t slots, bool backward)) \
   R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
   T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
@@ -2213,7 +2468,7 @@ LUNAI_FN void LUNAI_K(sgd)(const lunai_update *update) {
   const int64_t n = update->count;
   const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum), factor = vf_set(update->factor);
   const bool moving = update->momentum != 0, nesterov = update->nesterov;
-  float *value = update->value, *grad = update->grad, *first = update->first;
+  float *value = update->value, *grad = update->grad, *first = update->moment[0];
   int64_t i;
   for (i = 0; i < n; i += VF) {
     const vf v = LUNAI_GET(value);
@@ -2228,23 +2483,63 @@ LUNAI_FN void LUNAI_K(sgd)(const lunai_update *update) {
   }
 }
 
-LUNAI_FN void LUNAI_K(adamw)(const lunai_update *update) {
+LUNAI_FN void LUNAI_K(adam)(const lunai_update *update) {
   const int64_t n = update->count;
   const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
   const vf beta2 = vf_set(update->beta2), rest2 = vf_set(1 - update->beta2);
-  const vf factor = vf_set(update->factor), decay = vf_set(update->lr * update->decay), epsilon = vf_set(update->epsilon);
+  const vf coupled = vf_set(update->coupled ? update->decay : 0), decay = vf_set(update->coupled ? 0 : update->lr * update->decay);
+  const vf factor = vf_set(update->factor), epsilon = vf_set(update->epsilon);
   const vf step = vf_set((float)((double)update->lr / (double)update->correction1));
   const vf root = vf_set((float)(1 / sqrt((double)update->correction2)));
-  float *value = update->value, *grad = update->grad, *first = update->first, *second = update->second;
+  float *value = update->value, *grad = update->grad, *first = update->moment[0], *second = update->moment[1];
   int64_t i;
   for (i = 0; i < n; i += VF) {
-    const vf g = vf_mul(LUNAI_GET(grad), factor), v = LUNAI_GET(value);
+    const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(coupled, v));
     const vf m = vf_fma(beta1, LUNAI_GET(first), vf_mul(rest1, g));
     const vf s = vf_fma(beta2, LUNAI_GET(second), vf_mul(rest2, vf_mul(g, g)));
     const vf move = vf_div(vf_mul(step, m), vf_fma(vf_sqrt(s), root, epsilon));
     LUNAI_PUT(first, m);
     LUNAI_PUT(second, s);
     LUNAI_PUT(value, vf_sub(vf_fnma(decay, v, v), move));
+    LUNAI_PUT(grad, vf_zero());
+  }
+}
+/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a part of a parameter of d^4, (g - m) d and B d^2 */
+LUNAI_FN void LUNAI_K(apollo_sums)(const lunai_update *update, double sums[3]) {
+  const vf factor = vf_set(update->factor), decay = vf_set(update->decay);
+  const float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1], *last = update->moment[2];
+  int64_t first, i;
+  sums[0] = sums[1] = sums[2] = 0;
+  for (first = 0; first < update->count; first += 1024) {
+    const int64_t n = lunai_min(first + 1024, update->count);
+    vf fourth = vf_zero(), along = vf_zero(), bent = vf_zero();
+    for (i = first; i < n; i += VF) {
+      const vf d = LUNAI_GET(last), square = vf_mul(d, d);
+      const vf g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, LUNAI_GET(value)));
+      fourth = vf_fma(square, square, fourth);
+      along = vf_fma(vf_sub(g, LUNAI_GET(mean)), d, along);
+      bent = vf_fma(LUNAI_GET(curve), square, bent);
+    }
+    sums[0] += (double)vf_sum(fourth);
+    sums[1] += (double)vf_sum(along);
+    sums[2] += (double)vf_sum(bent);
+  }
+}
+/* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1), value -= lr d */
+LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
+  const int64_t n = update->count;
+  const vf factor = vf_set(update->factor), decay = vf_set(update->decay), lr = vf_set(update->lr);
+  const vf alpha = vf_set(update->alpha), curvature = vf_set(update->curvature), one = vf_set((float)1);
+  float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1], *last = update->moment[2];
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v)), before = LUNAI_GET(mean), d = LUNAI_GET(last);
+    const vf m = vf_fma(alpha, vf_sub(g, before), before), b = vf_fma(curvature, vf_mul(d, d), LUNAI_GET(curve));
+    const vf next = vf_div(m, vf_max(vf_abs(b), one));
+    LUNAI_PUT(mean, m);
+    LUNAI_PUT(curve, b);
+    LUNAI_PUT(last, next);
+    LUNAI_PUT(value, vf_fnma(lr, next, v));
     LUNAI_PUT(grad, vf_zero());
   }
 }
@@ -5025,7 +5320,9 @@ struct luna_ctx {
   luna_op *tape;
   uint32_t dropout_ops;
   bool training;
-  luna_params *params;
+  bool paused;                       /* training, but nothing joins the tape: inside luna_recompute */
+  bool stepped;                      /* an optimiser has made its step since begin */
+  uint64_t told;                     /* skipped steps that options.log has heard of */
   luna_status status, refused;       /* the first failure since begin; that of the last call which returned a status */
   char error[320];
 };
@@ -5325,8 +5622,11 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
+  ctx->paused = false;
   ctx->status = LUNA_OK;
   ctx->error[0] = 0;
+  if (ctx->stepped) ctx->state->nonfinite = 0;
+  ctx->stepped = false;
   if (training) ctx->state->step++;
   return LUNA_OK;
 }
@@ -5549,6 +5849,78 @@ LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+
+LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
+  int64_t i;
+  for (*at = 0, i = 0; i < axis; i++) {
+    if (x[i * stride] > x[*at * stride]) *at = i;
+    if (x[i * stride] != x[i * stride]) return *at = i, true;
+  }
+  return axis > 0;
+}
+LUNAI_FN luna_status lunai_max_forward(luna_op *op) {
+  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
+  int64_t r, at;
+  for (r = 0; r < outer * inner; r++) {
+    const float *x = op->in[0]->data + r / inner * axis * inner + r % inner;
+    op->out[0]->data[r] = lunai_first_max(x, axis, inner, &at) ? x[at * inner] : 0;
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
+  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
+  int64_t r, at;
+  for (r = 0; r < outer * inner; r++) {
+    const int64_t start = r / inner * axis * inner + r % inner;
+    if (lunai_first_max(op->in[0]->data + start, axis, inner, &at)) op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
+  }
+  return LUNA_OK;
+}
+
+/* --- mask: rows from lengths[b] on become number[0], and what lies there is not read; size[0]: floats a row --- */
+LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) { return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]]; }
+LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = op->size[0];
+  int64_t r, i;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    if (!lunai_mask_row(op, r)) memcpy(y, op->in[0]->data + r * n, (size_t)n * sizeof(float));
+    else for (i = 0; i < n; i++) y[i] = op->number[0];
+  }
+}
+LUNAI_FN void lunai_mask_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = op->size[0];
+  int64_t r;
+  for (r = first; r < last; r++) {
+    float *dx = op->in[0]->grad + r * n;
+    if (!lunai_mask_row(op, r)) lunai_k(op)->add(n, dx, op->out[0]->grad + r * n, dx);
+  }
+}
+LUNAI_FN luna_status lunai_mask_forward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->size[0], lunai_mask_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_mask_backward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->size[0], lunai_mask_back); return LUNA_OK; }
+
+/* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
+LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->out[0]);
+  int64_t r;
+  for (r = first; r < last; r++) {
+    const float *x = op->in[0]->data + r * (n + 1);
+    lunai_k(op)->scale(n, x[n] == 0 ? 0 : 1 / x[n], x, op->out[0]->data + r * n);
+  }
+}
+LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->out[0]);
+  int64_t r;
+  for (r = first; r < last; r++) {
+    const float *x = op->in[0]->data + r * (n + 1), *dy = op->out[0]->grad + r * n;
+    const float inverse = x[n] == 0 ? 0 : 1 / x[n];
+    float *dx = op->in[0]->grad + r * (n + 1);
+    lunai_k(op)->scale_add(n, inverse, dy, dx);
+    dx[n] -= inverse * lunai_k(op)->dot(n, dy, op->out[0]->data + r * n);
+  }
+}
+LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK; }
 
 /* --- matmul: size outer, inner, m, n, k (b has `inner` matrices, a outer * inner); flags: transposed --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
@@ -5937,14 +6309,20 @@ LUNAI_FN luna_status lunai_cpu_zero(luna_ctx *ctx, void *at, size_t bytes) {
   return LUNA_OK;
 }
 
-/* --- the optimisers' norm and update --- */
-#define LUNAI_NORM_BLOCK 65536
+LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  (void)ctx;
+  if (!(loss->data[0] - loss->data[0] == 0)) state->nonfinite = 1;
+  return LUNA_OK;
+}
+
+/* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
+#define LUNAI_SUM_BLOCK 65536
 typedef struct lunai_norm_work { const lunai_kernels *kernels; const float *x; int64_t count; double partial[64]; } lunai_norm_work;
 LUNAI_FN void lunai_norm_task(void *work, int64_t slot, int64_t slots) {
   lunai_norm_work *w = (lunai_norm_work *)work;
   int64_t i;
-  for (i = slot; i * LUNAI_NORM_BLOCK < w->count; i += slots)
-    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_NORM_BLOCK, w->count - i * LUNAI_NORM_BLOCK), w->x + i * LUNAI_NORM_BLOCK);
+  for (i = slot; i * LUNAI_SUM_BLOCK < w->count; i += slots)
+    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
 }
 LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
   lunai_norm_work w;
@@ -5953,64 +6331,93 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameter
   w.kernels = ctx->kernels;
   for (p = 0; p < count; p++) {
     const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
-    for (at = 0; at < size; at += 64 * LUNAI_NORM_BLOCK) {
+    for (at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
       w.x = parameters[p]->grad + at;
-      w.count = lunai_min(size - at, 64 * LUNAI_NORM_BLOCK);
-      lunai_run(w.count > LUNAI_NORM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
-      for (i = 0; i * LUNAI_NORM_BLOCK < w.count; i++) sum += w.partial[i];
+      w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
+      lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
+      for (i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
     }
   }
   state->norm = (float)sqrt(sum);
-  state->nonfinite = !(sum < (double)INFINITY);
+  state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
   state->factor = clip > 0 && state->norm > clip ? clip / state->norm : 1.0f;
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
+  ctx->state->skipped += (uint64_t)state->nonfinite;
   return LUNA_OK;
 }
 
-typedef struct lunai_update_work { const lunai_kernels *kernels; lunai_update update; bool adam; } lunai_update_work;
+typedef struct lunai_update_work { const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3]; } lunai_update_work;
+LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
+  lunai_update u = *whole;
+  int i;
+  u.value += first;
+  u.grad += first;
+  for (i = 0; i < 3; i++) if (u.moment[i]) u.moment[i] += first;
+  u.count = last - first;
+  return u;
+}
 LUNAI_FN void lunai_update_task(void *work, int64_t slot, int64_t slots) {
   const lunai_update_work *w = (const lunai_update_work *)work;
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
   const int64_t first = lunai_share(units, slot, slots) * LUNAI_SPLIT, last = lunai_min(lunai_share(units, slot + 1, slots) * LUNAI_SPLIT, w->update.count);
-  lunai_update u = w->update;
-  if (first >= last) return;
-  u.value += first;
-  u.grad += first;
-  if (u.first) u.first += first;
-  if (u.second) u.second += first;
-  u.count = last - first;
-  (w->adam ? w->kernels->adamw : w->kernels->sgd)(&u);
+  const lunai_update u = lunai_update_part(&w->update, first, last);
+  if (first < last) (w->kind == LUNA_APOLLO ? w->kernels->apollo : w->kind == LUNA_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
+}
+LUNAI_FN void lunai_apollo_task(void *work, int64_t slot, int64_t slots) { /* of a part of at most 64 blocks */
+  lunai_update_work *w = (lunai_update_work *)work;
+  int64_t i;
+  for (i = slot; i * LUNAI_SUM_BLOCK < w->update.count; i += slots) {
+    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK, lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
+    w->kernels->apollo_sums(&u, w->partial[i]);
+  }
+}
+/* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) / D^4 */
+LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
+  const lunai_update whole = w->update;
+  double sums[3] = { 0, 0, 0 }, d;
+  int64_t at, i;
+  for (at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
+    w->update = lunai_update_part(&whole, at, lunai_min(at + 64 * LUNAI_SUM_BLOCK, whole.count));
+    lunai_run(w->update.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_apollo_task, w);
+    for (i = 0; i < 3 * lunai_divide_up(w->update.count, LUNAI_SUM_BLOCK); i++) sums[i % 3] += w->partial[i / 3][i % 3];
+  }
+  w->update = whole;
+  d = sqrt(sqrt(sums[0])) + (double)whole.epsilon;
+  w->update.alpha = (1 - whole.beta1) / whole.correction1;
+  w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
 LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) {
   const luna_step_state *state = update->state;
   const double t = (double)state->updates;
   lunai_update_work w;
+  int i;
   if (state->nonfinite) return lunai_cpu_zero(ctx, update->parameter->grad, (size_t)luna_count(update->parameter) * sizeof(float));
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
-  w.adam = update->adam;
+  w.kind = update->kind;
   w.update.value = update->parameter->data;
   w.update.grad = update->parameter->grad;
-  w.update.first = update->first;
-  w.update.second = update->second;
+  for (i = 0; i < 3; i++) w.update.moment[i] = update->moment[i];
   w.update.count = luna_count(update->parameter);
-  w.update.lr = state->lr;
+  w.update.lr = state->lr * update->lr;
   w.update.factor = state->factor;
   w.update.decay = update->decay;
   w.update.momentum = update->momentum;
   w.update.nesterov = update->nesterov;
+  w.update.coupled = update->kind == LUNA_ADAM;
   w.update.beta1 = update->beta1;
   w.update.beta2 = update->beta2;
   w.update.epsilon = update->epsilon;
   w.update.correction1 = (float)(1 - pow((double)update->beta1, t));
   w.update.correction2 = (float)(1 - pow((double)update->beta2, t));
+  if (w.kind == LUNA_APOLLO) lunai_apollo_curvature(ctx, &w);
   lunai_run(w.update.count > LUNAI_SPLIT ? &ctx->parallel : NULL, lunai_update_task, &w);
   return LUNA_OK;
 }
 
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  1, sizeof(luna_backend), 0, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
     { lunai_query_nothing, lunai_permute_forward, LUNAI_TRAIN(lunai_permute_backward) },
     { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
@@ -6020,10 +6427,13 @@ static const luna_backend lunai_cpu = {
     { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_mul_backward) },
     { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
     { lunai_query_nothing, lunai_reduce_forward, LUNAI_TRAIN(lunai_reduce_backward) },
+    { lunai_query_nothing, lunai_max_forward, LUNAI_TRAIN(lunai_max_backward) },
     { lunai_matmul_query, lunai_matmul_forward, LUNAI_TRAIN(lunai_matmul_backward) },
     { lunai_linear_query, lunai_linear_forward, LUNAI_TRAIN(lunai_linear_backward) },
     { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_activation_backward) },
     { lunai_query_nothing, lunai_softmax_forward, LUNAI_TRAIN(lunai_softmax_backward) },
+    { lunai_query_nothing, lunai_mask_forward, LUNAI_TRAIN(lunai_mask_backward) },
+    { lunai_query_nothing, lunai_ratio_forward, LUNAI_TRAIN(lunai_ratio_backward) },
     { lunai_query_nothing, lunai_dropout_forward, LUNAI_TRAIN(lunai_dropout_backward) },
     { lunai_layer_norm_query, lunai_layer_norm_forward, LUNAI_TRAIN(lunai_layer_norm_backward) },
     { lunai_query_nothing, lunai_embedding_forward, LUNAI_TRAIN(lunai_embedding_backward) },
@@ -6112,6 +6522,16 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
+/* what an optimiser found out without telling the host */
+LUNAI_FN void lunai_tell_skipped(luna_ctx *ctx) {
+  char sentence[160];
+  if (ctx->state->skipped == ctx->told) return;
+  lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped so far, the last in step %d: the loss or a gradient was not finite",
+              (int64_t)ctx->state->skipped, (int64_t)ctx->state->step);
+  ctx->told = ctx->state->skipped;
+  if (ctx->options.log) ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+}
+
 LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
@@ -6121,6 +6541,7 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
     return LUNA_OK;
   }
   if (!from && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called?", t);
+  lunai_tell_skipped(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_floats(t, t ? t->data : NULL, out); }
@@ -6228,7 +6649,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
       lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)", s->name, (int64_t)i);
       return lunai_give_up(s);
     }
-    if (op->in[i] && op->in[i]->needs_grad && ctx->training) record = true;
+    if (op->in[i] && op->in[i]->needs_grad && ctx->training && !ctx->paused) record = true;
   }
   if (lunai_shape_count(rank, shape) < 0) {
     lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: the result would have too many elements", s->name);
@@ -6257,6 +6678,7 @@ LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shap
 LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
 
 /* --- backward --- */
+typedef struct lunai_recompute { luna_block block; const void *state; uint32_t dropout_ops; } lunai_recompute;
 #ifndef LUNA_NO_TRAIN
 /* the gradient of a tensor that wants one: zeros when new; of a view, its part of the owner's */
 LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t) {
@@ -6274,6 +6696,43 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t) {
   return true;
 }
 
+/* Runs a block again, from leaves that share the inputs' gradients, to results that share the outputs', and back over it. */
+LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status);
+LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
+  luna_ctx *ctx = op->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_op *tape = ctx->tape, *inner;
+  const uint32_t dropout_ops = ctx->dropout_ops;
+  luna_tensor *leaf[LUNA_MAX_INPUTS], *again[2] = { NULL, NULL };
+  void *memory;
+  bool good = true;
+  int i;
+  for (i = 0; i < op->inputs; i++) {
+    if (!lunai_step(ctx, sizeof(luna_tensor), false, &memory)) return false;
+    leaf[i] = (luna_tensor *)memory;
+    *leaf[i] = *op->in[i];
+    leaf[i]->base = NULL;
+    leaf[i]->offset = 0;
+  }
+  ctx->tape = NULL;
+  ctx->dropout_ops = op->recompute->dropout_ops;
+  again[0] = op->recompute->block(op->recompute->state, leaf, op->outputs > 1 ? &again[1] : NULL);
+  good = again[0] && (op->outputs == 1 || again[1]);
+  if (!good) *status = ctx->status;
+  for (i = 0; i < op->outputs && good; i++) {
+    if (again[i]->base) again[i] = luna_scale(again[i], 1);
+    good = again[i] != NULL;
+    if (!good || !op->out[i]->has_grad) continue;
+    again[i]->grad = op->out[i]->grad;
+    again[i]->has_grad = true;
+  }
+  for (inner = ctx->tape; inner && good; inner = inner->previous) good = lunai_op_backward(inner, status);
+  ctx->tape = tape;
+  ctx->dropout_ops = dropout_ops;
+  lunai_step_rewind(ctx, mark);
+  return good;
+}
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
@@ -6282,8 +6741,9 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   *status = LUNA_OUT_OF_MEMORY;
   for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
   if (!reached) return true;
-  for (i = 0; i < op->outputs; i++) if (!lunai_grad_take(ctx, op->out[i])) return false;
+  for (i = 0; i < op->outputs && !op->recompute; i++) if (!lunai_grad_take(ctx, op->out[i])) return false;
   for (i = 0; i < op->inputs; i++) if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i])) return false;
+  if (op->recompute) return lunai_block_backward(op, status);
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
   *status = ctx->options.measure ? LUNA_OK : ctx->backend->row[op->row].backward(op);
@@ -6302,22 +6762,23 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (!ctx->tape || !loss->needs_grad)
     return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
   if (!lunai_grad_take(ctx, loss)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
-  if (!ctx->options.measure) ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
+  if (!ctx->options.measure && ((status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1)) != LUNA_OK || (status = ctx->backend->check(ctx, loss, ctx->state)) != LUNA_OK))
+    return lunai_refuse(ctx, status, "luna_backward: the backend failed: %s", luna_status_text(status));
   for (op = ctx->tape; op; op = op->previous)
     if (!lunai_op_backward(op, &status))
-      return lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status), luna_row_name(op->row));
+      return ctx->status != LUNA_OK ? ctx->status : lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status), op->recompute ? "a block computed again" : luna_row_name(op->row));
   ctx->tape = NULL;
   return LUNA_OK;
 }
 
 #endif /* !LUNA_NO_TRAIN */
 
-/* --- inference: temporaries go as the layers go. Everything since mark is freed but the count tensors kept, which move down in the
+/* --- inference, and the first run of luna_recompute: temporaries go as the layers go. Everything since mark is freed but the count tensors kept, which move down in the
    order they were made; they must be newer than the mark, older first, and no views. --- */
 LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int count) {
   luna_tensor old[2];
   int i;
-  if (ctx->training || ctx->status != LUNA_OK) return;
+  if ((ctx->training && !ctx->paused) || ctx->status != LUNA_OK) return;
   for (i = 0; i < count; i++) old[i] = *kept[i];
   lunai_step_rewind(ctx, mark);
   for (i = 0; i < count; i++) {
@@ -6352,6 +6813,7 @@ struct luna_params {
   bool borrowing;                    /* values are read in place: */
   const luna_params *shared;         /* from this set, */
   lunai_st source;                   /* or from this file */
+  const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
 };
 
 LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *a, const char *b) {
@@ -6449,7 +6911,7 @@ LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
     counter[2] = (uint32_t)hash;
     counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_ZEROS || init.kind == LUNA_ONES) out[i] = init.kind == LUNA_ONES ? 1.0f : 0.0f;
+    if (init.kind == LUNA_ZEROS || init.kind == LUNA_ONES) out[i] = init.kind == LUNA_ONES ? bound : 0.0f;
     else if (init.kind == LUNA_NORMAL) out[i] = bound * lunai_normal(counter, seed);
     else {
       lunai_philox(counter, seed, word);
@@ -6498,11 +6960,29 @@ LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->borrowed = true;
 }
 
+LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64; }
+LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
+  int a;
+  if (t->rank != tensor->rank) return false;
+  for (a = 0; a < t->rank; a++) if (t->shape[a] != tensor->shape[a]) return false;
+  return true;
+}
+
+/* whether the file has a tensor of that name and shape, in numbers that can be read */
+LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape, lunai_st_tensor *t) {
+  luna_tensor like;
+  lunai_tensor_set(&like, ctx, rank, shape);
+  if (lunai_st_find(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
+  lunai_refuse(ctx, LUNA_MISMATCH, "the file has no tensor %s of shape %t in F32, F16, BF16 or F64", name, &like);
+  return false;
+}
+
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
   luna_ctx *ctx = params ? params->ctx : NULL;
   const int64_t count = lunai_shape_count(rank, shape);
   lunai_persistent_mark mark;
   lunai_param *p;
+  lunai_st_tensor stored;
   void *memory, *data = NULL;
   const char *wrong;
   if (!ctx || !name) return NULL;
@@ -6510,14 +6990,15 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
     return NULL;
   }
-  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || strcmp(name, "__metadata__") == 0) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, and not __metadata__", (int64_t)(LUNAI_LONGEST_NAME - 1));
+  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || strcmp(name, "__metadata__") == 0 || strncmp(name, "luna.", 5) == 0) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_LONGEST_NAME - 1));
     return NULL;
   }
   if (lunai_param_find(params, name)) {
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
     return NULL;
   }
+  if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
   mark = lunai_persistent(ctx);
   p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
   if (p) p->name = lunai_persist_text(ctx, name, "");
@@ -6533,7 +7014,8 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   p->tensor.data = (float *)data;
   wrong = NULL;
   if (params->borrowing) lunai_borrow(p, lunai_borrowed(params, name, &p->tensor, &params->source, &wrong));
-  else if (lunai_param_fill(ctx, p, init) != LUNA_OK) wrong = "could not be filled by the backend";
+  else if (!params->filling && lunai_param_fill(ctx, p, init) != LUNA_OK) wrong = "could not be filled by the backend";
+  else if (params->filling && !ctx->options.measure) lunai_st_floats(&stored, p->tensor.data);
   if (wrong) {
     lunai_refuse(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
     lunai_persistent_rewind(ctx, mark);
@@ -6652,6 +7134,13 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   return lunai_view(&s, x, rank, full, 0);
 }
 
+LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
+  lunai_build s;
+  luna_tensor *t = lunai_start(&s, LUNA_ROWS, "luna_detach", 1, x, NULL, NULL) ? lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
+  if (t) t->needs_grad = false;
+  return t;
+}
+
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
@@ -6765,11 +7254,11 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 }
 
 /* --- reductions --- */
-LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, int axis, bool mean, const char *name) {
+LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_row_id row, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_REDUCE, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, row, name, 1, x, NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: %t has no axis %d", name, x, (int64_t)axis);
   s.op.size[0] = s.op.size[2] = 1;
   for (a = 0; a < x->rank; a++) {
@@ -6780,8 +7269,9 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, int axis, bool mean, const ch
   s.op.number[0] = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
   return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
 }
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, axis, false, "luna_sum"); }
-LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, axis, true, "luna_mean"); }
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_ROW_REDUCE, axis, false, "luna_sum"); }
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_ROW_REDUCE, axis, true, "luna_mean"); }
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_ROW_MAX, axis, false, "luna_max"); }
 
 /* --- products --- */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
@@ -6838,6 +7328,29 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   if (x->rank < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_softmax: a tensor without axes");
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+}
+
+LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float fill) {
+  bool failed = false;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
+  if (!lengths) return x;
+  if (x->rank < 2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_mask: %t has no rows; want [batch, n, ...]", x);
+  s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.size[0] = x->shape[2] * x->shape[3];
+  s.op.number[0] = fill;
+  return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
+
+LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
+  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_ratio: %t has no last element to divide by", x);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[x->rank - 1]--;
+  return lunai_finish(&s, x->rank, shape);
 }
 
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
@@ -7110,6 +7623,53 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   return lunai_finish(&s, rank, shape);
 }
 
+/* Outputs made by the block itself, the second before the first, and no views, stay where they are put; with `copy` they may be anything. */
+LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second, bool copy) {
+  luna_ctx *ctx = in[0]->ctx;
+  luna_tensor *both[2] = { NULL, NULL };
+  lunai_recompute *again;
+  luna_op *op;
+  lunai_mark mark;
+  void *memory, *more, *kept;
+  if (!ctx->training || ctx->paused) return block(state, in, second);
+  if (!lunai_step(ctx, sizeof(luna_op), false, &memory) || !lunai_step(ctx, sizeof(lunai_recompute), false, &more) || !lunai_step(ctx, state_size, false, &kept))
+    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_recompute: no memory (%d bytes in use)", (int64_t)luna_memory(ctx).current);
+  op = (luna_op *)memory;
+  again = (lunai_recompute *)more;
+  memset(op, 0, sizeof *op);
+  if (state_size) memcpy(kept, state, state_size);
+  again->block = block;
+  again->state = kept;
+  again->dropout_ops = ctx->dropout_ops;
+  op->row = LUNA_ROWS;
+  op->ctx = ctx;
+  op->recompute = again;
+  op->outputs = second ? 2 : 1;
+  for (op->inputs = 0; op->inputs < count; op->inputs++) op->in[op->inputs] = in[op->inputs];
+  mark = lunai_step_mark(ctx);
+  ctx->paused = true;
+  both[1] = block(state, in, second ? &both[0] : NULL);
+  if (copy && both[1] && second) both[0] = luna_scale(both[0], 1);
+  if (copy && both[1]) both[1] = luna_scale(both[1], 1);
+  if (both[1] && (both[0] || !second)) lunai_keep(ctx, mark, second ? both : both + 1, op->outputs);
+  ctx->paused = false;
+  if (!both[1] || (second && !both[0])) return NULL;
+  op->out[0] = both[1];
+  op->out[1] = both[0];
+  both[1]->needs_grad = true;
+  if (second) (*second = both[0])->needs_grad = true;
+  op->previous = ctx->tape;
+  return (ctx->tape = op)->out[0];
+}
+LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second) {
+  int i;
+  if (!in || count < 1 || !in[0]) return NULL;
+  if (count > LUNA_MAX_INPUTS || !block || (state_size && !state))
+    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_recompute: %d inputs (at most 8), a block, and a state of %d bytes", (int64_t)count, (int64_t)state_size);
+  for (i = 1; i < count; i++) if (!in[i]) return lunai_null(in[0]->ctx, "luna_recompute", "one of the inputs");
+  return lunai_recompute_block(block, state, state_size, in, count, second, true);
+}
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -7292,11 +7852,25 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
   return n * 4 * (double)heads * l * d + 4 * l * d * d < n * (2 * (double)projections * d * d + 4 * l * d);
 }
 
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
+/* the first half: Y_P */
+LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_config *c = &layer->config;
   const int key = c->sharing == LUNA_FULL || c->sharing == LUNA_SHARED_QK;
+  luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
   luna_attention_config a;
-  luna_tensor *both[2], *pv, *k, *v;
+  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key)) return lunai_pack_folded(layer, pq, context, lengths);
+  memset(&a, 0, sizeof a);
+  a.dropout = c->dropout;
+  a.heads = c->pack_heads;
+  a.lengths = lengths;
+  pv = luna_linear_layer_forward(&layer->pv, context);
+  return luna_softmax_attention(pq, c->sharing == LUNA_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
+}
+
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
+  const luna_nested_attention_config *c = &layer->config;
+  luna_attention_config a;
+  luna_tensor *both[2], *k, *v;
   lunai_mark mark;
   bool failed = false;
   const int32_t *memory_lengths;
@@ -7311,17 +7885,10 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
   mark = lunai_step_mark(ctx);
   memory_lengths = lunai_memory_lengths(ctx, lengths, x->shape[0], p->shape[1], &failed);
   if (failed) return NULL;
+  both[0] = lunai_nested_pack(layer, p, context, lengths);
+  if (!both[0]) return NULL;
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
-  a.heads = c->pack_heads;
-  a.lengths = lengths;
-  both[0] = luna_linear_layer_forward(&layer->pq, p);
-  if (lunai_fold(ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key)) both[0] = lunai_pack_folded(layer, both[0], context, lengths);
-  else {
-    pv = luna_linear_layer_forward(&layer->pv, context);
-    both[0] = luna_softmax_attention(both[0], c->sharing == LUNA_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
-  }
-  if (!both[0]) return NULL;
   a.heads = c->heads;
   a.lengths = memory_lengths;
   if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], memory_lengths);
@@ -7403,6 +7970,169 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
   return y;
 }
 
+/* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
+/* from the first of `count` to the last, evenly; 0: all the same */
+LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t count) { return last == 0 || count < 2 ? first : first + (last - first) * i / (count - 1); }
+LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { return lunai_divide_up(c->max_length, k); }
+
+/* E (or F): [k, m], or one kernel [1, w] that starts as the mean; false when it could not be made. No projection to learn: null, true */
+LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name, const luna_linformer_config *c, luna_tensor **e) {
+  const int64_t most = lunai_max(c->k, c->k_last_head), widest = lunai_window(c, c->k_last_head ? lunai_min(c->k, c->k_last_head) : c->k);
+  *e = NULL;
+  if (c->projection == LUNA_PROJECT_LINEAR) *e = lunai_named(params, prefix, name, 2, most, c->max_length, lunai_init(LUNA_XAVIER, 1));
+  else if (c->projection == LUNA_PROJECT_CONVOLUTION) *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_ONES, 1.0f / (float)widest));
+  else return true;
+  return *e != NULL;
+}
+LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
+  if (c->k == 0) c->k = 64;
+  if (c->max_length == 0) c->max_length = 512;
+  if (c->k >= 1 && c->k_last_layer >= 0 && c->k_last_head >= 0 && c->max_length >= 1 && c->max_length <= 1 << 26 && c->k <= c->max_length && c->k_last_layer <= c->max_length &&
+      c->k_last_head <= c->max_length && (unsigned)c->sharing <= LUNA_LAYERWISE && (unsigned)c->projection <= LUNA_PROJECT_CONVOLUTION) return true;
+  lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "Linformer: k %d, in the last layer %d, in the last head %d must be at most max_length %d", c->k, c->k_last_layer, c->k_last_head, c->max_length);
+  return false;
+}
+
+LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config) {
+  luna_attention_layer_config c;
+  luna_init init;
+  lunai_params_mark mark;
+  bool good;
+  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
+  c = *config;
+  if (c.heads == 0) c.heads = 1;
+  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX || c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1))
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_init: dim %d must be a multiple of heads %d, kind softmax, linear or Linformer, dropout below 1", c.dim, c.heads);
+  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) return lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_attention_layer_init: Linformer mixes all positions and cannot be causal");
+  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer)) return LUNA_BAD_ARGUMENT;
+  mark = lunai_params_here(params);
+  memset(layer, 0, sizeof *layer);
+  init = lunai_projection_init(c.bert_init, false);
+  good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
+  if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LAYERWISE) {
+    good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, &layer->e);
+    layer->f = layer->e;
+    if (c.linformer.sharing == LUNA_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, &layer->f);
+  }
+  layer->config = c;
+  return lunai_params_end(params, mark, good);
+}
+
+/* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1], divided by its last column */
+LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal, const int32_t *lengths) {
+  luna_tensor *both[2], *y;
+  int64_t shape[4];
+  if (!q || !k || !v) return NULL;
+  shape[0] = v->shape[0]; shape[1] = v->shape[1]; shape[2] = heads; shape[3] = 1;
+  both[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
+  both[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
+  v = luna_mask(lunai_reshape(luna_concat(both, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
+  q = luna_elu1(q);
+  k = luna_mask(luna_elu1(k), lengths);
+  if (causal) {
+    y = luna_causal_product(q, k, v, heads);
+    if (!y) return NULL;
+    y = luna_ratio(lunai_reshape(y, 4, y->shape[0], y->shape[1], heads, y->shape[2] / heads));
+    return y ? lunai_reshape(y, 3, y->shape[0], y->shape[1], heads * y->shape[3], 1) : NULL;
+  }
+  y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
+  return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
+}
+
+/* lengths of each sequence in windows, or in rows (w = 1); without lengths all are `n` */
+LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n, int64_t w) {
+  void *memory;
+  int64_t i;
+  if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "no memory for %d lengths", batch), (const int32_t *)NULL;
+  for (i = 0; i < batch; i++) ((int32_t *)memory)[i] = (int32_t)lunai_divide_up(lengths ? lengths[i] : n, w);
+  return (const int32_t *)memory;
+}
+
+/* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
+LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k, const int32_t *lengths) {
+  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k), windows = lunai_divide_up(n, w);
+  const float fill = c->projection == LUNA_PROJECT_MAX ? -3.402823466e+38f : 0;
+  luna_tensor *both[2];
+  int64_t shape[3];
+  if (c->projection == LUNA_PROJECT_LINEAR) {
+    x = luna_matmul(luna_mask(x, lengths), luna_slice(luna_slice(e, 0, 0, k), 1, 0, n), true, true);
+    return lunai_permute(x, 0, 2, 1, 3);
+  }
+  if (windows * w > n) {
+    shape[0] = batch; shape[1] = windows * w - n; shape[2] = width;
+    both[0] = x;
+    both[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
+    x = luna_concat(both, 2, 1);
+  }
+  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL) return NULL;
+  x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
+  if (c->projection == LUNA_PROJECT_MAX) return luna_max(x, 2);
+  if (c->projection == LUNA_PROJECT_MEAN) return luna_mean(x, 2);
+  return lunai_reshape(luna_matmul(x, luna_slice(e, 1, 0, w), true, true), 3, batch, windows, width, 1);
+}
+
+/* Linformer: heads [first, first + heads), which share one k */
+LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
+  const luna_linformer_config *c = &layer->config.linformer;
+  const int64_t width = layer->config.dim / layer->config.heads * heads, from = first * (layer->config.dim / layer->config.heads);
+  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = k->shape[1];
+  luna_attention_config a;
+  memset(&a, 0, sizeof a);
+  a.heads = heads;
+  a.dropout = layer->config.dropout;
+  if (heads < layer->config.heads) {
+    q = luna_slice(q, 2, from, width);
+    k = luna_slice(k, 2, from, width);
+    v = luna_slice(v, 2, from, width);
+  }
+  if (!q || !k || !v) return NULL;
+  if (c->projection != LUNA_PROJECT_LINEAR && lengths && (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
+  return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths), lunai_shorten(c, v, layer->f, size, lengths), &a);
+}
+LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, const int32_t *lengths) {
+  const luna_linformer_config *c = &layer->config.linformer;
+  luna_tensor *both[2] = { NULL, NULL };
+  int64_t h;
+  if (!q || !k || !v) return NULL;
+  if (k->shape[1] > c->max_length) return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a sequence of %d, but max_length is %d", k->shape[1], c->max_length);
+  if ((!layer->e || !layer->f) && (c->projection == LUNA_PROJECT_LINEAR || c->projection == LUNA_PROJECT_CONVOLUTION))
+    return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a layer that shares layerwise has been given no projection");
+  if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
+  for (h = 0; h < layer->config.heads; h++) {
+    both[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
+    both[0] = h == 0 ? both[1] : luna_concat(both, 2, 2);
+  }
+  return both[0];
+}
+
+LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths) {
+  const luna_attention_layer_config *c = &layer->config;
+  luna_attention_config a;
+  luna_tensor *q, *k, *v, *y;
+  lunai_mark mark;
+  if (!x) return NULL;
+  if (!context) context = x;
+  if (x->rank != 3 || context->rank != 3 || x->shape[0] != context->shape[0] || x->shape[2] != c->dim || context->shape[2] != c->dim)
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_forward: x %t and context %t: want [batch, n, %d] and [batch, m, %d]", x, context, c->dim, c->dim);
+  mark = lunai_step_mark(x->ctx);
+  q = luna_linear_layer_forward(&layer->q, x);
+  k = luna_linear_layer_forward(&layer->k, context);
+  v = luna_linear_layer_forward(&layer->v, context);
+  memset(&a, 0, sizeof a);
+  a.heads = c->heads;
+  a.lengths = lengths;
+  a.causal = c->causal;
+  a.dropout = c->dropout;
+  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
+      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) : lunai_linformer(layer, q, k, v, lengths);
+  y = luna_linear_layer_forward(&layer->out, y);
+  if (y) lunai_keep(x->ctx, mark, &y, 1);
+  return y;
+}
+
 /* --- encoder, decoder and causal layers, eq. 6 --- */
 /* fills in the defaults; false with a sentence when the config cannot be */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, luna_layer_config *c) {
@@ -7413,9 +8143,11 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->activation == LUNA_NONE) c->activation = LUNA_RELU;
   if (c->omega == LUNA_NONE) c->omega = LUNA_SOFTPLUS2;
   if (c->dim >= 1 && c->dim <= 1 << 24 && c->ffn >= 1 && c->ffn <= 1 << 26 && c->convolution >= 0 && c->convolution <= 1024 && c->dropout >= 0 && c->dropout < 1 &&
-      c->attention_dropout >= 0 && c->attention_dropout < 1 && c->activation_dropout >= 0 && c->activation_dropout < 1 && lunai_is_activation(c->activation))
+      c->attention_dropout >= 0 && c->attention_dropout < 1 && c->activation_dropout >= 0 && c->activation_dropout < 1 && lunai_is_activation(c->activation) &&
+      (unsigned)c->attention <= LUNA_ATTENTION_LINFORMER && (unsigned)c->recompute <= LUNA_RECOMPUTE_LAYER && c->own_memory >= 0 && c->own_memory <= 1 << 20 &&
+      (!c->hook || (c->hook->init && c->hook->forward)))
     return true;
-  lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1)", c->dim, c->ffn, c->convolution);
+  lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1), enums one of their names, a hook whole", c->dim, c->ffn, c->convolution);
   return false;
 }
 LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_config *c) {
@@ -7452,23 +8184,80 @@ LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x,
 LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
   return c->pre_norm ? luna_norm_layer_forward(norm, x) : x;
 }
+typedef struct lunai_ffn_state { const luna_layer_config *config; const luna_linear_layer *fc1, *fc2; const luna_norm_layer *norm; } lunai_ffn_state;
+LUNAI_FN luna_tensor *lunai_ffn_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
+  const lunai_ffn_state *s = (const lunai_ffn_state *)state;
+  luna_tensor *y = lunai_linear_activated(lunai_normed(s->config, in[0], s->norm), s->fc1->weight, s->fc1->bias, s->config->activation);
+  (void)second;
+  return lunai_residual(s->config, in[0], luna_linear_layer_forward(s->fc2, luna_dropout(y, s->config->activation_dropout)), s->norm);
+}
 LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_norm_layer *norm) {
-  luna_tensor *y = lunai_linear_activated(lunai_normed(c, x, norm), fc1->weight, fc1->bias, c->activation);
-  return lunai_residual(c, x, luna_linear_layer_forward(fc2, luna_dropout(y, c->activation_dropout)), norm);
+  lunai_ffn_state s;
+  s.config = c;
+  s.fc1 = fc1;
+  s.fc2 = fc2;
+  s.norm = norm;
+  if (!x) return NULL;
+  return c->recompute == LUNA_RECOMPUTE_FFN ? lunai_recompute_block(lunai_ffn_block, &s, sizeof s, &x, 1, NULL, false) : lunai_ffn_block(&s, &x, NULL);
+}
+
+/* --- the attention of an encoder or causal layer that is not Luna's --- */
+LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
+LUNAI_FN bool lunai_other_init(luna_attention_layer *plain, void **hooked, luna_params *params, const char *prefix, const luna_layer_config *c, bool causal) {
+  luna_attention_layer_config a;
+  if (c->hook) {
+    *hooked = c->hook->init(c->hook->user, params, prefix, c);
+    if (!*hooked && params->ctx->refused == LUNA_OK) lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "the attention hook's init returned null for %s", prefix);
+    return *hooked != NULL;
+  }
+  memset(&a, 0, sizeof a);
+  a.kind = c->attention;
+  a.dim = c->dim;
+  a.heads = c->heads;
+  a.causal = causal;
+  a.dropout = c->attention_dropout;
+  a.bert_init = c->bert_init;
+  a.linformer = c->linformer;
+  return luna_attention_layer_init(plain, params, prefix, &a) == LUNA_OK;
+}
+LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *plain, void *hooked, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+  if (!x || !c->hook) return luna_attention_layer_forward(plain, x, NULL, lengths);
+  return c->hook->forward(hooked, x, p, lengths, causal);
+}
+
+/* what a layer's block needs besides its inputs */
+typedef struct lunai_layer_state { const void *layer; const int32_t *lengths; } lunai_layer_state;
+LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer, const int32_t *lengths, luna_tensor *const *in, int count, luna_tensor **second) {
+  lunai_layer_state s;
+  bool failed = false;
+  s.layer = layer;
+  s.lengths = lengths;
+  if (c->recompute != LUNA_RECOMPUTE_LAYER || !in[0]->ctx->training) return block(&s, in, second);
+  s.lengths = lunai_memory_lengths(in[0]->ctx, lengths, in[0]->shape[0], INT32_MAX, &failed); /* backward may come when the caller's are gone */
+  return failed ? NULL : lunai_recompute_block(block, &s, sizeof s, in, count, second, false);
+}
+
+/* a learned P */
+LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix, int64_t slots, int64_t dim) {
+  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim, lunai_init(LUNA_NORMAL, (float)(1.0 / sqrt((double)dim))));
 }
 
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
   char name[LUNAI_MOST_NAME];
   luna_nested_attention_config attention;
   lunai_params_mark mark;
-  bool good;
+  bool good, is_luna;
   if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
   mark = lunai_params_here(params);
+  memset(layer, 0, sizeof *layer);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  is_luna = lunai_is_luna(&layer->config);
+  if (good && is_luna && config->own_memory) good = (layer->memory = lunai_memory_init(params, prefix, config->own_memory, config->dim)) != NULL;
   attention = lunai_nested_config(&layer->config);
-  good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
+  if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
+  else good = good && lunai_other_init(&layer->plain, &layer->hooked, params, name, &layer->config, false);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
-  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", config->dim);
+  if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", config->dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
   return lunai_params_end(params, mark, good);
@@ -7484,23 +8273,42 @@ LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_n
   return x;
 }
 
-LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
-  luna_tensor *both[2];
-  lunai_mark mark;
-  if (!x) return NULL;
-  if (!p || !*p) return lunai_null(x->ctx, "luna_encoder_layer_forward", "p");
-  mark = lunai_step_mark(x->ctx);
-  both[1] = *p;
-  both[0] = lunai_nested_half(&layer->config, &layer->attention, x, &both[1], NULL, lengths, &layer->attention_norm, &layer->memory_norm);
-  if (!both[0] || !both[1]) return NULL;
-  lunai_keep(x->ctx, mark, both, 2);
+LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
+  const lunai_layer_state *s = (const lunai_layer_state *)state;
+  const luna_encoder_layer *layer = (const luna_encoder_layer *)s->layer;
+  const luna_layer_config *c = &layer->config;
+  luna_ctx *ctx = in[0]->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_tensor *both[2] = { NULL, NULL }, *x;
+  const int had = second ? 2 : 1;      /* both: P when there is one, then X */
+  if (second) {
+    both[0] = layer->memory ? luna_repeat(layer->memory, in[0]->shape[0]) : in[1];
+    both[1] = lunai_nested_half(c, &layer->attention, in[0], &both[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
+    if (!both[0]) return NULL;
+    x = both[0];                       /* made after X: older first */
+    both[0] = both[1];
+    both[1] = x;
+  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
+  if (!both[0]) return NULL;
+  lunai_keep(ctx, mark, both, had);
   x = both[0];
   both[0] = both[1];
-  both[1] = lunai_ffn(&layer->config, x, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (!both[1]) return NULL;
-  lunai_keep(x->ctx, mark, both, 2);
-  *p = both[0];
-  return both[1];
+  both[had - 1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (!both[had - 1]) return NULL;
+  lunai_keep(ctx, mark, both, had);
+  if (second) *second = both[0];
+  return both[had - 1];
+}
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
+  const bool is_luna = lunai_is_luna(&layer->config);
+  luna_tensor *in[2], *next = NULL, *y;
+  if (!x) return NULL;
+  if (is_luna && (!p || (!*p && !layer->memory))) return lunai_null(x->ctx, "luna_encoder_layer_forward", "p");
+  in[0] = x;
+  in[1] = p && !layer->memory ? *p : NULL;
+  y = lunai_layer_run(&layer->config, lunai_encoder_layer_block, layer, lengths, in, in[1] ? 2 : 1, is_luna ? &next : NULL);
+  if (y && is_luna) *p = next;
+  return y;
 }
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
@@ -7510,6 +8318,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   lunai_params_mark mark;
   bool good;
   if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_luna(config)) return lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_decoder_layer_init: a decoder layer has Luna attention and no other");
   mark = lunai_params_here(params);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   cross = lunai_nested_config(&layer->config);
@@ -7525,76 +8334,91 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   return lunai_params_end(params, mark, good);
 }
 
-LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
-  luna_tensor *both[2], *y;
-  lunai_mark mark;
-  if (!x) return NULL;
-  if (!p || !*p || !context) return lunai_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
-  mark = lunai_step_mark(x->ctx);
-  y = luna_causal_attention_layer_forward(&layer->self_attention, lunai_normed(&layer->config, x, &layer->self_norm), *p, lengths);
-  x = lunai_residual(&layer->config, x, y, &layer->self_norm);
-  both[1] = *p;
-  both[0] = lunai_nested_half(&layer->config, &layer->cross_attention, x, &both[1], context, lengths, &layer->cross_norm, &layer->memory_norm);
+LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
+  const lunai_layer_state *s = (const lunai_layer_state *)state;
+  const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
+  const luna_layer_config *c = &layer->config;
+  luna_tensor *both[2], *x = in[0];
+  const lunai_mark mark = lunai_step_mark(x->ctx);
+  x = lunai_residual(c, x, luna_causal_attention_layer_forward(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), in[1], s->lengths), &layer->self_norm);
+  both[1] = in[1];
+  both[0] = lunai_nested_half(c, &layer->cross_attention, x, &both[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
   if (!both[0] || !both[1]) return NULL;
-  lunai_keep(context->ctx, mark, both, 2);
+  lunai_keep(in[0]->ctx, mark, both, 2);
   x = both[0];
   both[0] = both[1];
-  both[1] = lunai_ffn(&layer->config, x, &layer->fc1, &layer->fc2, &layer->final_norm);
+  both[1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
   if (!both[1]) return NULL;
-  lunai_keep(context->ctx, mark, both, 2);
-  *p = both[0];
+  lunai_keep(in[0]->ctx, mark, both, 2);
+  *second = both[0];
   return both[1];
+}
+LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+  luna_tensor *in[3], *next = NULL, *y;
+  if (!x) return NULL;
+  if (!p || !*p || !context) return lunai_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
+  in[0] = x;
+  in[1] = *p;
+  in[2] = context;
+  y = lunai_layer_run(&layer->config, lunai_decoder_layer_block, layer, lengths, in, 3, &next);
+  if (y) *p = next;
+  return y;
 }
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
   char name[LUNAI_MOST_NAME];
   luna_causal_attention_config attention;
   lunai_params_mark mark;
-  bool good;
+  bool good, is_luna;
   if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
-  if (memory < 1) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
+  is_luna = lunai_is_luna(config);
+  if (is_luna && memory < 1) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
   mark = lunai_params_here(params);
-  layer->kernel = layer->kernel_bias = layer->memory = NULL;
+  memset(layer, 0, sizeof *layer);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   attention = lunai_causal_config(&layer->config);
-  if (good) layer->memory = lunai_named(params, prefix, "projected_embeddings", 2, memory, config->dim, lunai_init(LUNA_NORMAL, (float)(1.0 / sqrt((double)config->dim))));
-  good = good && layer->memory;
+  if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, config->dim)) != NULL;
   if (good && config->convolution) {
     layer->kernel = lunai_named(params, prefix, "conv.weight", 2, config->dim, config->convolution, lunai_init(LUNA_PRESENT, 0.1f));
     layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, config->dim, 1, lunai_init(LUNA_ZEROS, 0)) : NULL;
     good = layer->kernel_bias != NULL;
   }
-  good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
+  if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
+  else good = good && lunai_other_init(&layer->plain, &layer->hooked, params, name, &layer->config, true);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
   return lunai_params_end(params, mark, good);
 }
 
-LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
-  luna_tensor *in, *y;
-  lunai_mark mark;
-  if (!x) return NULL;
-  mark = lunai_step_mark(x->ctx);
-  in = lunai_normed(&layer->config, x, &layer->attention_norm);
-  if (layer->kernel) in = luna_short_convolution(in, layer->kernel, layer->kernel_bias);
-  y = luna_causal_attention_layer_forward(&layer->attention, in, layer->memory, NULL);
-  y = lunai_residual(&layer->config, x, y, &layer->attention_norm);
+LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
+  const luna_causal_layer *layer = (const luna_causal_layer *)((const lunai_layer_state *)state)->layer;
+  const luna_layer_config *c = &layer->config;
+  const lunai_mark mark = lunai_step_mark(in[0]->ctx);
+  luna_tensor *y = lunai_normed(c, in[0], &layer->attention_norm);
+  (void)second;
+  if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
+  y = lunai_is_luna(c) ? luna_causal_attention_layer_forward(&layer->attention, y, layer->memory, NULL) : lunai_other(c, &layer->plain, layer->hooked, y, NULL, NULL, true);
+  y = lunai_residual(c, in[0], y, &layer->attention_norm);
   if (!y) return NULL;
-  lunai_keep(x->ctx, mark, &y, 1);
-  y = lunai_ffn(&layer->config, y, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (y) lunai_keep(x->ctx, mark, &y, 1);
+  lunai_keep(in[0]->ctx, mark, &y, 1);
+  y = lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (y) lunai_keep(in[0]->ctx, mark, &y, 1);
   return y;
+}
+LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
+  return x ? lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, NULL) : NULL;
 }
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>models: the causal language model. Guarded by tests/stream.c and tests/checkpoints.c.
+   >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by tests/golden.c and tests/models.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-/* What a checkpoint's __metadata__ says of the model: a row a field, from which writing and reading derive. least and most: what is allowed. */
+/* What a checkpoint's __metadata__ says of a model: a row a field, from which writing, reading and checking derive. least and most: what is
+   allowed; a field that may be 0 may be missing. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 1, 5) F(pre_norm, 0, 1)
+  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 1, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
 #define LUNAI_LM_KIND "causal_lm"
 typedef struct lunai_lm_sizes {
 #define LUNAI_FIELD(name, least, most) int64_t name;
@@ -7602,27 +8426,49 @@ typedef struct lunai_lm_sizes {
 #undef LUNAI_FIELD
 } lunai_lm_sizes;
 
-LUNAI_FN bool lunai_lm_field(const lunai_st *st, const char *key, int64_t least, int64_t most, int64_t *out) {
+typedef struct lunai_field { const char *key; size_t at; int64_t least, most; } lunai_field;
+static const lunai_field lunai_lm_fields[] = {
+#define LUNAI_FIELD(name, least, most) { "luna." #name, offsetof(lunai_lm_sizes, name), least, most },
+  LUNAI_LM_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+};
+#define LUNAI_ROWS_OF(table) ((int)(sizeof(table) / sizeof((table)[0])))
+LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
+
+/* the first field that a file's metadata lacks or has out of range, or null */
+LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
   lunai_st_text value;
   size_t i;
-  *out = 0;
-  if (!lunai_st_meta(st, key, &value) || value.size == 0 || value.size > 9) return false;
-  for (i = 0; i < value.size; i++) {
-    if (value.at[i] < '0' || value.at[i] > '9') return false;
-    *out = *out * 10 + (value.at[i] - '0');
+  int f;
+  for (f = 0; f < count; f++) {
+    int64_t *out = lunai_field_of(&fields[f], sizes);
+    *out = 0;
+    if (!lunai_st_meta(st, fields[f].key, &value)) {
+      if (fields[f].least > 0) return fields[f].key;
+      continue;
+    }
+    if (value.size == 0 || value.size > 9) return fields[f].key;
+    for (i = 0; i < value.size; i++) {
+      if (value.at[i] < '0' || value.at[i] > '9') return fields[f].key;
+      *out = *out * 10 + (value.at[i] - '0');
+    }
+    if (*out < fields[f].least || *out > fields[f].most) return fields[f].key;
   }
-  return *out >= least && *out <= most;
+  return NULL;
 }
+LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; } /* not the model's: an optimiser's moments */
+
 /* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
-  const int64_t linears = s->sharing ? 8 : 7, layer = 1 + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t count = 0;
-  while (lunai_st_next(st, &cursor, &t)) count++;
-  if (count != 1 + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
+  while (lunai_st_next(st, &cursor, &t)) count += !lunai_st_ours(t.name);
+  if (count != 1 + (s->positions == LUNA_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
   if (!lunai_st_find(st, "embed_tokens.weight", &t) || t.rank != 2 || t.shape[0] != s->vocab || t.shape[1] != s->dim) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
-  if (!lunai_st_find(st, "layers.0.projected_embeddings", &t) || t.rank != 2 || t.shape[0] != s->memory) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
+  if (s->positions == LUNA_LEARNED && (!lunai_st_find(st, "embed_positions.weight", &t) || t.rank != 2 || t.shape[0] != s->max_length)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
+  if (!s->attention && (!lunai_st_find(st, "layers.0.projected_embeddings", &t) || t.rank != 2 || t.shape[0] != s->memory)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
   if (!lunai_st_find(st, "layers.0.fc1.weight", &t) || t.rank != 2 || t.shape[0] != s->ffn) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
   return NULL;
 }
@@ -7631,17 +8477,122 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND)) return "this safetensors file holds no causal language model of luna.h";
-#define LUNAI_FIELD(name, least, most) if (!lunai_lm_field(st, "luna." #name, least, most, &sizes->name)) return "luna." #name " is missing from the metadata, or out of range";
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
   return sizes->dim % sizes->heads ? "luna.dim is no multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
+/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
+LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
+  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
+  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
+  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
+  const int quarter = (int)((int64_t)turns & 3);
+  *sine = quarter & 1 ? c : s;
+  *cosine = quarter & 1 ? s : c;
+  if (quarter & 2) *sine = -*sine;
+  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
+}
+/* Sinusoidal positions in tensor2tensor's form: sin in the first half, cos in the second, frequencies 10000^(-i / (d/2 - 1)); an odd last is 0 */
+LUNAI_FN double lunai_frequency(int64_t i, int64_t half) { return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0)); }
+LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
+  const int64_t half = d / 2;
+  double s, c;
+  int64_t i;
+  for (i = 0; i < half; i++) {
+    lunai_sine((double)position * lunai_frequency(i, half), &s, &c);
+    out[i] = (float)s;
+    out[half + i] = (float)c;
+  }
+  if (d % 2) out[d - 1] = 0;
+}
+
 #ifndef LUNA_ONLY_STREAM
+/* positions first .. first + n as a tensor [n, d]; a row is the sum of two angles, its block's and its place's in the block */
+#define LUNAI_ANGLES 64
+LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
+  const int64_t half = d / 2;
+  int64_t shape[2], t, i;
+  luna_tensor *out;
+  lunai_mark mark;
+  double *table;
+  float *row;
+  void *memory, *more;
+  luna_status status = LUNA_OK;
+  shape[0] = n;
+  shape[1] = d;
+  out = luna_tensor_new(ctx, NULL, 2, shape);
+  if (!out || ctx->options.measure) return out;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double), false, &memory) || !lunai_step(ctx, (size_t)(LUNAI_ANGLES * d) * sizeof(float), false, &more)) {
+    lunai_step_rewind(ctx, mark);
+    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "positions: no memory for %d angles", LUNAI_ANGLES * half);
+  }
+  table = (double *)memory;
+  row = (float *)more;
+  for (t = 0; t < lunai_min(n, LUNAI_ANGLES); t++)
+    for (i = 0; i < half; i++) lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
+  for (t = 0; t < n && status == LUNA_OK; t += LUNAI_ANGLES) {
+    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
+    int64_t j;
+    memset(row, 0, (size_t)(LUNAI_ANGLES * d) * sizeof(float));
+    for (i = 0; i < half; i++) {
+      double s, c;
+      lunai_sine((double)(first + t) * lunai_frequency(i, half), &s, &c);
+      for (j = 0; j < rows; j++) {
+        const double *angle = table + (j * half + i) * 2;
+        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
+        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
+      }
+    }
+    status = ctx->backend->copy(ctx, out->data + t * d, row, (size_t)(rows * d) * sizeof(float), 1);
+  }
+  lunai_step_rewind(ctx, mark);
+  return status == LUNA_OK ? out : lunai_fail(ctx, status, "positions: the backend failed");
+}
+
+/* x + positions: sinusoids, or rows of a learned table, from `first` on */
+LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
+  if (!x || positions == LUNA_NO_POSITIONS || positions == LUNA_POSITIONS_DEFAULT) return x;
+  if (positions == LUNA_SINUSOIDAL) return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
+  if (first + x->shape[1] > table->shape[0])
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "a sequence of %d, but there are learned positions for %d (max_length)", x->shape[1], table->shape[0] - first);
+  return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
+}
+
+/* --- what all models' inits have in common --- */
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) { return lunai_init(LUNA_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim))); }
+
+LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const char *name, const lunai_field *fields, int count, void *sizes) {
+  int f;
+  for (f = 0; f < count; f++) {
+    const int64_t value = *lunai_field_of(&fields[f], sizes);
+    if (value >= fields[f].least && value <= fields[f].most) continue;
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s is %d, outside %d..%d", name, fields[f].key + 5, value, fields[f].least, fields[f].most);
+    return false;
+  }
+  return true;
+}
+LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const lunai_field *fields, int count, void *sizes) {
+  char text[24];
+  int f;
+  bool good = luna_params_set(params, "luna.kind", kind) == LUNA_OK;
+  for (f = 0; f < count && good; f++) {
+    lunai_print(text, sizeof text, "%d", *lunai_field_of(&fields[f], sizes));
+    good = luna_params_set(params, fields[f].key, text) == LUNA_OK;
+  }
+  return good;
+}
+/* memory for a model's layers, zeroed */
+LUNAI_FN bool lunai_layers_memory(luna_params *params, const char *name, int64_t count, size_t size, void **out) {
+  return lunai_persist(params->ctx, (size_t)count * size, false, out) || lunai_no_memory(params->ctx, name, (size_t)count * size) == LUNA_OK;
+}
+
+/* --- the causal language model --- */
 LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
   s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
   s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
+  s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
 }
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   memset(c, 0, sizeof *c);
@@ -7649,19 +8600,7 @@ LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
   c->layer.pre_norm = s->pre_norm != 0;
-}
-
-LUNAI_FN bool lunai_lm_describe(luna_params *params, const luna_lm_config *config) {
-  lunai_lm_sizes s;
-  char text[24];
-  bool good = luna_params_set(params, "luna.kind", LUNAI_LM_KIND) == LUNA_OK;
-  lunai_lm_to_sizes(config, &s);
-#define LUNAI_FIELD(name, least, most) \
-  lunai_print(text, sizeof text, "%d", s.name); \
-  good = good && luna_params_set(params, "luna." #name, text) == LUNA_OK;
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return good;
+  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
 }
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
@@ -7672,24 +8611,20 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->vocab == 0) c->vocab = 256;
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
+  if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_NO_POSITIONS;
+  if (c->max_length == 0) c->max_length = 512;
   if (c->layer.dim == 0) c->layer.dim = 128;
   if (c->layer.heads == 0) c->layer.heads = 4;
   layer = c->layer;
   if (!lunai_layer_config(ctx, &layer, &c->layer)) return false;
   lunai_lm_to_sizes(c, &s);
-#define LUNAI_FIELD(name, least, most) \
-  if (s.name < least || s.name > most) { \
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_lm_init: " #name " is %d, outside %d..%d", s.name, (int64_t)(least), (int64_t)(most)); \
-    return false; \
-  }
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return true;
+  return lunai_fields_good(ctx, "luna_lm_init", lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &s);
 }
 
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
   char prefix[48];
   lunai_params_mark mark;
+  lunai_lm_sizes sizes;
   luna_lm_config c;
   void *memory = NULL;
   int64_t i;
@@ -7698,17 +8633,18 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   if (!lunai_lm_defaults(params->ctx, config, &c)) return LUNA_BAD_ARGUMENT;
   memset(model, 0, sizeof *model);
   mark = lunai_params_here(params);
-  model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_init(LUNA_NORMAL, (float)(1.0 / sqrt((double)c.layer.dim))));
+  model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
   good = model->embedding != NULL;
-  if (good && !lunai_persist(params->ctx, (size_t)c.layers * sizeof(luna_causal_layer), false, &memory))
-    good = lunai_no_memory(params->ctx, "luna_lm_init", (size_t)c.layers * sizeof(luna_causal_layer)) == LUNA_OK;
+  if (good && c.positions == LUNA_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
+  good = good && lunai_layers_memory(params, "luna_lm_init", c.layers, sizeof(luna_causal_layer), &memory);
   model->layers = (luna_causal_layer *)memory;
   for (i = 0; i < c.layers && good; i++) {
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
-  good = good && lunai_lm_describe(params, &c);
+  lunai_lm_to_sizes(&c, &sizes);
+  if (!c.layer.hook) good = good && lunai_fields_describe(params, LUNAI_LM_KIND, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &sizes);
   model->config = c;
   model->params = params;
   return lunai_params_end(params, mark, good);
@@ -7717,7 +8653,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n) {
   luna_ctx *ctx = model->params->ctx;
   const lunai_mark mark = lunai_step_mark(ctx);
-  luna_tensor *x = luna_embedding(model->embedding, tokens, batch, n);
+  luna_tensor *x = lunai_add_positions(luna_embedding(model->embedding, tokens, batch, n), model->config.positions, model->positions, 0);
   int64_t i;
   if (x) x = luna_dropout(x, model->config.layer.dropout);
   for (i = 0; i < model->config.layers; i++) {
@@ -7730,58 +8666,495 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *token
   return x;
 }
 
+/* --- the fields of models with an encoder --- */
+#define LUNAI_MODEL_FIELDS(F) \
+  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, 1 << 22) F(memory, 1, 1 << 20) \
+  F(sharing, 0, 3) F(activation, 1, 5) F(omega, 0, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
+  F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
+  F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
+  F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
+  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26)
+typedef struct lunai_model_sizes {
+#define LUNAI_FIELD(name, least, most) int64_t name;
+  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+} lunai_model_sizes;
+static const lunai_field lunai_model_fields[] = {
+#define LUNAI_FIELD(name, least, most) { "luna." #name, offsetof(lunai_model_sizes, name), least, most },
+  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+};
+
+LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_sizes *s) {
+  const luna_linformer_config *l = &c->layer.linformer;
+  memset(s, 0, sizeof *s);
+  s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory; s->pack_heads = c->layer.pack_heads;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
+  s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position; s->embedding_scale = c->embedding_scale;
+  s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
+  s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
+  s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
+}
+LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
+  luna_linformer_config *l = &c->layer.linformer;
+  memset(c, 0, sizeof *c);
+  c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory; c->layer.pack_heads = s->pack_heads;
+  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
+  c->layer.pre_norm = s->pre_norm != 0; c->layer.attention = (luna_attention_kind)s->attention;
+  c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position; c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
+  c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
+  l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
+  l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
+}
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, const char *name, lunai_model_sizes *s) { return lunai_fields_good(ctx, name, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s); }
+LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
+  return layer->hook || lunai_fields_describe(params, kind, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s); /* a hook is nothing a file could bring back */
+}
+
+/* --- encoder --- */
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *config, luna_encoder_config *c) {
+  luna_layer_config layer;
+  *c = *config;
+  if (c->layers == 0) c->layers = 2;
+  if (c->dim == 0) c->dim = 128;
+  if (c->heads == 0) c->heads = 4;
+  if (c->memory == 0) c->memory = 16;
+  if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_SINUSOIDAL;
+  if (c->max_length == 0) c->max_length = 512;
+  if (c->embedding_scale == LUNA_SCALE_DEFAULT) c->embedding_scale = c->positions == LUNA_LEARNED ? LUNA_SCALE_ONE : LUNA_SCALE_SQRT_DIM;
+  layer = c->layer;
+  layer.dim = c->dim;
+  layer.heads = c->heads;
+  layer.ffn = c->ffn;
+  layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
+  layer.linformer.max_length = c->max_length;
+  if (!lunai_layer_config(ctx, &layer, &c->layer)) return false;
+  c->ffn = c->layer.ffn;
+  return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
+}
+
+/* the learned embeddings and their norms */
+LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
+  const luna_encoder_config *c = &e->config;
+  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
+  if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
+  if ((e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
+  if (c->positions == LUNA_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
+  if (!c->norm_embedding) return true;
+  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) && (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
+}
+LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
+  const luna_encoder_config *c = &e->config;
+  const int64_t count = c->tied_layers ? 1 : c->layers;
+  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook && c->layer.linformer.sharing == LUNA_LAYERWISE;
+  luna_layer_config layer = c->layer;
+  luna_tensor *shared = NULL;
+  char name[LUNAI_MOST_NAME], number[32];
+  void *memory;
+  int64_t i;
+  if (!lunai_layers_memory(params, "luna_encoder_init", count, sizeof(luna_encoder_layer), &memory)) return false;
+  e->layers = (luna_encoder_layer *)memory;
+  if (layerwise) {
+    luna_linformer_config most = c->layer.linformer;
+    most.k = lunai_max(most.k, most.k_last_layer);
+    if (!lunai_linformer_init(params, prefix, "e_proj", &most, &shared)) return false;
+  }
+  for (i = 0; i < count; i++) {
+    lunai_print(number, sizeof number, "layers.%d.", i);
+    layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
+    if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
+    if (layerwise) e->layers[i].plain.e = e->layers[i].plain.f = shared;
+  }
+  return true;
+}
+
+LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config) {
+  lunai_params_mark mark;
+  lunai_model_sizes s;
+  luna_encoder_config c;
+  bool good;
+  if (!lunai_init_given(params, e, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_encoder_defaults(params->ctx, config, &c)) return LUNA_BAD_ARGUMENT;
+  lunai_encoder_to_sizes(&c, &s);
+  s.vocab = vocab;
+  if (!lunai_model_good(params->ctx, "luna_encoder_init", &s)) return LUNA_BAD_ARGUMENT;
+  memset(e, 0, sizeof *e);
+  e->config = c;
+  e->params = params;
+  mark = lunai_params_here(params);
+  good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
+  if (good && c.layer.pre_norm) {
+    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
+    if (lunai_is_luna(&c.layer)) good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
+  }
+  return lunai_params_end(params, mark, good);
+}
+
+LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
+/* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
+  const float factor = lunai_embedding_factor(c);
+  luna_tensor *x = luna_embedding(table, tokens, batch, n);
+  if (factor != 1) x = luna_scale(x, factor);
+  x = lunai_add_positions(x, c->positions, positions, c->first_position);
+  if (c->keep_padding) x = luna_mask(x, lengths);
+  if (norm && norm->weight) x = luna_norm_layer_forward(norm, x);
+  x = luna_dropout(x, c->layer.dropout);
+  return c->keep_padding ? x : luna_mask(x, lengths);
+}
+LUNAI_FN int64_t lunai_longest(const int32_t *lengths, int64_t batch, int64_t n) {
+  int64_t longest = lengths ? 1 : n, b;
+  for (b = 0; lengths && b < batch; b++) longest = lunai_max(longest, lengths[b]);
+  return lunai_min(longest, lunai_max(n, 1));
+}
+
+LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p) {
+  const luna_encoder_config *c = &e->config;
+  luna_ctx *ctx = e->params->ctx;
+  const int64_t slots = lunai_min(c->memory, lunai_longest(lengths, batch, n));
+  const float factor = lunai_embedding_factor(c);
+  luna_tensor *memory = p && *p ? *p : e->memory;
+  if (e->memory && !(p && *p)) {
+    memory = luna_slice(memory, 0, 0, slots);
+    if (factor != 1) memory = luna_scale(memory, factor);
+    if (c->positions == LUNA_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
+    if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
+    memory = luna_dropout(luna_repeat(memory, batch), c->layer.dropout);
+    if (!c->keep_padding) memory = luna_mask(memory, lengths);
+    if (!memory) return NULL;
+  }
+  if (p) *p = memory;
+  return lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, tokens, lengths, batch, n);
+}
+
+LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p) {
+  const luna_encoder_config *c = &e->config;
+  luna_ctx *ctx = e->params->ctx;
+  const bool is_luna = lunai_is_luna(&c->layer);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_tensor *both[2] = { p ? *p : NULL, NULL };      /* P, X */
+  int64_t i;
+  both[1] = luna_encoder_embed(e, tokens, lengths, batch, n, &both[0]);
+  for (i = 0; i < c->layers && both[1]; i++) {
+    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], both[1], &both[0], lengths);
+    if (both[1]) lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
+  }
+  if (e->memory_norm.weight && both[1]) both[0] = luna_norm_layer_forward(&e->memory_norm, both[0]);
+  if (e->norm.weight) both[1] = luna_norm_layer_forward(&e->norm, both[1]);
+  if (!c->keep_padding) both[1] = luna_mask(both[1], lengths);
+  if (!both[1] || (is_luna && !both[0])) return NULL;
+  lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
+  if (p) *p = both[0];
+  return both[1];
+}
+
+/* --- classifier --- */
+LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
+  lunai_encoder_to_sizes(&c->encoder, s);
+  s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
+}
+LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config) {
+  luna_classifier_config c;
+  lunai_model_sizes s;
+  lunai_params_mark mark;
+  int64_t features;
+  bool good, is_luna;
+  if (!lunai_init_given(params, model, config)) return LUNA_BAD_ARGUMENT;
+  c = *config;
+  is_luna = lunai_is_luna(&c.encoder.layer);
+  if (c.vocab == 0) c.vocab = 256;
+  if (c.classes == 0) c.classes = 2;
+  if (c.pooling == LUNA_POOL_DEFAULT) c.pooling = is_luna ? LUNA_POOL_MEMORY : LUNA_POOL_MEAN;
+  if (!is_luna && (c.pooling == LUNA_POOL_MEMORY || c.pooling == LUNA_POOL_MEMORY_BATCH))
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_init: to pool the memory takes Luna attention, which has one");
+  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return LUNA_BAD_ARGUMENT;
+  lunai_classifier_sizes(&c, &s);
+  if (!lunai_model_good(params->ctx, "luna_classifier_init", &s)) return LUNA_BAD_ARGUMENT;
+  memset(model, 0, sizeof *model);
+  mark = lunai_params_here(params);
+  features = c.encoder.dim * (c.pair ? 4 : 1);
+  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
+  if (good && c.pre_logits) good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits, lunai_projection_init(c.encoder.layer.bert_init, true));
+  if (good) model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes, c.pre_logits ? c.pre_logits : features, lunai_projection_init(c.encoder.layer.bert_init, true));
+  good = good && model->projection && lunai_model_describe(params, "classifier", &c.encoder.layer, &s);
+  model->config = c;
+  model->params = params;
+  return lunai_params_end(params, mark, good);
+}
+
+/* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
+LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
+  int64_t b, shape[2];
+  luna_tensor *y, *factors;
+  void *memory;
+  if (!x || !lengths) return luna_mean(x, 1);
+  y = luna_sum(luna_mask(x, lengths), 1);
+  shape[0] = x->shape[0];
+  shape[1] = 1;
+  if (!y || !lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory)) return y ? lunai_fail(x->ctx, LUNA_OUT_OF_MEMORY, "no memory for %d factors", shape[0]) : NULL;
+  for (b = 0; b < shape[0]; b++) ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], x->shape[1]));
+  factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
+  return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
+}
+LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+  if (!x) return NULL;
+  switch (model->config.pooling) {
+    case LUNA_POOL_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %t has no first row", x)
+                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
+    case LUNA_POOL_MEMORY: return lunai_mean_rows(p, lengths);
+    case LUNA_POOL_MEMORY_BATCH: return luna_mean(p, 1);
+    default: return lunai_mean_rows(x, lengths);
+  }
+}
+LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
+  luna_tensor *p = NULL, *x = luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, &p);
+  return luna_classifier_pool(model, x, p, lengths);
+}
+LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
+  if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_GELU);
+  return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
+}
+LUNA_API luna_tensor *luna_classify(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
+  if (model->config.pair) return lunai_fail(model->params->ctx, LUNA_BAD_ARGUMENT, "luna_classify: this model compares two sequences: luna_classify_pair");
+  return lunai_classifier_logits(model, lunai_classifier_features(model, tokens, lengths, batch, n));
+}
+LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
+                                         const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch) {
+  luna_tensor *part[4];
+  if (!model->config.pair) return lunai_fail(model->params->ctx, LUNA_BAD_ARGUMENT, "luna_classify_pair: this model reads one sequence: luna_classify");
+  part[0] = lunai_classifier_features(model, tokens, lengths, batch, n);
+  part[1] = lunai_classifier_features(model, tokens2, lengths2, batch, n2);
+  part[2] = luna_mul(part[0], part[1]);
+  part[3] = luna_add(part[0], luna_scale(part[1], -1));
+  return lunai_classifier_logits(model, luna_concat(part, 4, 1));
+}
+
+/* --- masked language model --- */
+LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config) {
+  luna_masked_lm_config c;
+  lunai_model_sizes s;
+  lunai_params_mark mark;
+  bool good;
+  if (!lunai_init_given(params, model, config)) return LUNA_BAD_ARGUMENT;
+  c = *config;
+  if (c.vocab == 0) c.vocab = 257;
+  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return LUNA_BAD_ARGUMENT;
+  lunai_encoder_to_sizes(&c.encoder, &s);
+  s.vocab = c.vocab;
+  memset(model, 0, sizeof *model);
+  mark = lunai_params_here(params);
+  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
+  good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
+  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
+  if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_ZEROS, 0));
+  good = good && model->bias && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
+  model->config = c;
+  model->params = params;
+  return lunai_params_end(params, mark, good);
+}
+LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
+  x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_GELU);
+  return luna_linear(luna_norm_layer_forward(&model->norm, x), model->encoder.embedding, model->bias);
+}
+LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
+  return lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL));
+}
+LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, const int32_t *labels, int64_t batch, int64_t n) {
+  luna_ctx *ctx = model->params->ctx;
+  luna_tensor *x = luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL);
+  int32_t *places, *chosen;
+  int64_t i, count = 0;
+  void *memory;
+  if (!x) return NULL;
+  if (!labels) return lunai_null(ctx, "luna_masked_lm_loss", "labels");
+  for (i = 0; i < batch * n; i++) count += labels[i] >= 0;
+  if (count == 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_masked_lm_loss: no place of %d has a label", batch * n);
+  if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_masked_lm_loss: no memory for %d places", count);
+  places = (int32_t *)memory;
+  chosen = places + count;
+  for (count = 0, i = 0; i < batch * n; i++)
+    if (labels[i] >= 0) {
+      places[count] = (int32_t)i;
+      chosen[count++] = labels[i];
+    }
+  x = luna_embedding(lunai_reshape(x, 2, batch * n, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
+  return luna_cross_entropy(lunai_masked_lm_head(model, x), chosen);
+}
+
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, int32_t *input, int32_t *labels) {
+  const double p = masking && masking->probability > 0 ? (double)masking->probability : 0.15;
+  int64_t b, i, count = 0;
+  if (!masking || !tokens || !input || !labels) return 0;
+  for (b = 0; b < batch; b++)
+    for (i = 0; i < n; i++) {
+      const int64_t at = b * n + i;
+      const int32_t token = tokens[at], below = masking->vocab > 0 ? masking->vocab : masking->mask;
+      uint32_t counter[4], word[4];
+      counter[0] = (uint32_t)at;
+      counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(masking->step >> 32) << 16;
+      counter[2] = 0x4D61736Bu;      /* apart from every other use of the seed */
+      counter[3] = (uint32_t)masking->step;
+      lunai_philox(counter, masking->seed, word);
+      input[at] = token;
+      labels[at] = -1;
+      if ((lengths && i >= lengths[b]) || (double)word[0] >= p * 4294967296.0) continue;
+      labels[at] = token;
+      count++;
+      if (word[1] % 10 < 8) input[at] = masking->mask;
+      else if (word[1] % 10 == 8) input[at] = below > 0 ? (int32_t)(word[2] % (uint32_t)below) : token;
+    }
+  return count;
+}
+
+/* --- encoder-decoder --- */
+LUNAI_FN void lunai_seq2seq_sizes(const luna_seq2seq_config *c, lunai_model_sizes *s) {
+  lunai_encoder_to_sizes(&c->encoder, s);
+  s->vocab = c->vocab; s->target_vocab = c->target_vocab; s->share_embeddings = c->share_embeddings; s->separate_output = c->separate_output;
+  s->decoder_layers = c->decoder_layers; s->max_target_length = c->max_target_length;
+}
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
+  lunai_model_sizes s;
+  if (c->vocab == 0) c->vocab = 256;
+  if (c->target_vocab == 0) c->target_vocab = c->vocab;
+  if (c->encoder.embedding_scale == LUNA_SCALE_DEFAULT) c->encoder.embedding_scale = LUNA_SCALE_SQRT_DIM;
+  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
+    lunai_refuse(ctx, LUNA_UNSUPPORTED, "luna_seq2seq_init: an encoder-decoder has Luna attention whose memory goes from the encoder to the decoder");
+    return false;
+  }
+  if (c->share_embeddings && c->vocab != c->target_vocab) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_init: to share embeddings vocab %d and target_vocab %d must be the same", c->vocab, c->target_vocab);
+    return false;
+  }
+  if (!lunai_encoder_defaults(ctx, &c->encoder, &c->encoder)) return false;
+  if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
+  if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
+  lunai_seq2seq_sizes(c, &s);
+  return lunai_model_good(ctx, "luna_seq2seq_init", &s);
+}
+LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
+  const int64_t d = c->encoder.dim;
+  const luna_init init = lunai_embedding_init(d, c->encoder.layer.bert_init);
+  char prefix[48];
+  void *memory;
+  int64_t i;
+  model->embedding = c->share_embeddings ? model->encoder.embedding : lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
+  if (!model->embedding) return false;
+  if (c->encoder.positions == LUNA_LEARNED && (model->positions = lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d, init)) == NULL) return false;
+  if (!lunai_layers_memory(params, "luna_seq2seq_init", c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
+  model->layers = (luna_decoder_layer *)memory;
+  for (i = 0; i < c->decoder_layers; i++) {
+    lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
+    if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
+  }
+  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) && lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
+  model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab, d, init) : model->embedding;
+  return model->output != NULL;
+}
+LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
+  luna_seq2seq_config c;
+  lunai_model_sizes s;
+  lunai_params_mark mark;
+  bool good;
+  if (!lunai_init_given(params, model, config)) return LUNA_BAD_ARGUMENT;
+  c = *config;
+  params->ctx->refused = LUNA_OK;
+  if (!lunai_seq2seq_defaults(params->ctx, &c)) return params->ctx->refused;
+  lunai_seq2seq_sizes(&c, &s);
+  memset(model, 0, sizeof *model);
+  mark = lunai_params_here(params);
+  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK && lunai_decoder_init(model, params, &c);
+  good = good && lunai_model_describe(params, "seq2seq", &c.encoder.layer, &s);
+  model->config = c;
+  model->params = params;
+  return lunai_params_end(params, mark, good);
+}
+
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int32_t *source, const int32_t *source_lengths, int64_t n,
+                                           const int32_t *target, const int32_t *target_lengths, int64_t m, int64_t batch) {
+  luna_ctx *ctx = model->params->ctx;
+  luna_tensor *p = NULL, *context = luna_encoder_forward(&model->encoder, source, source_lengths, batch, n, &p);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_tensor *both[2];
+  luna_encoder_config c = model->config.encoder;
+  int64_t i;
+  c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
+  both[0] = p;
+  both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target, target_lengths, batch, m) : NULL;
+  for (i = 0; i < model->config.decoder_layers && both[1]; i++) {
+    both[1] = luna_decoder_layer_forward(&model->layers[i], both[1], &both[0], context, source_lengths);
+    if (both[1]) lunai_keep(ctx, mark, both, 2);
+  }
+  if (model->norm.weight) both[1] = luna_norm_layer_forward(&model->norm, both[1]);
+  both[1] = luna_linear(both[1], model->output, NULL);
+  if (both[1]) lunai_keep(ctx, mark, both + 1, 1);
+  return both[1];
+}
 /* ----------------------------------------------------------------------------------------------------------------------
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
-  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor;
+  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor, from = (double)s->warmup_from;
+  const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
   double factor = 1, done;
-  if (step < s->warmup) return (float)(t / warmup);
+  int i;
+  if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
   done = total > warmup ? (t - warmup) / (total - warmup) : 1;
   if (done > 1) done = 1;
   if (s->decay == LUNA_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
   if (s->decay == LUNA_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
+  for (i = 0; s->decay == LUNA_MILESTONES && i < 4; i++) if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   return (float)(factor > floor ? factor : floor);
 }
 
+/* a parameter, and how it is trained */
+typedef struct lunai_trained {
+  luna_tensor *tensor;
+  const char *name;
+  float *moment[3];
+  float lr, decay;
+  bool frozen;
+} lunai_trained;
 struct luna_optimizer {
   luna_params *params;
-  luna_adamw_config config;          /* SGD uses lr, weight_decay, clip, schedule */
-  bool adam, nesterov;
+  luna_optimizer_kind kind;
+  luna_adamw_config config;          /* SGD uses lr, weight_decay, clip, schedule; Apollo beta1 and epsilon too */
+  bool nesterov;
   float momentum;
-  int64_t attempts, size;
-  luna_tensor **parameters;
-  float **first, **second;
+  int moments;                       /* tensors beside each parameter */
+  int64_t attempts, size, active;
+  lunai_trained *trained;            /* [size] */
+  luna_tensor **parameters;          /* [active] those not frozen, for the norm */
   luna_step_state *state;            /* in backend memory */
 };
 
 LUNAI_FN bool lunai_optimizer_memory(luna_optimizer *o) {
   luna_ctx *ctx = o->params->ctx;
-  const size_t pointers = (size_t)o->size * sizeof(void *);
-  void *parameters, *first, *second, *state;
+  void *trained, *parameters, *state, *moment;
+  lunai_trained *t;
   lunai_param *p;
-  int64_t i = 0;
-  if (!lunai_persist(ctx, sizeof(luna_step_state), false, &state) || !lunai_persist(ctx, pointers, false, &parameters) || !lunai_persist(ctx, pointers, false, &first) ||
-      !lunai_persist(ctx, pointers, false, &second)) return false;
+  int i;
+  if (!lunai_persist(ctx, sizeof(luna_step_state), false, &state) || !lunai_persist(ctx, (size_t)o->size * sizeof(lunai_trained), false, &trained) ||
+      !lunai_persist(ctx, (size_t)o->size * sizeof(luna_tensor *), false, &parameters)) return false;
   o->state = (luna_step_state *)state;
+  o->trained = t = (lunai_trained *)trained;
   o->parameters = (luna_tensor **)parameters;
-  o->first = (float **)first;
-  o->second = (float **)second;
-  for (p = o->params->first; p; p = p->next, i++) {
-    const size_t bytes = (size_t)luna_count(&p->tensor) * sizeof(float);
-    o->parameters[i] = &p->tensor;
-    first = second = NULL;
-    if ((o->adam || o->momentum != 0) && !lunai_persist(ctx, bytes, true, &first)) return false;
-    if (o->adam && !lunai_persist(ctx, bytes, true, &second)) return false;
-    o->first[i] = (float *)first;
-    o->second[i] = (float *)second;
+  for (p = o->params->first; p; p = p->next, t++) {
+    o->parameters[o->active++] = t->tensor = &p->tensor;
+    t->name = p->name;
+    t->lr = 1;
+    t->decay = o->config.weight_decay;
+    for (i = 0; i < o->moments; i++) {
+      if (!lunai_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment)) return false;
+      t->moment[i] = (float *)moment;
+    }
   }
   return true;
 }
 
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
+  const luna_adamw_config *c = &like->config;
   lunai_persistent_mark mark;
   luna_optimizer *o;
   void *memory;
@@ -7790,8 +9163,8 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: this set borrows its parameters, which cannot be trained; load a copy instead", name);
     return NULL;
   }
-  if (!(like->config.lr >= 0 && like->config.clip >= 0 && like->config.weight_decay >= 0)) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: lr, clip and weight_decay must not be negative", name);
+  if (!(c->lr >= 0 && c->clip >= 0 && c->weight_decay >= 0 && c->epsilon >= 0 && c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1)) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: lr, clip, weight_decay and epsilon must not be negative, betas at least 0 and below 1", name);
     return NULL;
   }
   mark = lunai_persistent(params->ctx);
@@ -7819,10 +9192,11 @@ LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *co
     o.nesterov = config->nesterov;
   }
   if (o.config.lr == 0) o.config.lr = 0.01f;
+  o.moments = o.momentum != 0;
   return lunai_optimizer_open(params, &o, "luna_sgd");
 }
 
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) {
+LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind, const char *name) {
   luna_optimizer o;
   memset(&o, 0, sizeof o);
   if (config) o.config = *config;
@@ -7830,8 +9204,48 @@ LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config
   if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
   if (o.config.beta2 == 0) o.config.beta2 = 0.999f;
   if (o.config.epsilon == 0) o.config.epsilon = 1e-8f;
-  o.adam = true;
-  return lunai_optimizer_open(params, &o, "luna_adamw");
+  o.kind = kind;
+  o.moments = 2;
+  return lunai_optimizer_open(params, &o, name);
+}
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_ADAM, "luna_adam"); }
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_ADAMW, "luna_adamw"); }
+
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
+  luna_optimizer o;
+  memset(&o, 0, sizeof o);
+  if (config) {
+    o.config.lr = config->lr;
+    o.config.beta1 = config->beta;
+    o.config.epsilon = config->epsilon;
+    o.config.weight_decay = config->weight_decay;
+    o.config.clip = config->clip;
+    o.config.schedule = config->schedule;
+  }
+  if (o.config.lr == 0) o.config.lr = 1;
+  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
+  if (o.config.epsilon == 0) o.config.epsilon = 1e-4f;
+  if (o.config.schedule.warmup == 0) o.config.schedule.warmup = 100;
+  if (o.config.schedule.warmup_from == 0) o.config.schedule.warmup_from = 0.01f;
+  o.kind = LUNA_APOLLO;
+  o.moments = 3;
+  return lunai_optimizer_open(params, &o, "luna_apollo");
+}
+
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *group) {
+  int64_t i, matched = 0;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  if (!group || !(group->lr >= 0 && group->weight_decay >= 0)) return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_group: there must be a group; lr and weight_decay must not be negative");
+  for (i = 0; i < o->size; i++) {
+    lunai_trained *t = &o->trained[i];
+    if ((group->name && !strstr(t->name, group->name)) || (group->most_axes > 0 && t->tensor->rank > group->most_axes)) continue;
+    t->lr = group->lr == 0 ? 1.0f : group->lr;
+    t->decay = group->weight_decay;
+    t->frozen = group->frozen;
+    matched++;
+  }
+  for (o->active = 0, i = 0; i < o->size; i++) if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
+  return matched ? LUNA_OK : lunai_refuse(o->params->ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes", group->name ? group->name : "anything");
 }
 
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
@@ -7839,29 +9253,32 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   luna_update u;
   luna_status status;
   float lr;
-  int64_t i;
+  int64_t i, at;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   if (ctx->status != LUNA_OK || ctx->options.measure) return ctx->status;
-  o->attempts++;
-  lr = o->config.lr * luna_schedule_at(&o->config.schedule, o->attempts);
+  at = o->attempts++ + (o->kind != LUNA_APOLLO);
+  lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
-  if (status == LUNA_OK) status = ctx->backend->norm(ctx, o->parameters, o->size, o->config.clip, o->state);
+  if (status == LUNA_OK) status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
   memset(&u, 0, sizeof u);
-  u.adam = o->adam;
+  u.kind = o->kind;
   u.nesterov = o->nesterov;
   u.momentum = o->momentum;
   u.beta1 = o->config.beta1;
   u.beta2 = o->config.beta2;
   u.epsilon = o->config.epsilon;
-  u.decay = o->config.weight_decay;
   u.state = o->state;
   for (i = 0; i < o->size && status == LUNA_OK; i++) {
-    u.parameter = o->parameters[i];
-    u.first = o->first[i];
-    u.second = o->second[i];
-    if (u.parameter->grad) status = ctx->backend->update(ctx, &u);
+    const lunai_trained *t = &o->trained[i];
+    u.parameter = t->tensor;
+    u.decay = t->decay;
+    u.lr = t->lr;
+    memcpy(u.moment, t->moment, sizeof u.moment);
+    if (!t->tensor->grad) continue;
+    status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
   }
+  ctx->stepped = true;
   return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_optimizer_step: the backend failed: %s", luna_status_text(status));
 }
 
@@ -7890,43 +9307,51 @@ LUNAI_FN bool lunai_io_write(void *user, const void *bytes, size_t size) {
   return io->write(io->user, bytes, size);
 }
 
-LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
+/* what a file holds besides a set's parameters and pairs */
+typedef struct lunai_extras { const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count; } lunai_extras;
+
+LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io) {
   lunai_st_writer writer;
   lunai_st_pair *pairs;
   lunai_st_source *sources;
-  lunai_mark mark;
+  const lunai_mark mark = lunai_step_mark(params->ctx);
   lunai_meta *m;
   lunai_param *p;
   void *memory = NULL, *more = NULL;
-  int64_t pair_count = 0, count = 0;
+  int64_t pair_count = extras->pair_count, count = extras->count;
   luna_io copy;
-  if (!params || !io || !io->write) return LUNA_BAD_ARGUMENT;
-  if (params->ctx->options.measure) return LUNA_OK;
-  mark = lunai_step_mark(params->ctx);
   for (m = params->metas; m; m = m->next) pair_count++;
-  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)params->size * sizeof *sources, false, &more)) {
+  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
     lunai_step_rewind(params->ctx, mark);
-    return lunai_no_memory(params->ctx, "luna_save", (size_t)params->size * sizeof *sources);
+    return lunai_no_memory(params->ctx, "luna_save", (size_t)(params->size + count) * sizeof *sources);
   }
   pairs = (lunai_st_pair *)memory;
   sources = (lunai_st_source *)more;
-  for (pair_count = 0, m = params->metas; m; m = m->next, pair_count++) {
+  if (extras->pair_count) memcpy(pairs, extras->pairs, (size_t)extras->pair_count * sizeof *pairs);
+  for (pair_count = extras->pair_count, m = params->metas; m; m = m->next, pair_count++) {
     pairs[pair_count].key = m->key;
     pairs[pair_count].value = m->value;
   }
-  for (p = params->first; p; p = p->next, count++) {
+  for (count = 0, p = params->first; p; p = p->next, count++) {
     sources[count].name = p->name;
     sources[count].rank = p->tensor.rank;
     sources[count].shape = p->tensor.shape;
     sources[count].data = p->tensor.data;
   }
+  if (extras->count) memcpy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
   copy = *io;
   memset(&writer, 0, sizeof writer);
   writer.write = lunai_io_write;
   writer.user = &copy;
-  lunai_st_write(&writer, pairs, pair_count, sources, count);
+  lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
   lunai_step_rewind(params->ctx, mark);
   return writer.failed ? lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the file could not be written in full") : LUNA_OK;
+}
+LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
+  lunai_extras none;
+  if (!params || !io || !io->write) return LUNA_BAD_ARGUMENT;
+  memset(&none, 0, sizeof none);
+  return params->ctx->options.measure ? LUNA_OK : lunai_save(params, &none, io);
 }
 
 /* the parameter a tensor of a file belongs to, or null */
@@ -7939,17 +9364,14 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   int64_t matched = 0;
   lunai_param *p;
-  int a;
   while (lunai_st_next(st, &cursor, &t)) {
-    bool same;
     char name[80];
+    if (lunai_st_ours(t.name)) continue;
     lunai_st_decode(t.name, name, sizeof name);
     p = lunai_param_of(params, &t);
     if (!p) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file's tensor %s is no parameter of this set", name);
-    same = t.rank == p->tensor.rank;
-    for (a = 0; same && a < t.rank; a++) same = t.shape[a] == p->tensor.shape[a];
-    if (!same) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: %s is %t here and has another shape in the file", name, &p->tensor);
-    if (t.dtype != LUNAI_ST_F32 && t.dtype != LUNAI_ST_F16 && t.dtype != LUNAI_ST_BF16 && t.dtype != LUNAI_ST_F64)
+    if (!lunai_st_like(&t, &p->tensor)) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: %s is %t here and has another shape in the file", name, &p->tensor);
+    if (!lunai_st_is_real(&t))
       return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: %s is stored as %s; F32, F16, BF16 and F64 can be read", name, lunai_st_formats[t.dtype].name);
     matched++;
   }
@@ -7974,7 +9396,7 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   void *memory;
   while (lunai_st_meta_next(st, &cursor, &key, &value)) {
-    if (key.size >= 5 && memcmp(key.at, "luna.", 5) == 0) continue;
+    if (lunai_st_ours(key)) continue;
     pair = lunai_persist(ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
     if (pair) pair->key = lunai_load_text(ctx, key);
     if (pair && pair->key) pair->value = lunai_load_text(ctx, value);
@@ -7997,7 +9419,8 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
   lunai_st_tensor t;
   size_t cursor = 0;
-  while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t)) lunai_st_floats(&t, lunai_param_of(params, &t)->tensor.data);
+  while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t))
+    if (!lunai_st_ours(t.name)) lunai_st_floats(&t, lunai_param_of(params, &t)->tensor.data);
   return status;
 }
 LUNAI_FN luna_status lunai_open_st(luna_ctx *ctx, lunai_st *st, const void *bytes, size_t size) {
@@ -8032,6 +9455,36 @@ LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, 
   return LUNA_OK;
 }
 
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match) {
+  luna_match none, *m = match ? match : &none;
+  char name[LUNAI_LONGEST_NAME];
+  lunai_st st;
+  lunai_st_tensor t;
+  luna_status status;
+  lunai_param *p;
+  size_t cursor = 0;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  memset(&none, 0, sizeof none);
+  status = lunai_open_st(params->ctx, &st, bytes, size);
+  if (status != LUNA_OK) return status;
+  if (params->borrowing) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_matching: this set borrows its parameters");
+  m->loaded = m->missing = m->unused = 0;
+  for (p = params->first; p; p = p->next) {
+    const char *why = !lunai_st_find(&st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
+    if (!why) m->loaded++;
+    if (!why && !params->ctx->options.measure) lunai_st_floats(&t, p->tensor.data);
+    if (why) m->missing++;
+    if (why && m->tell) m->tell(m->user, p->name, why);
+  }
+  while (lunai_st_next(&st, &cursor, &t)) {
+    if (lunai_st_ours(t.name) || lunai_param_of(params, &t)) continue;
+    m->unused++;
+    lunai_st_decode(t.name, name, sizeof name);
+    if (m->tell) m->tell(m->user, name, "is in the file and no parameter here");
+  }
+  return m->loaded ? LUNA_OK : lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
+}
+
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
   lunai_st st;
   lunai_lm_sizes sizes;
@@ -8052,13 +9505,216 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   return status;
 }
 
+/* --- any model: its init, which takes each parameter's values from the file, and stops where the file has none --- */
+LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind, const lunai_model_sizes *s) {
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+  luna_encoder_config encoder;
+  lunai_encoder_from_sizes(s, &encoder);
+  memset(&classifier, 0, sizeof classifier);
+  memset(&masked_lm, 0, sizeof masked_lm);
+  memset(&seq2seq, 0, sizeof seq2seq);
+  classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
+  classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
+  classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits; classifier.pair = s->pair != 0;
+  seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0; seq2seq.separate_output = s->separate_output != 0;
+  seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
+  if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
+  if (kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &masked_lm);
+  return luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
+}
+LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+  static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
+  lunai_model_sizes sizes;
+  lunai_st st;
+  lunai_st_tensor t;
+  lunai_st_text kind;
+  lunai_params_mark mark;
+  luna_status status;
+  const char *wrong;
+  size_t cursor = 0;
+  int64_t count = 0;
+  int k = 0;
+  if (!lunai_init_given(params, model, params)) return LUNA_BAD_ARGUMENT;
+  status = lunai_open_st(params->ctx, &st, bytes, size);
+  if (status != LUNA_OK) return status;
+  memset(model, 0, sizeof *model);
+  if (params->size) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already");
+  if (!lunai_st_meta(&st, "luna.kind", &kind)) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file does not say what model it is (luna.kind)");
+  if (lunai_st_equal(kind, LUNAI_LM_KIND)) {
+    status = luna_lm_load_bytes(&model->lm, params, bytes, size);
+    if (status == LUNA_OK) model->kind = LUNA_MODEL_LM;
+    return status;
+  }
+  while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
+  if (k == 3) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file holds a kind of model that luna.h does not know");
+  wrong = lunai_fields_read(&st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
+  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: %s is missing from the metadata, or out of range", wrong);
+  while (lunai_st_next(&st, &cursor, &t)) count += !lunai_st_ours(t.name);
+  if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the metadata claims other layers than the file has tensors for");
+  mark = lunai_params_here(params);
+  if (!params->borrowing) params->filling = &st;
+  status = lunai_model_init(model, params, (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k), &sizes);
+  params->filling = NULL;
+  if (status == LUNA_OK && params->size != count) status = lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d", count, params->size);
+  if (status == LUNA_OK) status = lunai_load_pairs(params, &st);
+  if (status == LUNA_OK) model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
+  else lunai_params_end(params, mark, false);
+  return status;
+}
+
+/* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16 hexadecimal digits each --- */
+#ifndef LUNA_NO_TRAIN
+static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped", "luna.lr", "luna.step", "luna.seed" };
+enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUNAI_TRAINING_SKIPPED, LUNAI_TRAINING_LR, LUNAI_TRAINING_STEP, LUNAI_TRAINING_SEED, LUNAI_TRAINING_KEYS };
+#define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
+
+LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
+  int i;
+  for (i = 0; i < 16; i++) out[i] = "0123456789abcdef"[value >> (60 - 4 * i) & 15];
+  out[16] = 0;
+}
+LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
+  lunai_st_text value;
+  size_t i;
+  *out = 0;
+  if (!lunai_st_meta(st, key, &value) || value.size != 16) return false;
+  for (i = 0; i < 16; i++) {
+    const char c = value.at[i];
+    if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'))) return false;
+    *out = *out << 4 | (uint64_t)(c <= '9' ? c - '0' : c - 'a' + 10);
+  }
+  return true;
+}
+LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
+  memcpy(out, "luna.moment1.", LUNAI_MOMENT_NAME - 1);
+  out[11] = (char)('1' + moment);
+  memcpy(out + LUNAI_MOMENT_NAME - 1, name, strlen(name) + 1);
+}
+
+LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_io *io) {
+  char text[LUNAI_TRAINING_KEYS][17];
+  uint64_t value[LUNAI_TRAINING_KEYS];
+  lunai_st_pair pairs[LUNAI_TRAINING_KEYS];
+  lunai_st_source *sources;
+  luna_step_state state;
+  lunai_extras extras;
+  lunai_mark mark;
+  luna_ctx *ctx;
+  luna_status status;
+  void *memory = NULL, *name = NULL;
+  int64_t i, count = 0;
+  int k;
+  bool good;
+  if (!o || !io || !io->write) return LUNA_BAD_ARGUMENT;
+  ctx = o->params->ctx;
+  if (ctx->options.measure) return LUNA_OK;
+  state = lunai_optimizer_state(o);
+  memset(value, 0, sizeof value);
+  value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
+  value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
+  value[LUNAI_TRAINING_UPDATES] = state.updates;
+  value[LUNAI_TRAINING_SKIPPED] = state.skipped;
+  memcpy(&value[LUNAI_TRAINING_LR], &o->config.lr, sizeof o->config.lr);
+  value[LUNAI_TRAINING_STEP] = ctx->state->step;
+  value[LUNAI_TRAINING_SEED] = ctx->state->seed;
+  for (k = 0; k < LUNAI_TRAINING_KEYS; k++) {
+    lunai_hex(value[k], text[k]);
+    pairs[k].key = lunai_training_keys[k];
+    pairs[k].value = text[k];
+  }
+  mark = lunai_step_mark(ctx);
+  good = lunai_step(ctx, (size_t)(o->size * o->moments) * sizeof *sources, false, &memory);
+  sources = (lunai_st_source *)memory;
+  for (i = 0; i < o->size && good; i++)
+    for (k = 0; k < o->moments && good; k++) {
+      good = lunai_step(ctx, LUNAI_MOMENT_NAME + strlen(o->trained[i].name), false, &name);
+      if (!good) break;
+      lunai_moment_name((char *)name, k, o->trained[i].name);
+      sources[count].name = (const char *)name;
+      sources[count].rank = o->trained[i].tensor->rank;
+      sources[count].shape = o->trained[i].tensor->shape;
+      sources[count++].data = o->trained[i].moment[k];
+    }
+  extras.pairs = pairs;
+  extras.pair_count = LUNAI_TRAINING_KEYS;
+  extras.sources = sources;
+  extras.count = count;
+  status = good ? lunai_save(o->params, &extras, io) : lunai_no_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
+  lunai_step_rewind(ctx, mark);
+  return status;
+}
+
+/* finds a moment; *wrong says why there is none */
+LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int moment, lunai_st_tensor *out) {
+  char name[LUNAI_LONGEST_NAME + LUNAI_MOMENT_NAME];
+  lunai_moment_name(name, moment, t->name);
+  return lunai_st_find(st, name, out) && lunai_st_like(out, t->tensor) && out->dtype == LUNAI_ST_F32;
+}
+LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st, uint64_t value[LUNAI_TRAINING_KEYS]) {
+  luna_ctx *ctx = o->params->ctx;
+  lunai_st_tensor t;
+  size_t cursor = 0;
+  int64_t i, count = 0;
+  float lr;
+  int k;
+  for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
+    if (!lunai_unhex(st, lunai_training_keys[k], &value[k])) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits", lunai_training_keys[k]);
+  if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
+  memcpy(&lr, &value[LUNAI_TRAINING_LR], sizeof lr);
+  if (!(lr >= 0 && lr < (float)INFINITY) || value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
+      value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS])
+    return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
+  while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
+  if (count != o->size * o->moments) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file has %d moments, the optimiser %d", count, o->size * o->moments);
+  for (i = 0; i < o->size; i++)
+    for (k = 0; k < o->moments; k++)
+      if (!lunai_moment_find(st, &o->trained[i], k, &t)) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: moment %d of %s is missing, of another shape, or not F32", (int64_t)k + 1, o->trained[i].name);
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
+  uint64_t value[LUNAI_TRAINING_KEYS];
+  luna_step_state state;
+  lunai_st_tensor t;
+  lunai_st st;
+  luna_status status;
+  luna_ctx *ctx;
+  int64_t i;
+  int k;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  ctx = o->params->ctx;
+  status = lunai_open_st(ctx, &st, bytes, size);
+  if (status == LUNA_OK) status = lunai_training_check(o, &st, value);
+  if (status == LUNA_OK) status = lunai_load_st(o->params, &st);
+  if (status != LUNA_OK || ctx->options.measure) return status;
+  for (i = 0; i < o->size; i++)
+    for (k = 0; k < o->moments; k++)
+      if (lunai_moment_find(&st, &o->trained[i], k, &t)) lunai_st_floats(&t, o->trained[i].moment[k]);
+  state = lunai_optimizer_state(o);
+  state.updates = value[LUNAI_TRAINING_UPDATES];
+  state.skipped = value[LUNAI_TRAINING_SKIPPED];
+  o->attempts = (int64_t)value[LUNAI_TRAINING_ATTEMPTS];
+  memcpy(&o->config.lr, &value[LUNAI_TRAINING_LR], sizeof o->config.lr);
+  ctx->state->step = value[LUNAI_TRAINING_STEP];
+  ctx->state->seed = value[LUNAI_TRAINING_SEED];
+  return ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
+}
+LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, const void *bytes, size_t size) {
+  (void)params;
+  return luna_load_training_bytes((luna_optimizer *)optimizer, bytes, size);
+}
+#endif /* !LUNA_NO_TRAIN */
+
 /* --- the same through luna_io, and by path --- */
-typedef luna_status (*lunai_loader)(void *model, luna_params *params, const void *bytes, size_t size);
-LUNAI_FN luna_status lunai_load_plain(void *model, luna_params *params, const void *bytes, size_t size) {
-  (void)model;
+typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void *bytes, size_t size);
+LUNAI_FN luna_status lunai_load_plain(void *into, luna_params *params, const void *bytes, size_t size) {
+  (void)into;
   return luna_load_bytes(params, bytes, size);
 }
 LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) { return luna_lm_load_bytes((luna_lm *)model, params, bytes, size); }
+LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) { return luna_load_model_bytes((luna_model *)model, params, bytes, size); }
+LUNAI_FN luna_status lunai_load_matched(void *match, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_match *)match); }
 
 LUNAI_FN luna_status lunai_load_through(lunai_loader loader, void *model, luna_params *params, const luna_io *io) {
   luna_ctx *ctx = params->ctx;
@@ -8106,28 +9762,34 @@ int fsync(int descriptor);
 LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
 LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
 
-LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
+typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
+LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
   char temporary[1024];
   luna_io io;
   luna_status status;
   FILE *file;
   bool flushed;
-  if (!params || !path) return LUNA_BAD_ARGUMENT;
-  if (strlen(path) + 5 > sizeof temporary) return lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
+  if (strlen(path) + 5 > sizeof temporary) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
   lunai_print(temporary, sizeof temporary, "%s.tmp", path);
   file = fopen(temporary, "wb");
-  if (!file) return lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: cannot create %s", temporary);
+  if (!file) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot create %s", temporary);
   memset(&io, 0, sizeof io);
   io.write = lunai_file_write;
   io.user = file;
-  status = luna_save_io(params, &io);
+  status = saver(what, &io);
   flushed = fflush(file) == 0 && lunai_flush_to_disk(file);
   flushed = fclose(file) == 0 && flushed;
-  if (status == LUNA_OK && !flushed) status = lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", temporary);
-  if (status == LUNA_OK && !lunai_rename(temporary, path)) status = lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
+  if (status == LUNA_OK && !flushed) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", temporary);
+  if (status == LUNA_OK && !lunai_rename(temporary, path)) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
   if (status != LUNA_OK) remove(temporary);
   return status;
 }
+LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) { return luna_save_io((const luna_params *)params, io); }
+LUNA_API luna_status luna_save(const luna_params *params, const char *path) { return params && path ? lunai_save_path(params->ctx, lunai_save_params, params, path) : LUNA_BAD_ARGUMENT; }
+#ifndef LUNA_NO_TRAIN
+LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) { return luna_save_training_io((const luna_optimizer *)optimizer, io); }
+LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) { return o && path ? lunai_save_path(o->params->ctx, lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT; }
+#endif
 
 LUNAI_FN luna_status lunai_load_path(lunai_loader loader, void *model, luna_params *params, const char *path) {
   luna_io io;
@@ -8149,18 +9811,26 @@ LUNAI_FN luna_status lunai_load_path(lunai_loader loader, void *model, luna_para
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_load_plain, NULL, params, path); }
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) { return model ? lunai_load_path(lunai_load_lm, model, params, path) : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) { return model ? lunai_load_path(lunai_load_any, model, params, path) : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match) { return lunai_load_path(lunai_load_matched, match, params, path); }
+#ifndef LUNA_NO_TRAIN
+LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { return o ? lunai_load_path(lunai_load_trained, o, o->params, path) : LUNA_BAD_ARGUMENT; }
+#endif
 #endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
-   A layer's past is two running means (double), and the last rows of the short convolution's input. Guarded by tests/stream.c.
+   A layer's past is two running means (double), and the last rows of the short convolution's input. A decoder's layers also read their source:
+   its memory in the scores, its packed context through the cross-attention. Guarded by tests/stream.c, a decoder by tests/models.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
 typedef struct lunai_stream_layer {
   lunai_stream_linear pq, pc, q, k, v, out, fc1, fc2, attention_norm, final_norm, conv; /* norms and the convolution have the same two parts */
   const float *memory;
-  float *folded, *folded_bias;       /* [heads slots, dim]: pack scores straight from x, when that is cheaper; else [slots, dim]: scaled pq */
+  float *folded, *folded_bias;       /* [sources, heads slots, dim]: pack scores straight from x, when that is cheaper; else [sources, slots, dim]: scaled pq */
+  lunai_stream_linear cross_q, cross_out, cross_norm; /* a decoder's */
+  float *keys, *values;              /* [sources, slots, dim] of the packed source */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
 } lunai_stream_layer;
@@ -8169,9 +9839,13 @@ struct luna_stream {
   lunai_lm_sizes sizes;
   const lunai_kernels *kernels;
   lunai_stream_layer *layers;
-  const float *embedding;
+  const float *embedding, *output, *positions; /* [vocab, dim] twice; a learned table or null */
   lunai_stream_linear norm;
-  int64_t batch, chunk, position;
+  int64_t batch, chunk, position, first_position;
+  int64_t sources;                   /* whose memories are read: one for all, or a decoder's, for batch / sources sequences each */
+  float scale;                       /* of the embedding */
+  bool cross;                        /* a decoder */
+  int32_t *slots, *source_slots;     /* a decoder's real memory slots: [batch], [sources] */
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
   float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
@@ -8184,6 +9858,7 @@ struct luna_stream {
 };
 
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
+LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
 
 /* A matrix product of the stream: y [rows, out] = act(x [rows, in] W^T + b) */
 LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
@@ -8206,6 +9881,7 @@ LUNAI_FN void lunai_stream_attention_args(const luna_stream *s, const lunai_stre
   c->batch = s->batch; c->rows = rows; c->heads = s->sizes.heads;
   c->head_dim = s->sizes.dim / s->sizes.heads;
   c->slots = s->sizes.memory;
+  c->lengths = s->slots;
   c->scale = (float)(1.0 / sqrt((double)c->head_dim));
   c->activation = (int)s->sizes.omega;
   c->position = s->position;
@@ -8213,15 +9889,31 @@ LUNAI_FN void lunai_stream_attention_args(const luna_stream *s, const lunai_stre
   c->mean_av = layer->mean_av;
 }
 /* scores of one chunk without folding: k_p = x Wpc^T + b, then each head against its part of the scaled pq */
-LUNAI_FN void lunai_stream_head_scores(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_gemm *g) {
+LUNAI_FN void lunai_stream_head_scores(const luna_stream *s, const float *keys, int64_t rows, const float *pq, float *scores, lunai_gemm *g) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory;
-  lunai_stream_product(g, s->y, rows, d / h, layer->folded, NULL, l, LUNA_NONE, s->s);
+  lunai_stream_product(g, keys, rows, d / h, pq, NULL, l, LUNA_NONE, scores);
   g->a_row = g->b_column = d;
   g->c_row = h * l;
   g->batch[1] = h;
   g->a_batch[1] = g->b_batch[1] = d / h;
   g->c_batch[1] = l;
 }
+
+#ifndef LUNA_ONLY_STREAM
+/* a decoder's cross-attention; the sequences of one source are queries side by side */
+LUNAI_FN void lunai_stream_cross_args(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_attention *a) {
+  const int64_t d = s->sizes.dim;
+  memset(a, 0, sizeof *a);
+  a->q = s->q; a->k = layer->keys; a->v = layer->values; a->out = s->y;
+  a->batch = s->sources; a->heads = s->sizes.heads; a->queries = s->batch / s->sources * rows; a->keys = s->sizes.memory;
+  a->head_dim = a->value_dim = a->q_head = a->k_head = a->v_head = a->out_head = d / a->heads;
+  a->q_row = a->k_row = a->v_row = a->out_row = d;
+  a->q_batch = a->out_batch = a->queries * d;
+  a->k_batch = a->v_batch = a->keys * d;
+  a->lengths = s->source_slots;
+  a->scale = (float)(1.0 / sqrt((double)a->head_dim));
+}
+#endif
 
 /* bytes of scratch that any call may need */
 LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
@@ -8249,9 +9941,22 @@ LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
     need = s->kernels->gemm_scratch(&g, 1);
     if (need > most) most = need;
   }
-  lunai_stream_head_scores(s, &layer, s->batch * s->chunk, &g);
-  need = s->kernels->gemm_scratch(&g, 1);
-  if (need > most) most = need;
+  for (i = 0; i < 2; i++) {
+    lunai_stream_head_scores(s, NULL, s->batch / s->sources * (i ? 1 : s->chunk), NULL, NULL, &g);
+    need = s->kernels->gemm_scratch(&g, 1);
+    if (need > most) most = need;
+    lunai_stream_product(&g, NULL, s->batch / s->sources * (i ? 1 : s->chunk), z->dim, NULL, NULL, z->heads * z->memory, LUNA_NONE, NULL);
+    need = s->kernels->gemm_scratch(&g, 1);
+    if (need > most) most = need;
+#ifndef LUNA_ONLY_STREAM
+    if (s->cross) {
+      lunai_attention a;
+      lunai_stream_cross_args(s, &layer, i ? 1 : s->chunk, &a);
+      need = s->kernels->attention_scratch(&a, 1, false);
+      if (need > most) most = need;
+    }
+#endif
+  }
   lunai_stream_product(&g, NULL, z->memory, z->dim / z->heads, NULL, NULL, z->dim, LUNA_NONE, NULL);
   g.b_row = z->dim; g.b_column = 1; g.a_row = z->dim; /* the folding itself */
   need = s->kernels->gemm_scratch(&g, 1);
@@ -8281,8 +9986,10 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->state_size = used - state;
   for (i = 0; i < z->layers; i++) {
     lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
-    layer->folded = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? z->heads * z->memory * z->dim : z->memory * z->dim, sizeof(float));
-    layer->folded_bias = (float *)lunai_stream_take(base, &used, z->heads * z->memory, sizeof(float));
+    layer->folded = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
+    layer->folded_bias = (float *)lunai_stream_take(base, &used, s->sources * z->heads * z->memory, sizeof(float));
+    layer->keys = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
+    layer->values = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
   }
   s->x = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
   s->in = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
@@ -8295,32 +10002,36 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->ffn = (float *)lunai_stream_take(base, &used, rows * z->ffn, sizeof(float));
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
   if (!z->sharing) s->k = s->v;
+  s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
+  s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
+  if (!s->cross) s->slots = NULL;
   s->spare = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
   return used;
 }
 
-/* what is the same for every token: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
-LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer) {
+/* what is the same for every token of a source: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
+LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory, int64_t source) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, hd = d / h;
   const float scale = (float)(1.0 / sqrt((double)hd));
+  float *folded = layer->folded + source * lunai_stream_fold_size(&s->sizes), *bias = layer->folded_bias + source * h * l;
   int64_t head, i, j;
   lunai_gemm g;
-  lunai_stream_linear_run(s, layer->memory, l, d, layer->pq.weight, layer->pq.bias, d, LUNA_NONE, s->y);
+  lunai_stream_linear_run(s, memory, l, d, layer->pq.weight, layer->pq.bias, d, LUNA_NONE, s->y);
   for (i = 0; i < l * d; i++) s->y[i] *= scale;
   if (!lunai_stream_folds(&s->sizes)) {
-    memcpy(layer->folded, s->y, (size_t)(l * d) * sizeof(float));
+    memcpy(folded, s->y, (size_t)(l * d) * sizeof(float));
     return;
   }
   for (head = 0; head < h; head++) {
-    lunai_stream_product(&g, s->y + head * hd, l, hd, layer->pc.weight + head * hd * d, NULL, d, LUNA_NONE, layer->folded + head * l * d);
+    lunai_stream_product(&g, s->y + head * hd, l, hd, layer->pc.weight + head * hd * d, NULL, d, LUNA_NONE, folded + head * l * d);
     g.a_row = g.b_row = d;
     g.b_column = 1;
     s->kernels->gemm(&g, NULL, s->scratch);
     for (i = 0; i < l; i++) {
       float sum = 0;
       for (j = 0; j < hd; j++) sum += s->y[i * d + head * hd + j] * layer->pc.bias[head * hd + j];
-      layer->folded_bias[head * l + i] = sum;
+      bias[head * l + i] = sum;
     }
   }
 }
@@ -8338,8 +10049,11 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->batch = config && config->batch ? config->batch : 1;
   s->chunk = config && config->chunk ? config->chunk : 64;
   s->kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
+  s->sources = 1;
+  s->scale = 1;
   s->error = "";
   if (!s->kernels) return "this machine does not have the instruction set asked for";
+  if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "batch and chunk must be at least 1";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
@@ -8417,6 +10131,8 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   memset(&check, 0, sizeof check);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < lunai_stream_lay_out(&first, NULL))) wrong = "the memory is smaller than luna_stream_size says";
   if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding)) wrong = "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
+  first.output = first.embedding;
+  if (!wrong && first.sizes.positions == LUNA_LEARNED && !lunai_stream_weight(&st, "", "embed_positions.weight", 2, first.sizes.max_length, first.sizes.dim, &first.positions)) wrong = "embed_positions.weight is missing or of another shape";
   if (!wrong && first.sizes.pre_norm && !lunai_stream_pair(&st, "", "layer_norm.weight", "layer_norm.bias", 1, first.sizes.dim, 1, &first.norm)) wrong = "layer_norm is missing or of another shape";
   for (i = 0; !wrong && i < first.sizes.layers; i++)
     if (!lunai_stream_layer_weights(&st, &first.sizes, i, &check)) wrong = "a layer's tensor is missing, of another shape, not F32 or not aligned to 4 bytes";
@@ -8428,7 +10144,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   lunai_stream_lay_out(s, (char *)s);
   for (i = 0; i < s->sizes.layers; i++) {
     lunai_stream_layer_weights(&st, &s->sizes, i, &s->layers[i]);
-    lunai_stream_fold(s, &s->layers[i]);
+    lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
   }
   return s;
 }
@@ -8440,62 +10156,156 @@ LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_tensor *weight, const lu
   pair.bias = bias ? bias->data : NULL;
   return pair;
 }
-LUNAI_FN void lunai_stream_from_layer(const luna_causal_layer *layer, lunai_stream_layer *w) {
-  const luna_causal_attention_layer *a = &layer->attention;
+LUNAI_FN lunai_stream_linear lunai_stream_of_linear(const luna_linear_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
+LUNAI_FN lunai_stream_linear lunai_stream_of_norm(const luna_norm_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
+LUNAI_FN void lunai_stream_from_attention(const luna_causal_attention_layer *a, lunai_stream_layer *w) {
+  w->pq = lunai_stream_of_linear(&a->pq);
+  w->pc = lunai_stream_of_linear(&a->pc);
+  w->q = lunai_stream_of_linear(&a->q);
+  w->k = lunai_stream_of_linear(&a->k);
+  w->v = lunai_stream_of_linear(&a->v);
+  w->out = lunai_stream_of_linear(&a->out);
+}
+LUNAI_FN void lunai_stream_from_causal(const luna_causal_layer *layer, lunai_stream_layer *w) {
+  lunai_stream_from_attention(&layer->attention, w);
   w->memory = layer->memory->data;
-  w->pq = lunai_stream_of(a->pq.weight, a->pq.bias);
-  w->pc = lunai_stream_of(a->pc.weight, a->pc.bias);
-  w->q = lunai_stream_of(a->q.weight, a->q.bias);
-  w->k = lunai_stream_of(a->k.weight, a->k.bias);
-  w->v = lunai_stream_of(a->v.weight, a->v.bias);
-  w->out = lunai_stream_of(a->out.weight, a->out.bias);
-  w->fc1 = lunai_stream_of(layer->fc1.weight, layer->fc1.bias);
-  w->fc2 = lunai_stream_of(layer->fc2.weight, layer->fc2.bias);
-  w->attention_norm = lunai_stream_of(layer->attention_norm.weight, layer->attention_norm.bias);
-  w->final_norm = lunai_stream_of(layer->final_norm.weight, layer->final_norm.bias);
+  w->fc1 = lunai_stream_of_linear(&layer->fc1);
+  w->fc2 = lunai_stream_of_linear(&layer->fc2);
+  w->attention_norm = lunai_stream_of_norm(&layer->attention_norm);
+  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
   w->conv = lunai_stream_of(layer->kernel, layer->kernel_bias);
 }
+LUNAI_FN void lunai_stream_from_decoder(const luna_decoder_layer *layer, lunai_stream_layer *w) {
+  lunai_stream_from_attention(&layer->self_attention, w);
+  w->fc1 = lunai_stream_of_linear(&layer->fc1);
+  w->fc2 = lunai_stream_of_linear(&layer->fc2);
+  w->attention_norm = lunai_stream_of_norm(&layer->self_norm);
+  w->cross_q = lunai_stream_of_linear(&layer->cross_attention.q);
+  w->cross_out = lunai_stream_of_linear(&layer->cross_attention.out);
+  w->cross_norm = lunai_stream_of_norm(&layer->cross_norm);
+  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
+}
 
-LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
-  luna_stream first, *s;
+/* the context a stream is opened in, and its defaults; null with a sentence when there can be none */
+LUNAI_FN const char *lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config) {
   luna_stream_config own;
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  const char *wrong;
-  char *raw;
-  size_t size;
-  int64_t i;
-  if (!ctx) return NULL;
-  memset(&first, 0, sizeof first);
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
-  lunai_lm_to_sizes(&model->config, &first.sizes);
-  wrong = lunai_stream_config(&first, &own);
-  if (ctx->options.measure) wrong = "a context that measures has no weights";
-  if (ctx->backend->allocate) wrong = "streams run on the CPU: open one from the checkpoint's bytes";
-  if (wrong) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: %s", wrong);
-    return NULL;
-  }
-  first.allocator = ctx->options.allocator;
-  size = lunai_stream_lay_out(&first, NULL);
-  first.memory_size = size + LUNAI_ALIGN;
-  if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first.allocator, first.memory_size)) == NULL) {
+  first->allocator = ctx->options.allocator;
+  if (ctx->options.measure) return "a context that measures has no weights";
+  if (ctx->backend->allocate) return "streams run on the CPU: open one from the checkpoint's bytes";
+  return lunai_stream_config(first, &own);
+}
+/* memory from the context's allocator, laid out */
+LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
+  const size_t size = lunai_stream_lay_out(first, NULL);
+  luna_stream *s;
+  char *raw;
+  first->memory_size = size + LUNAI_ALIGN;
+  if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
     lunai_no_memory(ctx, ctx->options.block ? "luna_stream_open: a context in one block has none to spare (use luna_stream_open_bytes)" : "luna_stream_open", size);
     return NULL;
   }
   s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
   memset(s, 0, size);
-  *s = first;
+  *s = *first;
   lunai_stream_lay_out(s, (char *)s);
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  s->embedding = model->embedding->data;
+  return s;
+}
+
+LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
+  luna_stream first, *s;
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  const char *wrong;
+  int64_t i;
+  if (!ctx) return NULL;
+  memset(&first, 0, sizeof first);
+  lunai_lm_to_sizes(&model->config, &first.sizes);
+  wrong = lunai_is_luna(&model->config.layer) ? lunai_stream_from(ctx, &first, config) : "only Luna attention streams in constant memory";
+  if (wrong) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: %s", wrong);
+    return NULL;
+  }
+  s = lunai_stream_allocate(ctx, &first);
+  if (!s) return NULL;
+  s->embedding = s->output = model->embedding->data;
+  s->positions = model->positions ? model->positions->data : NULL;
   s->norm = lunai_stream_of(model->norm.weight, model->norm.bias);
   for (i = 0; i < s->sizes.layers; i++) {
-    lunai_stream_from_layer(&model->layers[i], &s->layers[i]);
-    lunai_stream_fold(s, &s->layers[i]);
+    lunai_stream_from_causal(&model->layers[i], &s->layers[i]);
+    lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
   }
   return s;
+}
+
+/* what a decoder layer has of its sources: folded scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
+LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *w, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+  const luna_nested_attention_layer *cross = &layer->cross_attention;
+  const luna_layer_config *c = &layer->config;
+  const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
+  luna_tensor *packed = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
+  int64_t b;
+  for (b = 0; b < s->sources; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
+  v = luna_linear_layer_forward(&cross->v, packed);
+  k = cross->config.sharing == LUNA_TIED || !packed ? v : lunai_project(&cross->k, packed);
+  *p = lunai_residual(c, *p, packed, &layer->memory_norm);
+  if (!k || !v || !*p) return false;
+  memcpy(w->keys, k->data, bytes);
+  memcpy(w->values, v->data, bytes);
+  return true;
+}
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam) {
+  const luna_seq2seq_config *c;
+  luna_stream first, *s = NULL;
+  luna_stream_config config;
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_tensor *p = NULL, *context;
+  const char *wrong;
+  int64_t i;
+  bool good = true;
+  if (!ctx) return NULL;
+  c = &model->config;
+  luna_begin_inference(ctx);
+  if (batch < 1 || beam < 1 || lunai_checked(batch, beam) < 0) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %d sources with %d sequences each", batch, beam);
+    return NULL;
+  }
+  context = luna_encoder_forward(&model->encoder, source, lengths, batch, n, &p);
+  if (!context) return NULL;
+  memset(&first, 0, sizeof first);
+  memset(&config, 0, sizeof config);
+  config.batch = batch * beam;
+  config.chunk = 1;
+  first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
+  first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
+  first.sizes.sharing = c->encoder.layer.sharing == LUNA_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.omega = c->encoder.layer.omega;
+  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
+  wrong = lunai_stream_from(ctx, &first, &config);
+  if (wrong) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %s", wrong);
+    return NULL;
+  }
+  first.sources = batch;
+  first.cross = true;
+  first.scale = lunai_embedding_factor(&c->encoder);
+  first.first_position = c->encoder.first_position;
+  first.embedding = model->embedding->data;
+  first.output = model->output->data;
+  first.positions = model->positions ? model->positions->data : NULL;
+  first.norm = lunai_stream_of(model->norm.weight, model->norm.bias);
+  s = lunai_stream_allocate(ctx, &first);
+  if (!s) return NULL;
+  for (i = 0; i < batch * beam; i++)
+    s->slots[i] = s->source_slots[i / beam] = (int32_t)lunai_min(lengths ? lengths[i / beam] : n, s->sizes.memory);
+  for (i = 0; i < s->sizes.layers && good; i++) {
+    lunai_stream_from_decoder(&model->layers[i], &s->layers[i]);
+    good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, lengths);
+  }
+  if (good) return s;
+  luna_stream_close(s);
+  return NULL;
 }
 #endif
 
@@ -8524,20 +10334,48 @@ LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, c
 }
 
 LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory;
+  const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
+  int64_t i;
   lunai_gemm g;
-  if (lunai_stream_folds(&s->sizes)) {
-    lunai_stream_linear_run(s, in, rows, d, layer->folded, layer->folded_bias, hl, LUNA_NONE, s->s);
-    return;
+  if (!lunai_stream_folds(&s->sizes)) {
+    lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
+    in = s->y;
   }
-  lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
-  lunai_stream_head_scores(s, layer, rows, &g);
-  s->kernels->gemm(&g, NULL, s->scratch);
+  for (i = 0; i < s->sources; i++) {
+    const float *x = in + i * each * d, *folded = layer->folded + i * lunai_stream_fold_size(&s->sizes);
+    if (lunai_stream_folds(&s->sizes)) {
+      lunai_stream_linear_run(s, x, each, d, folded, layer->folded_bias + i * hl, hl, LUNA_NONE, s->s + i * each * hl);
+      continue;
+    }
+    lunai_stream_head_scores(s, x, each, folded, s->s + i * each * hl, &g);
+    s->kernels->gemm(&g, NULL, s->scratch);
+  }
 }
 
 LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
   s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
 }
+
+/* x + out, normed when post-norm; else what comes next reads it normed: returned is the next half-layer's input */
+LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const float *out, const lunai_stream_linear *norm, const lunai_stream_linear *next) {
+  s->kernels->add(rows * s->sizes.dim, s->x, out, s->x);
+  if (!s->sizes.pre_norm) lunai_stream_norm(s, s->x, rows, norm, s->x);
+  if (!s->sizes.pre_norm || !next) return s->x;
+  lunai_stream_norm(s, s->x, rows, next, s->in);
+  return s->in;
+}
+
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN const float *lunai_stream_cross(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim, all = s->batch * rows;
+  lunai_attention a;
+  lunai_stream_linear_run(s, in, all, d, layer->cross_q.weight, layer->cross_q.bias, d, LUNA_NONE, s->q);
+  lunai_stream_cross_args(s, layer, rows, &a);
+  s->kernels->attention(&a, NULL, s->scratch);
+  lunai_stream_linear_run(s, s->y, all, d, layer->cross_out.weight, layer->cross_out.bias, d, LUNA_NONE, s->q);
+  return lunai_stream_residual(s, all, s->q, &layer->cross_norm, &layer->final_norm);
+}
+#endif
 
 LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, int64_t rows) {
   const lunai_lm_sizes *z = &s->sizes;
@@ -8554,14 +10392,25 @@ LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, 
   if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_NONE, s->k);
   lunai_stream_attention_args(s, layer, rows, &c);
   s->kernels->causal_luna(&c, NULL, s->scratch);
-  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_NONE, s->in);
-  s->kernels->add(all * d, s->x, s->in, s->x);
-  if (!z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->attention_norm, s->x);
-  else lunai_stream_norm(s, s->x, all, &layer->final_norm, s->in);
-  lunai_stream_linear_run(s, z->pre_norm ? s->in : s->x, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
+  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_NONE, s->q);
+  in = lunai_stream_residual(s, all, s->q, &layer->attention_norm, s->cross ? &layer->cross_norm : &layer->final_norm);
+#ifndef LUNA_ONLY_STREAM
+  if (s->cross) in = lunai_stream_cross(s, layer, in, rows);
+#endif
+  lunai_stream_linear_run(s, in, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
   lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_NONE, s->y);
-  s->kernels->add(all * d, s->x, s->y, s->x);
-  if (!z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->final_norm, s->x);
+  lunai_stream_residual(s, all, s->y, &layer->final_norm, NULL);
+}
+
+/* x = scale E[token] + position */
+LUNAI_FN void lunai_stream_embed(luna_stream *s, int32_t token, int64_t position, float *x) {
+  const int64_t d = s->sizes.dim, row = s->first_position + position;
+  int64_t i;
+  for (i = 0; i < d; i++) x[i] = s->scale * s->embedding[token * d + i];
+  if (s->sizes.positions == LUNA_LEARNED) s->kernels->add(d, x, s->positions + row * d, x);
+  if (s->sizes.positions != LUNA_SINUSOIDAL) return;
+  lunai_sinusoid(row, d, s->y);
+  s->kernels->add(d, x, s->y, x);
 }
 
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens, int64_t n) {
@@ -8573,17 +10422,18 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
   for (i = 0; i < n * s->batch && !*s->error; i++)
     if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
+  if (s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
   if (*s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
     for (b = 0; b < s->batch; b++)
-      for (i = 0; i < rows; i++) memcpy(s->x + (b * rows + i) * s->sizes.dim, s->embedding + tokens[b * n + at + i] * s->sizes.dim, row);
+      for (i = 0; i < rows; i++) lunai_stream_embed(s, tokens[b * n + at + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
     for (i = 0; i < s->sizes.layers; i++) lunai_stream_layer_run(s, &s->layers[i], rows);
     s->position += rows;
   }
   for (b = 0; b < s->batch; b++) memmove(s->x + b * s->sizes.dim, s->x + (b * rows + rows - 1) * s->sizes.dim, row);
   if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
-  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->embedding, NULL, s->sizes.vocab, LUNA_NONE, s->logits);
+  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_NONE, s->logits);
   return s->logits;
 }
 LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return luna_stream_prefill(s, tokens, 1); }
@@ -8706,6 +10556,146 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   }
   return chosen;
 }
+
+#ifndef LUNA_ONLY_STREAM
+/* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first `beam` is a result --- */
+typedef struct lunai_candidate { double score; int64_t row; int32_t token; } lunai_candidate;
+typedef struct lunai_beam {
+  luna_search search;
+  int64_t batch, vocab;
+  double penalty;
+  double *score, *best;              /* [batch beam] of the unfinished; [batch] best results, normalised */
+  int32_t *tokens, *next;            /* [batch beam, most] the unfinished, and where they move to */
+  int32_t *last, *from, *finished;   /* [batch beam] twice; [batch] */
+  lunai_candidate *candidates;       /* [2 beam] */
+  int32_t *out, *out_lengths;        /* the caller's */
+} lunai_beam;
+
+LUNAI_FN double lunai_log_sum(const float *x, int64_t n) {
+  double most = (double)x[0], sum = 0;
+  int64_t i;
+  for (i = 1; i < n; i++) if ((double)x[i] > most) most = (double)x[i];
+  for (i = 0; i < n; i++) sum += (double)lunai_exp1_scalar((float)((double)x[i] - most));
+  return most + log(sum);
+}
+/* the likeliest continuations of source b's rows, best first; how many */
+LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
+  const int64_t room = 2 * s->search.beam, rows = length == 0 ? 1 : s->search.beam;
+  int64_t count = 0, row, token, at;
+  for (row = b * s->search.beam; row < b * s->search.beam + rows; row++) {
+    const float *x = logits + row * s->vocab;
+    const double base = s->score[row] - lunai_log_sum(x, s->vocab);
+    for (token = 0; token < s->vocab; token++) {
+      const double score = base + (double)x[token];
+      if (!(score > (double)-INFINITY) || (length == s->search.most && token != s->search.end) || (count == room && score <= s->candidates[count - 1].score)) continue;
+      if (count < room) count++;
+      for (at = count - 1; at > 0 && s->candidates[at - 1].score < score; at--) s->candidates[at] = s->candidates[at - 1];
+      s->candidates[at].score = score;
+      s->candidates[at].row = row;
+      s->candidates[at].token = (int32_t)token;
+    }
+  }
+  return count;
+}
+LUNAI_FN void lunai_beam_finish(lunai_beam *s, int64_t b, const lunai_candidate *c, int64_t length) {
+  const double score = c->score / pow((double)(length + 1), s->penalty);
+  if (s->finished[b]++ && score <= s->best[b]) return;
+  s->best[b] = score;
+  s->out_lengths[b] = (int32_t)length;
+  memcpy(s->out + b * s->search.most, s->tokens + c->row * s->search.most, (size_t)length * sizeof(int32_t));
+}
+/* one step of source b; false when it goes on no more */
+LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
+  const int64_t beam = s->search.beam, most = s->search.most, count = lunai_beam_candidates(s, b, logits, length);
+  int64_t i, kept = 0;
+  for (i = 0; i < count && kept < beam; i++) {
+    const lunai_candidate *c = &s->candidates[i];
+    const int64_t row = b * beam + kept;
+    if (c->token == s->search.end) {
+      if (i < beam) lunai_beam_finish(s, b, c, length);
+      continue;
+    }
+    memcpy(s->next + row * most, s->tokens + c->row * most, (size_t)length * sizeof(int32_t));
+    s->next[row * most + length] = s->last[row] = c->token;
+    s->from[row] = (int32_t)c->row;
+    kept++;
+  }
+  for (kept = 0, i = 0; i < count && kept < beam; i++) if (s->candidates[i].token != s->search.end) s->score[b * beam + kept++] = s->candidates[i].score;
+  for (i = kept; i < beam; i++) s->score[b * beam + i] = (double)-INFINITY;
+  if (kept == 0 || (!s->search.exhaustive && s->finished[b] >= beam)) return false;
+  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(most + 1), s->penalty) > s->best[b];
+}
+
+LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
+  const size_t rows = (size_t)(s->batch * s->search.beam), most = (size_t)s->search.most, batch = (size_t)s->batch;
+  void *at[8];
+  int i;
+  size_t size[8];
+  size[0] = rows * sizeof(double); size[1] = batch * sizeof(double);
+  size[2] = size[3] = rows * most * sizeof(int32_t);
+  size[4] = size[5] = rows * sizeof(int32_t); size[6] = batch * sizeof(int32_t);
+  size[7] = (size_t)(2 * s->search.beam) * sizeof(lunai_candidate);
+  for (i = 0; i < 8; i++) {
+    if (!lunai_step(ctx, size[i], false, &at[i])) return false;
+    memset(at[i], 0, size[i]);
+  }
+  s->score = (double *)at[0]; s->best = (double *)at[1];
+  s->tokens = (int32_t *)at[2]; s->next = (int32_t *)at[3];
+  s->last = (int32_t *)at[4]; s->from = (int32_t *)at[5]; s->finished = (int32_t *)at[6];
+  s->candidates = (lunai_candidate *)at[7];
+  return true;
+}
+
+LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
+                                    int32_t *out, int32_t *out_lengths, float *scores) {
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_stream *stream;
+  lunai_beam s;
+  luna_status status = LUNA_OK;
+  const float *logits;
+  int32_t *swap;
+  int64_t b, i, length, going;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  memset(&s, 0, sizeof s);
+  if (search) s.search = *search;
+  if (s.search.beam == 0) s.search.beam = 1;
+  if (s.search.most == 0) s.search.most = 2 * n + 10;
+  if (model->positions) s.search.most = lunai_min(s.search.most, model->config.max_target_length - 1);
+  s.batch = batch;
+  s.vocab = model->config.target_vocab;
+  s.penalty = s.search.length_penalty == 0 ? 1 : s.search.length_penalty < 0 ? 0 : (double)s.search.length_penalty;
+  s.out = out;
+  s.out_lengths = out_lengths;
+  if (!search || !out || !out_lengths || batch < 1 || n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.most < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
+      s.search.end < 0 || s.search.end >= s.vocab || lunai_checked(lunai_checked(batch, s.search.beam), s.search.most) < 0)
+    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: a search with begin and end among %d tokens, a beam of 1 to %d, at least one token, and places for the results", s.vocab, s.vocab);
+  stream = luna_seq2seq_stream_open(model, source, lengths, batch, n, s.search.beam);
+  if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
+  if (!lunai_beam_memory(ctx, &s)) status = lunai_no_memory(ctx, "luna_translate", (size_t)(batch * s.search.beam * s.search.most) * sizeof(int32_t));
+  for (i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
+  for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
+  for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.most; length++) {
+    logits = luna_stream_step(stream, s.last);
+    if (!logits) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: %s", luna_stream_error(stream));
+    for (going = 0, b = 0; b < batch && logits; b++) {
+      const int64_t first = b * s.search.beam;
+      for (i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;
+      if (s.finished[b] >= 0 && !lunai_beam_step(&s, b, logits, length)) {
+        if (s.finished[b] == 0) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: the model's numbers for source %d are not finite", b);
+        s.finished[b] = -1;
+      }
+      going += s.finished[b] >= 0;
+    }
+    swap = s.tokens;
+    s.tokens = s.next;
+    s.next = swap;
+    if (status == LUNA_OK && going > 0) luna_stream_reorder(stream, s.from);
+  }
+  for (b = 0; b < batch && scores && status == LUNA_OK; b++) scores[b] = (float)s.best[b];
+  luna_stream_close(stream);
+  return status;
+}
+#endif /* !LUNA_ONLY_STREAM */
 
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options

@@ -1,8 +1,8 @@
-/* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data). Every attention, causal, encoder_layer and
-   decoder_layer file in it, on every instruction set, in the plain and the folded form: outputs to 2e-6, gradients to 2e-5
-   (error of a tensor: ||a - b|| / ||b||). Other kinds of model come later and are named as skipped.
-   A file holds parameters, inputs x, p, context, lengths, outputs y, yp, seed.y and seed.yp, and the gradients of
-   sum(seed.y y) + sum(seed.yp yp) as grad.NAME. */
+/* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data), on every instruction set, in the plain and the
+   folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||).
+   A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs x, p, context, lengths, outputs y,
+   yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model (classifier, seq2seq)
+   tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean cross-entropy. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -59,10 +59,11 @@ static luna_tensor *golden_tensor(const golden *g, luna_ctx *ctx, const char *na
   free(values);
   return made;
 }
-static int32_t *golden_lengths(const golden *g) {
+static int32_t *golden_numbers(const golden *g, const char *name, int64_t *columns) { /* to be freed; null when not there */
   lunai_st_tensor t;
   int32_t *out;
-  if (!lunai_st_find(&g->st, "lengths", &t) || t.dtype != LUNAI_ST_I32) return NULL;
+  if (!lunai_st_find(&g->st, name, &t) || t.dtype != LUNAI_ST_I32) return NULL;
+  if (columns) *columns = t.shape[t.rank - 1];
   out = (int32_t *)common_alloc((size_t)t.count * sizeof(int32_t));
   for (int64_t i = 0; i < t.count; i++) {
     const uint8_t *at = t.data + 4 * i;
@@ -154,12 +155,18 @@ static void golden_note(golden *g, golden_worst *worst, const char *name, double
   worst->error = error;
   snprintf(worst->where, sizeof worst->where, "%s, %s", name, g->how);
 }
-static void golden_output(golden *g, const char *name, const luna_tensor *t) {
+/* lengths: rows [batch, n, d] beyond them are not compared; null: all are */
+static void golden_output(golden *g, const char *name, const luna_tensor *t, const int32_t *lengths) {
   lunai_st_tensor found;
   float *expected = golden_floats(g, name, &found);
   if (!expected) return;
-  if (CHECK(t && luna_count(t) == found.count, "%s: %s was not computed (%s)", g->name, name, g->how))
+  if (CHECK(t && luna_count(t) == found.count, "%s: %s was not computed (%s)", g->name, name, g->how)) {
+    for (int64_t b = 0; lengths && b < t->shape[0]; b++) {
+      const int64_t from = (b * t->shape[1] + lengths[b]) * t->shape[2], size = (t->shape[1] - lengths[b]) * t->shape[2];
+      memcpy(expected + from, t->data + from, (size_t)size * sizeof(float));
+    }
     golden_note(g, &g->output, name, common_error(t->data, expected, found.count, 1e-6));
+  }
   free(expected);
 }
 static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
@@ -204,7 +211,7 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   luna_options options = {0};
   golden_layer layer;
   luna_tensor *packed = NULL;
-  int32_t *lengths = golden_lengths(g);
+  int32_t *lengths = golden_numbers(g, "lengths", NULL);
   char how[96];
   snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "plain", training ? "" : " inference");
   g->how = how;
@@ -223,8 +230,8 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   else luna_begin_inference(ctx);
   luna_tensor *x = golden_tensor(g, ctx, "x"), *p = golden_tensor(g, ctx, "p"), *context = golden_tensor(g, ctx, "context");
   luna_tensor *y = golden_forward(g, &layer, x, p, context, lengths, &packed);
-  golden_output(g, "y", y);
-  if (packed) golden_output(g, "yp", packed);
+  golden_output(g, "y", y, NULL);
+  if (packed) golden_output(g, "yp", packed, NULL);
   if (training && CHECK(luna_backward(golden_loss(g, y, packed)) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx))) {
     int compared = golden_gradient(g, "x", x) + golden_gradient(g, "p", p) + golden_gradient(g, "context", context);
     for (int64_t i = 0; i < luna_params_size(params); i++) {
@@ -239,18 +246,101 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   free(lengths);
 }
 
+/* ---- models ---- */
+static luna_encoder_config golden_encoder(const golden *g) {
+  luna_encoder_config c = {0};
+  lunai_st_tensor t;
+  c.layers = golden_number(g, "layers"), c.dim = g->dim, c.heads = g->heads, c.ffn = g->ffn, c.memory = golden_number(g, "memory");
+  c.positions = golden_is(g, "learned_positions", "true") ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  c.first_position = golden_number(g, "padding_idx") + 1;
+  if (lunai_st_find(&g->st, "encoder.embed_positions.weight", &t)) c.max_length = t.shape[0] - c.first_position;
+  c.norm_embedding = golden_is(g, "layernorm_embedding", "true");
+  c.tied_layers = golden_is(g, "tied_layers", "true");
+  c.layer.sharing = g->tied ? LUNA_TIED : LUNA_FULL;
+  c.layer.activation = g->activation;
+  c.layer.pre_norm = g->pre_norm;
+  return c;
+}
+static luna_status golden_model_init(const golden *g, luna_model *model, luna_params *params) {
+  lunai_st_tensor t;
+  if (strcmp(g->kind, "classifier") == 0) {
+    luna_classifier_config c = {0};
+    c.vocab = golden_number(g, "vocab"), c.classes = golden_number(g, "classes");
+    c.pooling = golden_is(g, "pooling", "cls") ? LUNA_POOL_CLS : golden_is(g, "pooling", "mean") ? LUNA_POOL_MEAN : LUNA_POOL_MEMORY_BATCH;
+    c.pair = golden_is(g, "dual", "true");
+    c.pre_logits = lunai_st_find(&g->st, "pre_logits.0.bias", &t) ? t.shape[0] : 0;
+    c.encoder = golden_encoder(g);
+    return luna_classifier_init(&model->classifier, params, &c);
+  }
+  luna_seq2seq_config c = {0};
+  c.vocab = golden_number(g, "vocab");
+  c.share_embeddings = golden_is(g, "share_all_embeddings", "true");
+  c.encoder = golden_encoder(g);
+  c.encoder.keep_padding = true;
+  if (lunai_st_find(&g->st, "decoder.embed_positions.weight", &t)) c.max_target_length = t.shape[0] - c.encoder.first_position;
+  return luna_seq2seq_init(&model->seq2seq, params, &c);
+}
+
+static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool training) {
+  const bool classifier = strcmp(g->kind, "classifier") == 0;
+  luna_options options = {0};
+  luna_model model;
+  luna_tensor *p = NULL, *x, *logits;
+  char how[96];
+  int64_t n = 0, m = 0;
+  int32_t *tokens = golden_numbers(g, classifier ? "tokens" : "src_tokens", &n), *lengths = golden_numbers(g, classifier ? "lengths" : "src_lengths", NULL);
+  int32_t *other = golden_numbers(g, classifier ? "tokens2" : "prev_output_tokens", &m), *other_lengths = golden_numbers(g, "lengths2", NULL);
+  int32_t *labels = golden_numbers(g, classifier ? "labels" : "targets", NULL);
+  lunai_st_tensor t;
+  lunai_st_find(&g->st, "logits", &t);
+  const int64_t batch = t.shape[0];
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "plain", training ? "" : " inference");
+  g->how = how;
+  options.threads = 2;
+  options.isa = isa;
+  options.form = form;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  if (CHECK(golden_model_init(g, &model, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
+    golden_set(g, params);
+    luna_begin_inference(ctx);
+    x = luna_encoder_forward(classifier ? &model.classifier.encoder : &model.seq2seq.encoder, tokens, lengths, batch, n, &p);
+    golden_output(g, "encoder_out", x, classifier ? NULL : lengths); /* a learned position of padding, which nothing reads, is in one file */
+    golden_output(g, classifier ? "packed_out" : "encoder_projected_out", p, NULL);
+    if (training) luna_begin_step(ctx);
+    logits = !classifier ? luna_seq2seq_forward(&model.seq2seq, tokens, lengths, n, other, NULL, m, batch)
+             : other     ? luna_classify_pair(&model.classifier, tokens, lengths, n, other, other_lengths, m, batch)
+                         : luna_classify(&model.classifier, tokens, lengths, batch, n);
+    golden_output(g, "logits", logits, NULL);
+    luna_tensor *loss = luna_cross_entropy(logits, labels);
+    golden_output(g, "loss", loss, NULL);
+    if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx))) {
+      int compared = 0;
+      for (int64_t i = 0; i < luna_params_size(params); i++) {
+        const char *name;
+        const luna_tensor *parameter = luna_params_at(params, i, &name);
+        compared += golden_gradient(g, name, parameter);
+      }
+      CHECK(compared == golden_gradients_in_file(g), "%s (%s): %d gradients of the file's %d were compared", g->name, how, compared,
+            golden_gradients_in_file(g));
+    }
+  }
+  luna_close(ctx);
+  free(tokens), free(lengths), free(other), free(other_lengths), free(labels);
+}
+
 static int golden_file(golden *g) { /* 1 when it was compared */
-  static const char *const kinds[4] = {"attention", "causal", "encoder_layer", "decoder_layer"};
+  static const char *const kinds[6] = {"attention", "causal", "encoder_layer", "decoder_layer", "classifier", "seq2seq"};
   int known = 0;
   if (!golden_open(g)) return 0;
-  for (int i = 0; i < 4; i++) known |= strcmp(g->kind, kinds[i]) == 0;
-  if (!known) {
-    printf("golden: skipped %s (%s comes later)\n", g->name, g->kind);
+  while (known < 6 && strcmp(g->kind, kinds[known]) != 0) known++;
+  if (known == 6) {
+    printf("golden: skipped %s, of the kind %s\n", g->name, g->kind);
     return 0;
   }
   for (int i = 0; i < COMMON_ISAS; i++) {
     if (!luna_isa_available(common_isas[i])) continue;
-    for (int mode = 0; mode < 4; mode++) golden_run(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, mode < 2);
+    for (int mode = 0; mode < 4; mode++) (known < 4 ? golden_run : golden_run_model)(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, mode < 2);
   }
   printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)\n", g->name, g->output.error, g->output.where, g->gradient.error,
          g->gradient.where);

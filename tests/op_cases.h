@@ -7,7 +7,7 @@
 #define OP_CASES_H
 #include "common.h"
 
-#define TRIAL_MOST 96
+#define TRIAL_MOST 160
 typedef struct trial_array {
   int64_t count;
   float *values, *gradient;
@@ -332,6 +332,32 @@ static void op_custom(trial *t, int v) {
   give(t, y);
 }
 
+/* max over an axis of distinct values; mask; ratio */
+static void op_max(trial *t, int v) { give(t, luna_max(in3(t, SIZE(2, 5), SIZE(4, 33), SIZE(3, 17)), v)); }
+static void op_mask(trial *t, int v) {
+  static const int32_t lengths[3] = {2, 0, 4};
+  luna_tensor *x = v ? in4(t, 3, SIZE(4, 40), 2, SIZE(3, 9)) : in3(t, 3, SIZE(4, 40), SIZE(3, 33));
+  give(t, luna_mask(x, lengths));
+}
+static void op_ratio(trial *t, int v) {
+  luna_tensor *x = v ? in2(t, SIZE(4, 60), SIZE(5, 33)) : in4(t, 2, 2, SIZE(3, 30), SIZE(4, 18));
+  give(t, luna_ratio(luna_activate(x, LUNA_SOFTPLUS))); /* away from division by 0 */
+}
+static luna_tensor *op_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
+  const int v = *(const int *)state;
+  luna_tensor *y = luna_dropout(luna_gelu(luna_linear(in[0], in[1], NULL)), v % 2 ? (float)0.3 : 0);
+  const int64_t flat[1] = {-1};
+  if (second) *second = v >= 4 ? luna_reshape(luna_softmax(y, NULL), 1, flat) : luna_softmax(y, NULL);
+  return luna_linear(y, in[2], NULL);
+}
+static void op_recompute(trial *t, int v) { /* dropout or not; one result, two, a view */
+  luna_tensor *second = NULL;
+  luna_tensor *in[3] = {in3(t, 2, SIZE(3, 20), SIZE(4, 33)), in2(t, SIZE(5, 40), SIZE(4, 33)), in2(t, SIZE(2, 8), SIZE(5, 40))};
+  in[0] = luna_dropout(in[0], (float)0.1);
+  give(t, luna_recompute(op_block, &v, sizeof v, in, 3, v >= 2 ? &second : NULL));
+  if (v >= 2) give(t, second);
+}
+
 /* ---- layers ---- */
 static void op_linear_layer(trial *t, int v) {
   luna_linear_layer layer;
@@ -431,6 +457,111 @@ static void op_causal_layer(trial *t, int v) {
   in_params(t);
   give(t, luna_causal_layer_forward(&layer, x));
 }
+/* softmax, linear (causal or not); Linformer: three sharings by four projections, k by head */
+static void op_attention_layer(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 5};
+  luna_attention_layer layer;
+  luna_attention_layer_config config = {0};
+  config.dim = SIZE(4, 48);
+  config.heads = 2;
+  config.kind = v < 4 ? (v % 2 ? LUNA_ATTENTION_LINEAR : LUNA_ATTENTION_SOFTMAX) : LUNA_ATTENTION_LINFORMER;
+  config.causal = v == 2 || v == 3;
+  config.dropout = v == 0 ? (float)0.3 : 0;
+  config.linformer.k = SIZE(3, 12);
+  config.linformer.k_last_head = v % 3 == 0 ? SIZE(2, 7) : 0;
+  config.linformer.max_length = SIZE(8, 50);
+  config.linformer.sharing = v % 2 ? LUNA_HEADWISE : LUNA_KEY_VALUE;
+  config.linformer.projection = (luna_linformer_projection)(v % 4);
+  if (luna_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "attn.", &config)) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *context = v % 5 == 4 ? in3(t, 2, SIZE(7, 41), config.dim) : NULL;
+  in_params(t);
+  give(t, luna_attention_layer_forward(&layer, x, context, v % 2 ? lengths : NULL));
+}
+static luna_encoder_config op_encoder_config(trial *t, int v) {
+  luna_encoder_config config = {0};
+  config.layers = 2;
+  config.dim = SIZE(4, 48);
+  config.heads = 2;
+  config.ffn = SIZE(6, 50);
+  config.memory = SIZE(3, 9);
+  config.positions = (luna_positions)(1 + v % 3);
+  config.max_length = 9;
+  config.norm_embedding = v % 2 != 0;
+  config.tied_layers = v == 4;
+  config.own_memory = v == 5;
+  config.layer.activation = v % 2 ? LUNA_GELU : LUNA_NONE;
+  config.layer.pre_norm = v == 3 || v == 2;
+  config.layer.dropout = v == 1 ? (float)0.1 : 0;
+  config.layer.recompute = (luna_recomputing)(v % 3);
+  return config;
+}
+static const int32_t op_tokens[18] = {3, 0, 6, 6, 1, 5, 2, 3, 4, 2, 2, 1, 0, 6, 5, 3, 3, 1};
+static const int32_t op_lengths[2] = {9, 2};
+/* the five poolings, pairs, every attention */
+static void op_classifier(trial *t, int v) {
+  luna_classifier model;
+  luna_classifier_config config = {0};
+  config.vocab = 7;
+  config.classes = 3;
+  config.encoder = op_encoder_config(t, v);
+  config.encoder.layer.attention = v >= 6 ? (luna_attention_kind)(v - 5) : LUNA_ATTENTION_LUNA;
+  config.encoder.layer.linformer.k = 4;
+  config.encoder.layer.linformer.k_last_layer = 3;
+  config.encoder.layer.linformer.sharing = LUNA_LAYERWISE;
+  config.pooling = v < 5 ? (luna_pooling)v : LUNA_POOL_DEFAULT;
+  config.pre_logits = v % 2 ? 5 : 0;
+  config.pair = v == 2 || v == 7;
+  if (luna_classifier_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
+  in1(t, 1); /* begins the step; a model has no input but its parameters */
+  in_params(t);
+  give(t, config.pair ? luna_classify_pair(&model, op_tokens, op_lengths, 9, op_tokens, NULL, 5, 2) : luna_classify(&model, op_tokens, v % 4 ? op_lengths : NULL, 2, 9));
+  give(t, luna_scale(t->tensor[0], 1));
+}
+static void op_masked_lm(trial *t, int v) {
+  static const int32_t labels[18] = {-1, 3, -1, -1, 0, -1, -1, -1, 6, -1, 2, -1, -1, -1, -1, -1, -1, -1};
+  luna_masked_lm model;
+  luna_masked_lm_config config = {0};
+  config.vocab = 7;
+  config.encoder = op_encoder_config(t, v);
+  if (luna_masked_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
+  in1(t, 1);
+  in_params(t);
+  if (v == 0) give(t, luna_masked_lm_forward(&model, op_tokens, op_lengths, 2, 9));
+  else give(t, luna_masked_lm_loss(&model, op_tokens, op_lengths, labels, 2, 9));
+  give(t, luna_scale(t->tensor[0], 1));
+}
+static void op_seq2seq(trial *t, int v) {
+  static const int32_t target[12] = {1, 0, 4, 4, 2, 3, 0, 1, 2, 3, 4, 0}, target_lengths[2] = {6, 3};
+  luna_seq2seq model;
+  luna_seq2seq_config config = {0};
+  config.vocab = 7;
+  config.target_vocab = v == 1 ? 7 : 5;
+  config.share_embeddings = v == 1;
+  config.separate_output = v == 2;
+  config.decoder_layers = v == 3 ? 1 : 0;
+  config.encoder = op_encoder_config(t, v);
+  if (luna_seq2seq_init(&model, trial_params(t, v % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), &config)) t->broken = true;
+  in1(t, 1);
+  in_params(t);
+  give(t, luna_seq2seq_forward(&model, op_tokens, op_lengths, 9, target, v % 2 ? target_lengths : NULL, 6, 2));
+  give(t, luna_scale(t->tensor[0], 1));
+}
+/* the language model with another attention, and positions */
+static void op_lm_other(trial *t, int v) {
+  luna_lm model;
+  luna_lm_config config = {0};
+  config.vocab = 7;
+  config.layer = op_layer_config(t, v);
+  config.layer.attention = v % 2 ? LUNA_ATTENTION_LINEAR : LUNA_ATTENTION_SOFTMAX;
+  config.layer.recompute = v >= 2 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_FFN;
+  config.positions = v % 2 ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  config.max_length = 10;
+  if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
+  in1(t, 1);
+  in_params(t);
+  give(t, luna_lm_forward(&model, op_tokens, 2, 9));
+  give(t, luna_scale(t->tensor[0], 1));
+}
 static void op_lm(trial *t, int v) {
   static const int32_t tokens[8] = {3, 0, 6, 6, 1, 5, 2, 3};
   luna_lm model;
@@ -474,6 +605,10 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"unpack", op_unpack, 6},
                                    {"causal_nested_attention", op_causal_nested, 8},
                                    {"custom_op", op_custom, 2},
+                                   {"max", op_max, 3},
+                                   {"mask", op_mask, 2},
+                                   {"ratio", op_ratio, 2},
+                                   {"recompute", op_recompute, 6},
                                    {"linear_layer", op_linear_layer, 1},
                                    {"norm_layer", op_norm_layer, 1},
                                    {"nested_attention_layer", op_nested_layer, 24},
@@ -481,7 +616,12 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"encoder_layer", op_encoder_layer, 8},
                                    {"decoder_layer", op_decoder_layer, 8},
                                    {"causal_layer", op_causal_layer, 8},
-                                   {"lm", op_lm, 6}};
+                                   {"lm", op_lm, 6},
+                                   {"lm of another attention", op_lm_other, 4},
+                                   {"attention_layer", op_attention_layer, 16},
+                                   {"classifier", op_classifier, 9},
+                                   {"masked_lm", op_masked_lm, 3},
+                                   {"seq2seq", op_seq2seq, 4}};
 #define OP_CASES ((int)(sizeof op_cases / sizeof op_cases[0]))
 
 #endif
