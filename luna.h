@@ -392,7 +392,23 @@ typedef struct luna_match {
   int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
 } luna_match;
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match);
+/* What is in a safetensors file, whosever: each text pair, then each tensor, in the file's order. What is passed is valid during the call. */
+typedef struct luna_entry {
+  const char *name, *dtype;          /* "F32", "I64", ... */
+  int rank;
+  int64_t shape[8], count;
+  const void *data;                  /* within the file, at any alignment, little-endian */
+  size_t bytes;
+} luna_entry;
+typedef struct luna_inspection {
+  void (*pair)(void *user, const char *key, const char *value);
+  void (*tensor)(void *user, const luna_entry *entry);
+  void *user;
+} luna_inspection;
+LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection);
+LUNA_API bool luna_entry_read(const luna_entry *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
 #ifndef LUNA_NO_STDIO
+LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 LUNA_API luna_status luna_save(const luna_params *params, const char *path); /* temporary file beside it, flushed, renamed */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match);
@@ -5158,16 +5174,16 @@ LUNAI_FN int lunai_cores(void) { return 1; }
 #define LUNAI_SPINS 4000
 
 typedef struct lunai_pool lunai_pool;
-typedef struct lunai_worker { lunai_pool *pool; int64_t number; lunai_thread thread; } lunai_worker;
+typedef struct lunai_worker { lunai_pool *pool; lunai_thread thread; } lunai_worker;
 struct lunai_pool {
-  int64_t workers;                   /* besides the caller, who is number 0 */
+  int64_t workers;                   /* besides the caller */
   lunai_worker *worker;
   void (*task)(void *work, int64_t index);
   void *work;
-  int64_t count;
-  unsigned generation;               /* atomic: one more for each call */
+  uint64_t ticket;                   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds nothing left */
+  uint32_t count;                    /* atomic */
+  uint32_t done;                     /* atomic */
   int sleepers;                      /* atomic */
-  int64_t pending;                   /* atomic: workers still busy */
   bool stop;
   lunai_mutex mutex;
   lunai_condition wake;
@@ -5190,27 +5206,38 @@ LUNAI_FN int lunai_cores(void) {
 #endif
 }
 
+LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(__atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST) >> 32); }
+
+/* takes and runs what is left of a call: task and work stay as they are until all that was taken is done */
+LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
+  uint64_t ticket = __atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST);
+  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < __atomic_load_n(&pool->count, __ATOMIC_SEQ_CST)) {
+    if (!__atomic_compare_exchange_n(&pool->ticket, &ticket, ticket + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+    pool->task(pool->work, (int64_t)(uint32_t)ticket);
+    __atomic_add_fetch(&pool->done, 1, __ATOMIC_SEQ_CST);
+    ticket++;
+  }
+}
+
 LUNAI_FN void lunai_worker_run(lunai_worker *self) {
   lunai_pool *pool = self->pool;
-  unsigned seen = 0;
+  uint32_t seen = 0;
   for (;;) {
-    int64_t i;
     int spins = 0;
-    while (__atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST) == seen && spins < LUNAI_SPINS) {
+    while (lunai_pool_call(pool) == seen && spins < LUNAI_SPINS) {
       lunai_pause();
       spins++;
     }
     if (spins == LUNAI_SPINS) {
       lunai_mutex_lock(&pool->mutex);
       __atomic_add_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
-      while (__atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
+      while (lunai_pool_call(pool) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
       __atomic_sub_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
       lunai_mutex_unlock(&pool->mutex);
     }
-    seen++;
-    if (pool->stop) return;
-    for (i = self->number; i < pool->count; i += pool->workers + 1) pool->task(pool->work, i);
-    __atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST);
+    seen = lunai_pool_call(pool);
+    if (__atomic_load_n(&pool->stop, __ATOMIC_SEQ_CST)) return;
+    lunai_pool_work(pool, seen);
   }
 }
 #ifdef _WIN32
@@ -5223,26 +5250,28 @@ LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->th
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
 #endif
 
-LUNAI_FN void lunai_pool_publish(lunai_pool *pool) {
-  __atomic_store_n(&pool->pending, pool->workers, __ATOMIC_SEQ_CST);
-  __atomic_add_fetch(&pool->generation, 1, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0) return;
+/* a new call of `count` tasks; returns its number */
+LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
+  const uint32_t call = lunai_pool_call(pool) + 1;
+  __atomic_store_n(&pool->done, 0, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST); /* nobody reads the new count for the old call */
+  __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0) return call + 1;
   lunai_mutex_lock(&pool->mutex);
   lunai_condition_wake(&pool->wake);
   lunai_mutex_unlock(&pool->mutex);
+  return call + 1;
 }
 
 /* a luna_parallel_for */
 LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
   lunai_pool *pool = (lunai_pool *)user;
-  int64_t i;
   int spins = 0;
   pool->task = task;
   pool->work = work;
-  pool->count = count;
-  lunai_pool_publish(pool);
-  for (i = 0; i < count; i += pool->workers + 1) task(work, i);
-  while (__atomic_load_n(&pool->pending, __ATOMIC_SEQ_CST) != 0) {
+  lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
+  while (__atomic_load_n(&pool->done, __ATOMIC_SEQ_CST) != (uint32_t)count) {
     lunai_pause();
     if (++spins > LUNAI_SPINS) lunai_yield();
   }
@@ -5250,8 +5279,8 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   int64_t i;
-  pool->stop = true;
-  lunai_pool_publish(pool);
+  __atomic_store_n(&pool->stop, true, __ATOMIC_SEQ_CST);
+  lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
   lunai_mutex_close(&pool->mutex);
@@ -5267,7 +5296,6 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
   lunai_condition_open(&pool->wake);
   for (i = 0; i < workers; i++) {
     worker[i].pool = pool;
-    worker[i].number = i + 1;
     if (!lunai_thread_start(&worker[i])) break;
   }
   if (i == workers) return;
@@ -9455,6 +9483,64 @@ LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, 
   return LUNA_OK;
 }
 
+LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_entry *entry) {
+  int a;
+  memset(entry, 0, sizeof *entry);
+  entry->name = name;
+  entry->dtype = lunai_st_formats[t->dtype].name;
+  entry->rank = t->rank;
+  for (a = 0; a < t->rank && a < 8; a++) entry->shape[a] = t->shape[a];
+  entry->count = t->count;
+  entry->data = t->data;
+  entry->bytes = t->bytes;
+}
+LUNA_API bool luna_entry_read(const luna_entry *entry, float *out) {
+  lunai_st_tensor t;
+  memset(&t, 0, sizeof t);
+  if (!entry || !out) return false;
+  while (t.dtype < LUNAI_ST_DTYPES && strcmp(lunai_st_formats[t.dtype].name, entry->dtype) != 0) t.dtype++;
+  t.count = entry->count;
+  t.data = (const uint8_t *)entry->data;
+  t.bytes = entry->bytes;
+  return t.dtype < LUNAI_ST_DTYPES && lunai_st_floats(&t, out);
+}
+/* a JSON string of the file as text in the step; null when there is no memory */
+LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
+  const size_t size = lunai_st_decode(text, NULL, 0) + 1;
+  void *memory;
+  if (!lunai_step(ctx, size, false, &memory)) return lunai_no_memory(ctx, "luna_inspect", size), (const char *)NULL;
+  lunai_st_decode(text, (char *)memory, size);
+  return (const char *)memory;
+}
+LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection) {
+  lunai_st st;
+  lunai_st_tensor t;
+  lunai_st_text key, value;
+  luna_entry entry;
+  lunai_mark mark;
+  luna_status status;
+  size_t cursor = 0;
+  if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
+  mark = lunai_step_mark(ctx);
+  status = lunai_open_st(ctx, &st, bytes, size);
+  while (status == LUNA_OK && inspection->pair && lunai_st_meta_next(&st, &cursor, &key, &value)) {
+    const char *k = lunai_step_text(ctx, key), *v = k ? lunai_step_text(ctx, value) : NULL;
+    if (v) inspection->pair(inspection->user, k, v);
+    else status = LUNA_OUT_OF_MEMORY;
+    lunai_step_rewind(ctx, mark);
+  }
+  cursor = 0;
+  while (status == LUNA_OK && inspection->tensor && lunai_st_next(&st, &cursor, &t)) {
+    const char *name = lunai_step_text(ctx, t.name);
+    if (name) {
+      lunai_entry_of(&t, name, &entry);
+      inspection->tensor(inspection->user, &entry);
+    } else status = LUNA_OUT_OF_MEMORY;
+    lunai_step_rewind(ctx, mark);
+  }
+  return status;
+}
+
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match) {
   luna_match none, *m = match ? match : &none;
   char name[LUNAI_LONGEST_NAME];
@@ -9714,22 +9800,26 @@ LUNAI_FN luna_status lunai_load_plain(void *into, luna_params *params, const voi
 }
 LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) { return luna_lm_load_bytes((luna_lm *)model, params, bytes, size); }
 LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) { return luna_load_model_bytes((luna_model *)model, params, bytes, size); }
+typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
+LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
+  (void)params;
+  return luna_inspect_bytes(((lunai_inspect_call *)call)->ctx, bytes, size, ((lunai_inspect_call *)call)->inspection);
+}
 LUNAI_FN luna_status lunai_load_matched(void *match, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_match *)match); }
 
-LUNAI_FN luna_status lunai_load_through(lunai_loader loader, void *model, luna_params *params, const luna_io *io) {
-  luna_ctx *ctx = params->ctx;
+LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const luna_io *io) {
   const lunai_mark mark = lunai_step_mark(ctx);
   luna_status status = LUNA_OK;
   void *bytes;
   if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)) return lunai_no_memory(ctx, "luna_load", (size_t)io->size);
   if (io->size && !io->read(io->user, bytes, (size_t)io->size)) status = lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: the file could not be read in full (%d bytes)", (int64_t)io->size);
-  if (status == LUNA_OK) status = loader(model, params, bytes, (size_t)io->size);
+  if (status == LUNA_OK) status = loader(into, params, bytes, (size_t)io->size);
   lunai_step_rewind(ctx, mark);
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
   if (!params || !io || !io->read) return LUNA_BAD_ARGUMENT;
-  return lunai_load_through(lunai_load_plain, NULL, params, io);
+  return lunai_load_through(params->ctx, lunai_load_plain, NULL, params, io);
 }
 
 #ifndef LUNA_NO_STDIO
@@ -9791,30 +9881,41 @@ LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *
 LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) { return o && path ? lunai_save_path(o->params->ctx, lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT; }
 #endif
 
-LUNAI_FN luna_status lunai_load_path(lunai_loader loader, void *model, luna_params *params, const char *path) {
+LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const char *path) {
   luna_io io;
   luna_status status;
   int64_t size;
   FILE *file;
-  if (!params || !path) return LUNA_BAD_ARGUMENT;
+  if (!ctx || !into || !path) return LUNA_BAD_ARGUMENT;
   file = fopen(path, "rb");
-  if (!file) return lunai_refuse(params->ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
+  if (!file) return lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   memset(&io, 0, sizeof io);
   io.read = lunai_file_read;
   io.user = file;
   io.size = (uint64_t)size;
   rewind(file);
-  status = size < 0 || size > INT64_MAX / 4 ? lunai_refuse(params->ctx, LUNA_CANNOT_READ, "luna_load: %s is no file of bytes", path) : lunai_load_through(loader, model, params, &io);
+  status = size < 0 || size > INT64_MAX / 4 ? lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: %s is no file of bytes", path) : lunai_load_through(ctx, loader, into, params, &io);
   fclose(file);
   return status;
 }
-LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_load_plain, NULL, params, path); }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) { return model ? lunai_load_path(lunai_load_lm, model, params, path) : LUNA_BAD_ARGUMENT; }
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) { return model ? lunai_load_path(lunai_load_any, model, params, path) : LUNA_BAD_ARGUMENT; }
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match) { return lunai_load_path(lunai_load_matched, match, params, path); }
+LUNAI_FN luna_ctx *lunai_ctx_of(const luna_params *params) { return params ? params->ctx : NULL; }
+LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_plain, params, params, path); }
+LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_lm, model, params, path); }
+LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_any, model, params, path); }
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match) {
+  luna_match none;
+  memset(&none, 0, sizeof none);
+  return lunai_load_path(lunai_ctx_of(params), lunai_load_matched, match ? match : &none, params, path);
+}
+LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
+  lunai_inspect_call call;
+  call.ctx = ctx;
+  call.inspection = inspection;
+  return lunai_load_path(ctx, lunai_load_inspected, &call, NULL, path);
+}
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { return o ? lunai_load_path(lunai_load_trained, o, o->params, path) : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { return lunai_load_path(o ? o->params->ctx : NULL, lunai_load_trained, o, o ? o->params : NULL, path); }
 #endif
 #endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
