@@ -1,5 +1,6 @@
-# luna.h is one file and needs no build; this makes its example, its tests and its tables. GNU make and a C compiler are enough.
+# luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler are enough.
 #   make run                 trains a Luna language model on luna.h itself, about a minute
+#   make examples            builds examples/*.c
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make golden DIR=folder   compares with a folder of golden files
@@ -15,6 +16,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 WARN = -Wall -Wextra
 NAMES = $(filter-out bench_% fuzz_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
@@ -23,9 +25,11 @@ TSAN = -O1 -g1 -fsanitize=thread
 run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
 
-programs: $(BUILD)/lm $(PROGRAMS)
+examples: $(EXAMPLES)
 
-$(BUILD)/lm: examples/lm.c luna.h
+programs: $(EXAMPLES) $(PROGRAMS)
+
+$(BUILD)/%: examples/%.c luna.h $(wildcard examples/*.h)
 	@mkdir -p $(BUILD) && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -I. $< -o $@ $(LIBS)
 
@@ -58,4 +62,4 @@ bench: $(BENCHES)
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run programs test sanitize golden headers size bench clean
+.PHONY: run examples programs test sanitize golden headers size bench clean

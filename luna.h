@@ -14,7 +14,7 @@
 
        luna_ctx *ctx = luna_open(NULL);                          all cores, own allocator
        luna_params *params = luna_params_open(ctx);
-       luna_lm model;
+       luna_lm model;                                            or luna_classifier, luna_masked_lm, luna_seq2seq, or layers of one's own
        luna_lm_config config = { 0 };                            zeros are the defaults
        luna_lm_init(&model, params, &config);
        luna_optimizer *adam = luna_adamw(params, NULL);
@@ -47,7 +47,11 @@
      Errors.  Nothing aborts or prints. A failed op returns null, ops given null return null, and the first sentence since begin stays in
        luna_error(ctx). So check once: after the loss, or after luna_optimizer_step, which does nothing when a call before it failed.
      Gradients.  luna_backward adds to the .grad of every parameter that took part; luna_optimizer_step uses and zeroes them. Several
-       begin/forward/backward before one optimiser step accumulate.
+       begin/forward/backward before one optimiser step accumulate. layer.recompute trades time for memory: a layer, or its feed-forward, is
+       computed again in backward instead of kept, with the same gradients bit for bit.
+     Resuming.  luna_save_training writes all that a run is made of; a run loaded from it goes on with the bits of one that never stopped.
+     Comparing.  layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook an attention of one's own; what is around it
+       is the same, so that a comparison compares the mathematics.
      Threads.  A context is for one thread at a time and uses its pool inside. Results are the same bits for any number of threads. Several
        contexts may share a set of parameters that nobody trains (luna_params_share); streams only read.
      Randomness.  Philox4x32-10. First values depend on seed and parameter name, dropout on seed, step and place: the same on every machine.
@@ -563,7 +567,8 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>models
+   >>models: config, init, forward. Tokens are [batch,n], lengths [batch] real tokens of each sequence, null = all; what stands in the padding must be
+   tokens, and changes nothing.
    ---------------------------------------------------------------------------------------------------------------------- */
 /* Causal language model: embedding, causal layers, logits tied to the embedding */
 typedef struct luna_lm_config {
@@ -642,7 +647,7 @@ typedef struct luna_classifier {
   luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
-/* tokens [batch,n], lengths [batch] of at least 1, or null -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOL_MEMORY_BATCH) */
+/* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOL_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classify(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n);
 LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
                                          const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch);
@@ -8549,7 +8554,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
   shape[0] = n;
   shape[1] = d;
   out = luna_tensor_new(ctx, NULL, 2, shape);
-  if (!out || ctx->options.measure) return out;
+  if (!out) return NULL;
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double), false, &memory) || !lunai_step(ctx, (size_t)(LUNAI_ANGLES * d) * sizeof(float), false, &more)) {
     lunai_step_rewind(ctx, mark);
@@ -8557,6 +8562,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
   }
   table = (double *)memory;
   row = (float *)more;
+  if (ctx->options.measure) n = 0;
   for (t = 0; t < lunai_min(n, LUNAI_ANGLES); t++)
     for (i = 0; i < half; i++) lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
   for (t = 0; t < n && status == LUNA_OK; t += LUNAI_ANGLES) {

@@ -650,7 +650,53 @@ static void check_lm_allocations(void) {
   free(file.at);
 }
 
+/* ---- looking into a file: whatever it is, in its order ---- */
+typedef struct seen {
+  int pairs, tensors, readable;
+  double sum;
+  char text[256];
+} seen;
+static void see_pair(void *user, const char *key, const char *value) {
+  seen *s = (seen *)user;
+  s->pairs++;
+  snprintf(s->text, sizeof s->text, "%s=%s", key, value);
+}
+static void see_tensor(void *user, const luna_entry *entry) {
+  seen *s = (seen *)user;
+  float values[64];
+  s->tensors++;
+  if (entry->count > 64 || !luna_entry_read(entry, values)) return;
+  s->readable++;
+  for (int64_t i = 0; i < entry->count; i++) s->sum += (double)values[i];
+  if (s->tensors == 1) snprintf(s->text + strlen(s->text), sizeof s->text - strlen(s->text), " %s %s %d %d", entry->name, entry->dtype, entry->rank, (int)entry->shape[0]);
+}
+static void check_inspect(void) {
+  /* two numbers as F32, one as F16, one whole number; a pair with an escape */
+  static const char header[] = "{\"__metadata__\":{\"who\":\"a \\\"b\\\"\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
+                               "\"h\":{\"dtype\":\"F16\",\"shape\":[1,1],\"data_offsets\":[8,10]},\"n\":{\"dtype\":\"I32\",\"shape\":[],\"data_offsets\":[10,14]}}";
+  const uint8_t data[14] = {0, 0, 0x80, 0x3F, 0, 0, 0x20, 0xC1, 0, 0x3C, 7, 0, 0, 0}; /* 1, -10; 1; 7 */
+  uint8_t bytes[8 + sizeof header + sizeof data];
+  const size_t size = sizeof header - 1;
+  heap h = {0};
+  luna_ctx *ctx = ctx_open(&h);
+  luna_inspection inspection = {0};
+  seen s = {0};
+  for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)(size >> 8 * i);
+  memcpy(bytes + 8, header, size);
+  memcpy(bytes + 8 + size, data, sizeof data);
+  inspection.pair = see_pair, inspection.tensor = see_tensor, inspection.user = &s;
+  CHECK(luna_inspect_bytes(ctx, bytes, 8 + size + sizeof data, &inspection) == LUNA_OK, "inspecting: %s", luna_error(ctx));
+  CHECK(s.pairs == 1 && s.tensors == 3 && s.readable == 2 && s.sum == -8, "%d pairs, %d tensors, %d readable, sum %g", s.pairs, s.tensors, s.readable, s.sum);
+  CHECK(strcmp(s.text, "who=a \"b\" x F32 1 2") == 0, "seen: %s", s.text);
+  for (size_t cut = 0; cut < 8 + size + sizeof data; cut++)
+    CHECK(luna_inspect_bytes(ctx, bytes, cut, &inspection) == LUNA_BAD_FILE && *luna_error(ctx), "a file cut to %d bytes is inspected", (int)cut);
+  CHECK(luna_inspect(ctx, "no/such/file", &inspection) == LUNA_CANNOT_READ && strstr(luna_error(ctx), "no/such/file"), "a missing file: %s", luna_error(ctx));
+  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to tell, nobody to tell it");
+  ctx_close(ctx, &h);
+}
+
 int main(void) {
+  check_inspect();
   paths_open();
   check_round_trip();
   check_dtypes();

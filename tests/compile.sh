@@ -49,7 +49,9 @@ for c in "$cc" gcc clang; do
   done
   add "$c: LUNA_ONLY_STREAM" "$c -std=c99 -O1 $c_strict -DLUNA_ONLY_STREAM -c implementation.c -o $id-stream.o"
   add "$c: LUNA_ONLY_STREAM, LUNA_STATIC" "$c -std=c99 $c_strict -DLUNA_ONLY_STREAM -DLUNA_STATIC -fsyntax-only implementation.c"
-  add "$c: lm.c" "$c -std=c99 $c_strict -fsyntax-only $root/examples/lm.c"
+  for example in "$root"/examples/*.c; do
+    add "$c: $(basename "$example")" "$c -std=c99 $c_strict -fsyntax-only $example"
+  done
 done
 for c in g++ clang++; do
   have "$c" || { echo "skipped: $c is not here"; continue; }
@@ -67,7 +69,9 @@ else
 fi
 for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { echo "skipped: $c is not here"; continue; }
-  add "$c: lm.c" "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $root/examples/lm.c -o lm.exe"
+  for example in "$root"/examples/*.c; do
+    add "$c: $(basename "$example")" "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"
+  done
 done
 for program in readme*.c readme*.cpp; do
   [ -e "$program" ] || continue

@@ -12,6 +12,9 @@ typedef struct job {
   int64_t n, layers;
   bool inference, encoder, sgd;
   int steps;
+  luna_model_kind model; /* one of these, or 0: the language model, or encoder layers */
+  luna_recomputing recompute;
+  float dropout;
 } job;
 
 static luna_status job_encoder(luna_ctx *ctx, const job *j, double *result) {
@@ -80,7 +83,58 @@ static luna_status job_lm(luna_ctx *ctx, const job *j, double *result) {
   free(tokens);
   return status;
 }
+
+/* the other models, with padding, dropout, every kind of position and optimiser */
+static luna_status job_model_init(const job *j, luna_model *model, luna_params *params, luna_optimizer **optimizer) {
+  luna_classifier_config classifier = {0};
+  luna_masked_lm_config masked_lm = {0};
+  luna_seq2seq_config seq2seq = {0};
+  luna_encoder_config encoder = {0};
+  luna_status status;
+  encoder.layers = j->layers, encoder.dim = DIM, encoder.heads = 2, encoder.ffn = 24, encoder.memory = 5, encoder.max_length = j->n;
+  encoder.norm_embedding = true;
+  encoder.positions = j->model == LUNA_MODEL_MASKED_LM ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  encoder.layer.dropout = j->dropout;
+  encoder.layer.recompute = j->recompute;
+  classifier.vocab = masked_lm.vocab = seq2seq.vocab = VOCAB;
+  classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
+  classifier.encoder.layer.attention = j->sgd ? LUNA_ATTENTION_LINFORMER : LUNA_ATTENTION_LUNA;
+  classifier.encoder.layer.linformer.k = 7;
+  status = j->model == LUNA_MODEL_CLASSIFIER  ? luna_classifier_init(&model->classifier, params, &classifier)
+           : j->model == LUNA_MODEL_MASKED_LM ? luna_masked_lm_init(&model->masked_lm, params, &masked_lm)
+                                              : luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
+  if (status != LUNA_OK || j->inference) return status;
+  *optimizer = j->model == LUNA_MODEL_CLASSIFIER ? luna_adam(params, NULL) : luna_apollo(params, NULL);
+  return *optimizer ? LUNA_OK : luna_state(params->ctx);
+}
+static luna_status job_model(luna_ctx *ctx, const job *j, double *result) {
+  luna_model model;
+  luna_optimizer *optimizer = NULL;
+  luna_tensor *loss = NULL;
+  int32_t *tokens = common_tokens(3 * j->n, 8, VOCAB), labels[2] = {1, 0};
+  const int32_t lengths[2] = {(int32_t)j->n, 3};
+  luna_params *params = luna_params_open(ctx);
+  luna_status status = params ? LUNA_OK : luna_state(ctx);
+  if (status == LUNA_OK) status = job_model_init(j, &model, params, &optimizer);
+  for (int step = 0; step < j->steps && status == LUNA_OK; step++) {
+    if (j->inference) luna_begin_inference(ctx);
+    else luna_begin_step(ctx);
+    if (j->model == LUNA_MODEL_CLASSIFIER) loss = luna_cross_entropy(luna_classify(&model.classifier, tokens, lengths, 2, j->n), labels);
+    else if (j->model == LUNA_MODEL_MASKED_LM) loss = luna_masked_lm_loss(&model.masked_lm, tokens, lengths, tokens + 1, 2, j->n);
+    else loss = luna_cross_entropy(luna_seq2seq_forward(&model.seq2seq, tokens, lengths, j->n, tokens + 1, NULL, j->n / 2, 2), tokens);
+    status = luna_state(ctx);
+    if (status == LUNA_OK && !loss) status = LUNA_UNSUPPORTED;
+    if (status == LUNA_OK && !j->inference) {
+      luna_backward(loss);
+      status = luna_optimizer_step(optimizer);
+    }
+  }
+  if (status == LUNA_OK && result) *result = (double)luna_item(loss);
+  free(tokens);
+  return status;
+}
 static luna_status job_run(luna_ctx *ctx, const job *j, double *result) {
+  if (j->model) return job_model(ctx, j, result);
   return j->encoder ? job_encoder(ctx, j, result) : job_lm(ctx, j, result);
 }
 
@@ -315,7 +369,7 @@ static void check_steady(void) {
 
 /* ---- how much ---- */
 static size_t peak_of(bool encoder, bool inference, int64_t layers, int64_t n) {
-  job j = {0, 0, false, false, false, 1};
+  job j = {0, 0, false, false, false, 1, (luna_model_kind)0, LUNA_KEEP_ALL, 0};
   j.encoder = encoder, j.inference = inference, j.layers = layers, j.n = n;
   return measured(&j, 1).peak;
 }
@@ -340,14 +394,29 @@ static void check_sizes(void) {
 }
 
 int main(void) {
-  const job training = {60, 2, false, false, false, 2}, sgd = {70, 1, false, false, true, 2}, inference = {150, 3, true, false, false, 2};
-  const job encoder = {90, 2, false, true, false, 2}, encoder_inference = {600, 4, true, true, false, 2};
+  const luna_model_kind none = (luna_model_kind)0;
+  const job training = {60, 2, false, false, false, 2, none, LUNA_KEEP_ALL, 0}, sgd = {70, 1, false, false, true, 2, none, LUNA_KEEP_ALL, 0};
+  const job inference = {150, 3, true, false, false, 2, none, LUNA_KEEP_ALL, 0}, encoder = {90, 2, false, true, false, 2, none, LUNA_KEEP_ALL, 0};
+  const job encoder_inference = {600, 4, true, true, false, 2, none, LUNA_KEEP_ALL, 0};
+  job classifier = {40, 2, false, false, false, 2, LUNA_MODEL_CLASSIFIER, LUNA_RECOMPUTE_LAYER, 0.1f};
+  const job linformer = {50, 2, false, false, true, 2, LUNA_MODEL_CLASSIFIER, LUNA_RECOMPUTE_FFN, 0.1f};
+  const job masked_lm = {40, 1, false, false, false, 2, LUNA_MODEL_MASKED_LM, LUNA_RECOMPUTE_FFN, 0.1f};
+  job seq2seq = {40, 2, false, false, false, 2, LUNA_MODEL_SEQ2SEQ, LUNA_RECOMPUTE_LAYER, 0.1f};
+  const job seq2seq_inference = {70, 2, true, false, false, 2, LUNA_MODEL_SEQ2SEQ, LUNA_KEEP_ALL, 0};
   check_block(&training, 1, "training");
   check_block(&training, 3, "training on 3 threads");
   check_block(&sgd, 1, "training with SGD");
   check_block(&inference, 1, "inference");
   check_block(&encoder, 2, "an encoder");
   check_block(&encoder_inference, 1, "an encoder's inference");
+  check_block(&classifier, 2, "a classifier, layers computed again");
+  check_block(&linformer, 1, "a Linformer, feed-forwards computed again");
+  check_block(&masked_lm, 1, "a masked language model");
+  check_block(&seq2seq, 1, "an encoder-decoder");
+  check_block(&seq2seq_inference, 3, "an encoder-decoder's inference");
+  classifier.dropout = seq2seq.dropout = 0; /* whose masks a second run in the same context would not repeat */
+  check_failures(&classifier, "a classifier");
+  check_failures(&seq2seq, "an encoder-decoder");
   check_failures(&training, "training");
   check_failures(&inference, "inference");
   check_failures(&encoder, "an encoder");
