@@ -186,12 +186,18 @@ static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
   free(expected);
   return 1;
 }
-static int golden_gradients_in_file(const golden *g) {
+/* every parameter's; with the `compared` ones that is all the file has */
+static void golden_gradients(golden *g, const luna_params *params, int compared) {
   lunai_st_tensor t;
   size_t cursor = 0;
   int count = 0;
+  for (int64_t i = 0; i < luna_params_size(params); i++) {
+    const char *name;
+    const luna_tensor *parameter = luna_params_at(params, i, &name);
+    compared += golden_gradient(g, name, parameter);
+  }
   while (lunai_st_next(&g->st, &cursor, &t)) count += t.name.size > 5 && memcmp(t.name.at, "grad.", 5) == 0;
-  return count;
+  CHECK(compared == count, "%s (%s): %d gradients of the file's %d were compared", g->name, g->how, compared, count);
 }
 
 static luna_tensor *golden_loss(const golden *g, luna_tensor *y, luna_tensor *packed) {
@@ -232,16 +238,8 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   luna_tensor *y = golden_forward(g, &layer, x, p, context, lengths, &packed);
   golden_output(g, "y", y, NULL);
   if (packed) golden_output(g, "yp", packed, NULL);
-  if (training && CHECK(luna_backward(golden_loss(g, y, packed)) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx))) {
-    int compared = golden_gradient(g, "x", x) + golden_gradient(g, "p", p) + golden_gradient(g, "context", context);
-    for (int64_t i = 0; i < luna_params_size(params); i++) {
-      const char *name;
-      const luna_tensor *parameter = luna_params_at(params, i, &name);
-      compared += golden_gradient(g, name, parameter);
-    }
-    CHECK(compared == golden_gradients_in_file(g), "%s (%s): %d gradients of the file's %d were compared", g->name, how, compared,
-          golden_gradients_in_file(g));
-  }
+  if (training && CHECK(luna_backward(golden_loss(g, y, packed)) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx)))
+    golden_gradients(g, params, golden_gradient(g, "x", x) + golden_gradient(g, "p", p) + golden_gradient(g, "context", context));
   luna_close(ctx);
   free(lengths);
 }
@@ -314,16 +312,7 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
     golden_output(g, "logits", logits, NULL);
     luna_tensor *loss = luna_cross_entropy(logits, labels);
     golden_output(g, "loss", loss, NULL);
-    if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx))) {
-      int compared = 0;
-      for (int64_t i = 0; i < luna_params_size(params); i++) {
-        const char *name;
-        const luna_tensor *parameter = luna_params_at(params, i, &name);
-        compared += golden_gradient(g, name, parameter);
-      }
-      CHECK(compared == golden_gradients_in_file(g), "%s (%s): %d gradients of the file's %d were compared", g->name, how, compared,
-            golden_gradients_in_file(g));
-    }
+    if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx))) golden_gradients(g, params, 0);
   }
   luna_close(ctx);
   free(tokens), free(lengths), free(other), free(other_lengths), free(labels);

@@ -48,6 +48,15 @@ static luna_status job_encoder(luna_ctx *ctx, const job *j, double *result) {
   return status;
 }
 
+/* the loss of a step, and without an optimiser no more */
+static luna_status job_learn(luna_ctx *ctx, luna_tensor *loss, luna_optimizer *optimizer) {
+  if (luna_state(ctx) != LUNA_OK) return luna_state(ctx);
+  if (!loss) return LUNA_UNSUPPORTED; /* never: a null without an error */
+  if (!optimizer) return LUNA_OK;
+  luna_backward(loss);
+  return luna_optimizer_step(optimizer);
+}
+
 static luna_status job_lm(luna_ctx *ctx, const job *j, double *result) {
   luna_lm model;
   luna_lm_config config = {0};
@@ -72,12 +81,7 @@ static luna_status job_lm(luna_ctx *ctx, const job *j, double *result) {
     if (j->inference) luna_begin_inference(ctx);
     else luna_begin_step(ctx);
     loss = luna_cross_entropy(luna_lm_forward(&model, tokens, 2, j->n), tokens + 1);
-    status = luna_state(ctx);
-    if (status == LUNA_OK && !loss) status = LUNA_UNSUPPORTED;
-    if (status == LUNA_OK && !j->inference) {
-      luna_backward(loss);
-      status = luna_optimizer_step(optimizer);
-    }
+    status = job_learn(ctx, loss, optimizer);
   }
   if (status == LUNA_OK && result) *result = (double)luna_item(loss);
   free(tokens);
@@ -122,12 +126,7 @@ static luna_status job_model(luna_ctx *ctx, const job *j, double *result) {
     if (j->model == LUNA_MODEL_CLASSIFIER) loss = luna_cross_entropy(luna_classify(&model.classifier, tokens, lengths, 2, j->n), labels);
     else if (j->model == LUNA_MODEL_MASKED_LM) loss = luna_masked_lm_loss(&model.masked_lm, tokens, lengths, tokens + 1, 2, j->n);
     else loss = luna_cross_entropy(luna_seq2seq_forward(&model.seq2seq, tokens, lengths, j->n, tokens + 1, NULL, j->n / 2, 2), tokens);
-    status = luna_state(ctx);
-    if (status == LUNA_OK && !loss) status = LUNA_UNSUPPORTED;
-    if (status == LUNA_OK && !j->inference) {
-      luna_backward(loss);
-      status = luna_optimizer_step(optimizer);
-    }
+    status = job_learn(ctx, loss, optimizer);
   }
   if (status == LUNA_OK && result) *result = (double)luna_item(loss);
   free(tokens);
