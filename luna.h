@@ -6740,6 +6740,7 @@ LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
   void *memory;
   bool good = true;
   int i;
+  memset(leaf, 0, sizeof leaf);
   for (i = 0; i < op->inputs; i++) {
     if (!lunai_step(ctx, sizeof(luna_tensor), false, &memory)) return false;
     leaf[i] = (luna_tensor *)memory;
@@ -8008,9 +8009,11 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
 LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t count) { return last == 0 || count < 2 ? first : first + (last - first) * i / (count - 1); }
 LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { return lunai_divide_up(c->max_length, k); }
 
-/* E (or F): [k, m], or one kernel [1, w] that starts as the mean; false when it could not be made. No projection to learn: null, true */
-LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name, const luna_linformer_config *c, luna_tensor **e) {
-  const int64_t most = lunai_max(c->k, c->k_last_head), widest = lunai_window(c, c->k_last_head ? lunai_min(c->k, c->k_last_head) : c->k);
+/* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one kernel [1, w] that starts as the
+   mean; false when it could not be made. No projection to learn: null, true */
+LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name, const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
+  const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
+  const int64_t most = lunai_max(c->k, lunai_max(head, layer)), widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
   *e = NULL;
   if (c->projection == LUNA_PROJECT_LINEAR) *e = lunai_named(params, prefix, name, 2, most, c->max_length, lunai_init(LUNA_XAVIER, 1));
   else if (c->projection == LUNA_PROJECT_CONVOLUTION) *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_ONES, 1.0f / (float)widest));
@@ -8046,9 +8049,9 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
   if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LAYERWISE) {
-    good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, &layer->e);
+    good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, 0, &layer->e);
     layer->f = layer->e;
-    if (c.linformer.sharing == LUNA_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, &layer->f);
+    if (c.linformer.sharing == LUNA_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
   }
   layer->config = c;
   return lunai_params_end(params, mark, good);
@@ -8315,7 +8318,7 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   luna_tensor *both[2] = { NULL, NULL }, *x;
   const int had = second ? 2 : 1;      /* both: P when there is one, then X */
   if (second) {
-    both[0] = layer->memory ? luna_repeat(layer->memory, in[0]->shape[0]) : in[1];
+    both[0] = layer->memory ? luna_repeat(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
     both[1] = lunai_nested_half(c, &layer->attention, in[0], &both[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
     if (!both[0]) return NULL;
     x = both[0];                       /* made after X: older first */
@@ -8788,11 +8791,7 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
   int64_t i;
   if (!lunai_layers_memory(params, "luna_encoder_init", count, sizeof(luna_encoder_layer), &memory)) return false;
   e->layers = (luna_encoder_layer *)memory;
-  if (layerwise) {
-    luna_linformer_config most = c->layer.linformer;
-    most.k = lunai_max(most.k, most.k_last_layer);
-    if (!lunai_linformer_init(params, prefix, "e_proj", &most, &shared)) return false;
-  }
+  if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer, &shared)) return false;
   for (i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
     layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
