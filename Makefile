@@ -5,6 +5,7 @@
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
+#   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
 #   make size                object sizes by build switch
 #   make bench               builds and runs tests/bench_*.c
 CC ?= cc
@@ -12,15 +13,19 @@ CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
 BUILD ?= build
 TEXT ?= luna.h
+CLANG ?= clang
+FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 WARN = -Wall -Wextra
-NAMES = $(filter-out bench_% fuzz_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
+PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/bench_%,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 TSAN = -O1 -g1 -fsanitize=thread
+FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER
 
 run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
@@ -29,9 +34,19 @@ examples: $(EXAMPLES)
 
 programs: $(EXAMPLES) $(PROGRAMS)
 
-$(BUILD)/%: examples/%.c luna.h $(wildcard examples/*.h)
-	@mkdir -p $(BUILD) && rm -f $@
-	$(CC) $(CFLAGS) $(WARN) -I. $< -o $@ $(LIBS)
+# Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that they have it.
+$(BUILD)/luna.o: luna.h
+	@mkdir -p $(BUILD)
+	@printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$(BUILD)/luna.c
+	$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c -o $@
+
+$(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
+	@rm -f $@
+	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+
+$(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
+	@mkdir -p $(BUILD)/tests && rm -f $@
+	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
@@ -52,6 +67,14 @@ golden: $(BUILD)/tests/golden
 headers:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/compile.sh
 
+$(BUILD)/fuzz/fuzz_safetensors: tests/fuzz_safetensors.c luna.h $(wildcard tests/*.h)
+	@mkdir -p $(BUILD)/fuzz
+	$(CLANG) $(FUZZ) $(WARN) -I. $< -o $@ $(LIBS)
+
+fuzz: $(BUILD)/fuzz/fuzz_safetensors
+	@mkdir -p $(BUILD)/fuzz/corpus && cp tests/data/fuzz/* $(BUILD)/fuzz/corpus
+	$< -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -artifact_prefix=$(BUILD)/fuzz/ $(BUILD)/fuzz/corpus
+
 size:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
 
@@ -62,4 +85,4 @@ bench: $(BENCHES)
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize golden headers size bench clean
+.PHONY: run examples programs test sanitize golden headers fuzz size bench clean
