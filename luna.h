@@ -6711,7 +6711,7 @@ LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shap
 LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
 
 /* --- backward --- */
-typedef struct lunai_recompute { luna_block block; const void *state; uint32_t dropout_ops; } lunai_recompute;
+typedef struct lunai_recompute { luna_block block; const void *state; uint32_t dropout_ops; bool copy; } lunai_recompute;
 #ifndef LUNA_NO_TRAIN
 /* the gradient of a tensor that wants one: zeros when new; of a view, its part of the owner's */
 LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t) {
@@ -6754,7 +6754,7 @@ LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
   good = again[0] && (op->outputs == 1 || again[1]);
   if (!good) *status = ctx->status;
   for (i = 0; i < op->outputs && good; i++) {
-    if (again[i]->base) again[i] = luna_scale(again[i], 1);
+    if (op->recompute->copy) again[i] = luna_scale(again[i], 1); /* a view, an input, one tensor twice */
     good = again[i] != NULL;
     if (!good || !op->out[i]->has_grad) continue;
     again[i]->grad = op->out[i]->grad;
@@ -6919,6 +6919,7 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   lunai_param *p;
   luna_status status = LUNA_OK;
   if (!params) return LUNA_BAD_ARGUMENT;
+  params->ctx->state->nonfinite = 0;  /* of a loss whose gradients these were */
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
@@ -7113,12 +7114,10 @@ LUNAI_FN void lunai_meta_put(luna_params *params, lunai_meta *pair) {
   else params->metas = pair;
   params->last_meta = pair;
 }
-LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
+LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, const char *value) {
   lunai_persistent_mark mark;
   lunai_meta *pair;
   void *memory;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
   if (!lunai_is_text(key) || !lunai_is_text(value)) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: key or value is not UTF-8");
   mark = lunai_persistent(params->ctx);
   pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
@@ -7130,6 +7129,12 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
   }
   lunai_meta_put(params, pair);
   return LUNA_OK;
+}
+LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
+  if (strncmp(key, "luna.", 5) == 0) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
+  return lunai_params_put(params, key, value);
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -7675,6 +7680,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   again->block = block;
   again->state = kept;
   again->dropout_ops = ctx->dropout_ops;
+  again->copy = copy;
   op->row = LUNA_ROWS;
   op->ctx = ctx;
   op->recompute = again;
@@ -8612,10 +8618,10 @@ LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const char *name, const lunai_fie
 LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const lunai_field *fields, int count, void *sizes) {
   char text[24];
   int f;
-  bool good = luna_params_set(params, "luna.kind", kind) == LUNA_OK;
+  bool good = lunai_params_put(params, "luna.kind", kind) == LUNA_OK;
   for (f = 0; f < count && good; f++) {
     lunai_print(text, sizeof text, "%d", *lunai_field_of(&fields[f], sizes));
-    good = luna_params_set(params, fields[f].key, text) == LUNA_OK;
+    good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
   return good;
 }
@@ -9196,7 +9202,7 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: this set borrows its parameters, which cannot be trained; load a copy instead", name);
     return NULL;
   }
-  if (!(c->lr >= 0 && c->clip >= 0 && c->weight_decay >= 0 && c->epsilon >= 0 && c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1)) {
+  if (!(c->lr >= 0 && c->lr < (float)INFINITY && c->clip >= 0 && c->weight_decay >= 0 && c->epsilon >= 0 && c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1)) {
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: lr, clip, weight_decay and epsilon must not be negative, betas at least 0 and below 1", name);
     return NULL;
   }
@@ -9317,7 +9323,7 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!(lr >= 0)) return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_set_lr: lr must not be negative");
+  if (!(lr >= 0 && lr < (float)INFINITY)) return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_set_lr: lr must be finite and not negative");
   o->config.lr = lr;
   return LUNA_OK;
 }
@@ -9778,6 +9784,7 @@ LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *byt
   status = lunai_open_st(ctx, &st, bytes, size);
   if (status == LUNA_OK) status = lunai_training_check(o, &st, value);
   if (status == LUNA_OK) status = lunai_load_st(o->params, &st);
+  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* what waits here is not that run's */
   if (status != LUNA_OK || ctx->options.measure) return status;
   for (i = 0; i < o->size; i++)
     for (k = 0; k < o->moments; k++)
@@ -9864,6 +9871,8 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const voi
   luna_status status;
   FILE *file;
   bool flushed;
+  if (!path) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
+  if (ctx->options.measure) return LUNA_OK;
   if (strlen(path) + 5 > sizeof temporary) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
   lunai_print(temporary, sizeof temporary, "%s.tmp", path);
   file = fopen(temporary, "wb");
@@ -9880,10 +9889,10 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const voi
   return status;
 }
 LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) { return luna_save_io((const luna_params *)params, io); }
-LUNA_API luna_status luna_save(const luna_params *params, const char *path) { return params && path ? lunai_save_path(params->ctx, lunai_save_params, params, path) : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_save(const luna_params *params, const char *path) { return params ? lunai_save_path(params->ctx, lunai_save_params, params, path) : LUNA_BAD_ARGUMENT; }
 #ifndef LUNA_NO_TRAIN
 LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) { return luna_save_training_io((const luna_optimizer *)optimizer, io); }
-LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) { return o && path ? lunai_save_path(o->params->ctx, lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) { return o ? lunai_save_path(o->params->ctx, lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT; }
 #endif
 
 LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const char *path) {
@@ -9891,7 +9900,8 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   luna_status status;
   int64_t size;
   FILE *file;
-  if (!ctx || !into || !path) return LUNA_BAD_ARGUMENT;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!into || !path) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_load: there must be a path, and a place for what is loaded");
   file = fopen(path, "rb");
   if (!file) return lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
@@ -10668,7 +10678,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 typedef struct lunai_candidate { double score; int64_t row; int32_t token; } lunai_candidate;
 typedef struct lunai_beam {
   luna_search search;
-  int64_t batch, vocab;
+  int64_t batch, vocab, stride;      /* stride: of the caller's rows */
   double penalty;
   double *score, *best;              /* [batch beam] of the unfinished; [batch] best results, normalised */
   int32_t *tokens, *next;            /* [batch beam, most] the unfinished, and where they move to */
@@ -10708,7 +10718,7 @@ LUNAI_FN void lunai_beam_finish(lunai_beam *s, int64_t b, const lunai_candidate 
   if (s->finished[b]++ && score <= s->best[b]) return;
   s->best[b] = score;
   s->out_lengths[b] = (int32_t)length;
-  memcpy(s->out + b * s->search.most, s->tokens + c->row * s->search.most, (size_t)length * sizeof(int32_t));
+  memcpy(s->out + b * s->stride, s->tokens + c->row * s->search.most, (size_t)length * sizeof(int32_t));
 }
 /* one step of source b; false when it goes on no more */
 LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
@@ -10766,6 +10776,7 @@ LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
   if (s.search.most == 0) s.search.most = 2 * n + 10;
+  s.stride = s.search.most;
   if (model->positions) s.search.most = lunai_min(s.search.most, model->config.max_target_length - 1);
   s.batch = batch;
   s.vocab = model->config.target_vocab;
