@@ -21,6 +21,7 @@ WARN = -Wall -Wextra
 NAMES = $(filter-out bench_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
+SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/bench_%,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
@@ -54,12 +55,12 @@ $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 
 test:
 	-@$(MAKE) -k -j$(JOBS) programs
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) tests/cli.sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(SCRIPTS) tests/convert.sh tests/compile.sh
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads tests/cli.sh
+	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
 golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)

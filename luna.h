@@ -8500,18 +8500,27 @@ LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fi
 }
 LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; } /* not the model's: an optimiser's moments */
 
-/* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
-LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
-  const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st) { /* the model's */
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t count = 0;
   while (lunai_st_next(st, &cursor, &t)) count += !lunai_st_ours(t.name);
-  if (count != 1 + (s->positions == LUNA_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
-  if (!lunai_st_find(st, "embed_tokens.weight", &t) || t.rank != 2 || t.shape[0] != s->vocab || t.shape[1] != s->dim) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
-  if (s->positions == LUNA_LEARNED && (!lunai_st_find(st, "embed_positions.weight", &t) || t.rank != 2 || t.shape[0] != s->max_length)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
-  if (!s->attention && (!lunai_st_find(st, "layers.0.projected_embeddings", &t) || t.rank != 2 || t.shape[0] != s->memory)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
-  if (!lunai_st_find(st, "layers.0.fc1.weight", &t) || t.rank != 2 || t.shape[0] != s->ffn) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
+  return count;
+}
+
+LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows, int64_t columns) {
+  lunai_st_tensor t;
+  return lunai_st_find(st, name, &t) && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns;
+}
+
+/* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
+LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
+  const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
+  if (!lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim)) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (s->positions == LUNA_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
+  if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
+  if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
   return NULL;
 }
 
@@ -9396,7 +9405,8 @@ LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) 
 /* the parameter a tensor of a file belongs to, or null */
 LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_tensor *t) {
   char name[LUNAI_LONGEST_NAME];
-  return lunai_st_decode(t->name, name, sizeof name) < sizeof name ? lunai_param_find(params, name) : NULL;
+  const size_t size = lunai_st_decode(t->name, name, sizeof name);
+  return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL; /* a name may have a zero in it, and is then none of ours */
 }
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   lunai_st_tensor t;
@@ -9435,13 +9445,17 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   void *memory;
   while (lunai_st_meta_next(st, &cursor, &key, &value)) {
-    if (lunai_st_ours(key)) continue;
+    const lunai_persistent_mark before = lunai_persistent(ctx);
     pair = lunai_persist(ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
     if (pair) pair->key = lunai_load_text(ctx, key);
     if (pair && pair->key) pair->value = lunai_load_text(ctx, value);
     if (!pair || !pair->value) {
       lunai_persistent_rewind(ctx, mark);
       return lunai_no_memory(ctx, "luna_load", key.size + value.size);
+    }
+    if (strncmp(pair->key, "luna.", 5) == 0) {
+      lunai_persistent_rewind(ctx, before);
+      continue;
     }
     *last = pair;
     last = &pair->next;
@@ -9582,6 +9596,21 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
   return m->loaded ? LUNA_OK : lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
 }
 
+/* A model out of a file: its init, which takes each parameter's values from there, and stops where the file has none of that name and shape; then
+   the file may have no more. */
+LUNAI_FN lunai_params_mark lunai_fill_begin(luna_params *params, const lunai_st *st) {
+  if (!params->borrowing) params->filling = st;
+  return lunai_params_here(params);
+}
+LUNAI_FN luna_status lunai_fill_end(luna_params *params, const lunai_st *st, lunai_params_mark mark, luna_status status) {
+  const int64_t count = lunai_st_tensors(st), made = params->size - mark.size;
+  params->filling = NULL;
+  if (status == LUNA_OK && made != count) status = lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d", count, made);
+  if (status == LUNA_OK && !params->borrowing) status = lunai_load_pairs(params, st);
+  if (status != LUNA_OK) lunai_params_end(params, mark, false);
+  return status;
+}
+
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
   lunai_st st;
   lunai_lm_sizes sizes;
@@ -9594,15 +9623,11 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   if (status != LUNA_OK) return status;
   wrong = lunai_lm_read(&st, &sizes);
   if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong);
-  mark = lunai_params_here(params);
+  mark = lunai_fill_begin(params, &st);
   lunai_lm_from_sizes(&sizes, &config);
-  status = luna_lm_init(model, params, &config);
-  if (status == LUNA_OK && !params->borrowing) status = lunai_load_st(params, &st);
-  if (status != LUNA_OK) lunai_params_end(params, mark, false);
-  return status;
+  return lunai_fill_end(params, &st, mark, luna_lm_init(model, params, &config));
 }
 
-/* --- any model: its init, which takes each parameter's values from the file, and stops where the file has none --- */
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind, const lunai_model_sizes *s) {
   luna_classifier_config classifier;
   luna_masked_lm_config masked_lm;
@@ -9625,13 +9650,11 @@ LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *param
   static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
   lunai_model_sizes sizes;
   lunai_st st;
-  lunai_st_tensor t;
   lunai_st_text kind;
   lunai_params_mark mark;
   luna_status status;
   const char *wrong;
-  size_t cursor = 0;
-  int64_t count = 0;
+  int64_t count;
   int k = 0;
   if (!lunai_init_given(params, model, params)) return LUNA_BAD_ARGUMENT;
   status = lunai_open_st(params->ctx, &st, bytes, size);
@@ -9648,16 +9671,11 @@ LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *param
   if (k == 3) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file holds a kind of model that luna.h does not know");
   wrong = lunai_fields_read(&st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
   if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: %s is missing from the metadata, or out of range", wrong);
-  while (lunai_st_next(&st, &cursor, &t)) count += !lunai_st_ours(t.name);
+  count = lunai_st_tensors(&st);
   if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the metadata claims other layers than the file has tensors for");
-  mark = lunai_params_here(params);
-  if (!params->borrowing) params->filling = &st;
-  status = lunai_model_init(model, params, (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k), &sizes);
-  params->filling = NULL;
-  if (status == LUNA_OK && params->size != count) status = lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d", count, params->size);
-  if (status == LUNA_OK) status = lunai_load_pairs(params, &st);
+  mark = lunai_fill_begin(params, &st);
+  status = lunai_fill_end(params, &st, mark, lunai_model_init(model, params, (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k), &sizes));
   if (status == LUNA_OK) model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
-  else lunai_params_end(params, mark, false);
   return status;
 }
 

@@ -1,35 +1,9 @@
 #!/bin/sh
 # cli.sh: examples/lm.c from outside: training, writing, measuring, wrong use, interruption. Only $BUILD/lm is needed.
 cd "$(dirname "$0")/.." || exit 1
-build=${BUILD:-build}
-case $build in /*) ;; *) build=$PWD/$build ;; esac
-work=$build/cli
-rm -rf "$work"
-mkdir -p "$work"
-cd "$work" || exit 1
-lm() { "$build/lm" "$@" >out 2>err; }
-
-passed=0 failed=0
-check() {                                                # a sentence, then a command that should succeed
-  sentence=$1
-  shift
-  if "$@" >/dev/null 2>&1; then passed=$((passed + 1)); return; fi
-  failed=$((failed + 1))
-  echo "failed: $sentence"
-  sed 's/^/    out: /' out | tail -n 5
-  sed 's/^/    err: /' err | tail -n 5
-}
-refuses() {                                              # words the sentence must have, then a command line: exit 2, one sentence
-  words=$1
-  shift
-  lm "$@"
-  status=$?
-  check "lm $* ends with 2, not $status" [ "$status" = 2 ]
-  check "lm $* says: $words" grep -q -- "$words" err
-  check "lm $* says it in one sentence" [ "$(grep -c '^lm: ' err)" = 1 ]
-}
-same() { cmp -s "$1" "$2"; }
-differ() { ! cmp -s "$1" "$2"; }
+name=cli program=lm
+. tests/cli_checks.sh
+lm() { run "$@"; }
 
 i=0
 while [ $i -lt 120 ]; do
@@ -138,17 +112,35 @@ if [ -e /dev/full ]; then
 fi
 
 # ---- Ctrl-C saves what has been learnt
-"$build/lm" train text --out stopped.safetensors --steps 100000000 $small >out 2>err &
-pid=$!
-tries=0
-while ! grep -q '^---- before' out && [ $tries -lt 100 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
-sleep 1
-kill -INT $pid
-wait $pid
+interrupted '^---- before' train text --out stopped.safetensors --steps 100000000 $small
 check "an interrupted training ends well" [ $? = 0 ]
 check "it says what it did" grep -q '^stopped at step .* stopped.safetensors' out
 check "the model is saved" lm eval stopped.safetensors text
 check "and has learnt something" sh -c "sed 's/.*: \([0-9.]*\) bits.*/\1/' out | awk '{ exit !(\$1 < 6) }'"
 
-echo "cli: $passed passed, $failed failed"
-[ "$failed" = 0 ]
+# ---- a training that goes on: killed in the middle, to the same bits as one that was never stopped
+long="$small --steps 1500 --dropout 0.1"
+lm train text --out whole.safetensors --save-every 1500 $long
+"$build/lm" train text --out going.safetensors --save-every 10 $long >out 2>err &
+pid=$!
+tries=0
+while [ ! -e going.safetensors ] && [ $tries -lt 300 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
+cp going.safetensors middle.safetensors
+kill -KILL $pid
+wait $pid 2>/dev/null
+check "a checkpoint of a training is a model" lm eval middle.safetensors text
+cp middle.safetensors on.safetensors
+check "it goes on, into the same file, drawing the loss" lm train text --resume on.safetensors --out on.safetensors --save-every 100 --plot on.svg
+check "it says from where" grep -q '^going on from step [1-9][0-9]* of on.safetensors' out
+check "to the same bits" same on.safetensors whole.safetensors
+check "the loss is drawn" drawn on.svg
+refuses "has made all its 1500 steps" train text --resume on.safetensors
+refuses "was 1500 in the training of middle.safetensors" train text --resume middle.safetensors --steps 9
+refuses "was 4 in the training of middle.safetensors" train text --resume middle.safetensors --batch 8
+refuses "holds no training" train text --resume a.safetensors
+refuses "[a-z]" train text --resume missing.safetensors
+refuses "[a-z]" train text --resume not.safetensors
+refuses "both" train text --out a.safetensors --plot a.safetensors
+refuses "cannot write" train text --out b.safetensors --plot nowhere/loss.svg
+
+finish

@@ -1,4 +1,5 @@
-/* Random numbers and dropout, parameter sets, optimisers and schedules against their formulas in double. */
+/* Random numbers and dropout, parameter sets; optimisers and schedules against their formulas in double and against torch's numbers;
+   groups, accumulation, steps with a NaN or Inf. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -376,7 +377,7 @@ static void check_set_lr(void) {
 }
 
 static void check_schedules(void) {
-  luna_schedule s = {LUNA_CONSTANT, 0, 0, 0};
+  luna_schedule s = {0};
   const struct {
     luna_decay decay;
     int64_t warmup, total;
@@ -401,6 +402,439 @@ static void check_schedules(void) {
   }
 }
 
+/* ---- stored numbers: torch's optimisers and schedules, and the authors' Apollo, in float64 (tests/optimizers.py) ---- */
+#define STORED "tests/data/optimizers.safetensors"
+enum { STORED_STEPS = 10 };
+/* A step rounds parameter and moments some four times, by at most 6e-8: SGD and Adam end within 2e-7. Apollo, whose directions are
+   quotients of moments, within 6e-7. One rounding too many in a step, or one in a hyperparameter, is more. */
+#define STORED_LIMIT 1e-6
+typedef struct stored {
+  uint8_t *bytes;
+  lunai_st st;
+} stored;
+
+static void stored_open(stored *s) {
+  FILE *file = fopen(STORED, "rb");
+  long size = -1;
+  memset(s, 0, sizeof *s);
+  if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file);
+  if (size > 0) {
+    s->bytes = (uint8_t *)common_alloc((size_t)size);
+    rewind(file);
+    if (fread(s->bytes, 1, (size_t)size, file) != (size_t)size) size = -1;
+  }
+  if (file) fclose(file);
+  const char *wrong = size > 0 ? lunai_st_open(&s->st, s->bytes, (size_t)size) : "it cannot be read";
+  CHECK(!wrong, STORED ": %s", wrong);
+}
+/* the n numbers of tensor "kind.a", or "kind.a.b"; null when there is none */
+static float *stored_floats(const stored *s, const char *kind, int a, int b, int64_t *n) {
+  char name[64];
+  lunai_st_tensor t;
+  if (b < 0) snprintf(name, sizeof name, "%s.%d", kind, a);
+  else snprintf(name, sizeof name, "%s.%d.%d", kind, a, b);
+  if (!s->bytes || !lunai_st_find(&s->st, name, &t)) return NULL;
+  float *values = common_floats(t.count);
+  lunai_st_floats(&t, values);
+  *n = t.count;
+  return values;
+}
+static bool stored_text(const stored *s, const char *kind, int at, char *out, size_t room) {
+  char key[32];
+  lunai_st_text text;
+  snprintf(key, sizeof key, "%s.%d", kind, at);
+  return s->bytes && lunai_st_meta(&s->st, key, &text) && lunai_st_decode(text, out, room) < room;
+}
+/* "adam lr=0.1 milestone=2 milestone=5": the number after the given occurrence of " key="; 0 when there is none */
+static float stored_option(const char *text, const char *key, int occurrence) {
+  const size_t n = strlen(key);
+  for (; (text = strchr(text, ' ')) != NULL; text++)
+    if (strncmp(text + 1, key, n) == 0 && text[1 + n] == '=' && occurrence-- == 0) return (float)strtod(text + 2 + n, NULL);
+  return 0;
+}
+static bool stored_is(const char *text, const char *word) { return strncmp(text, word, strlen(word)) == 0 && text[strlen(word)] <= ' '; }
+static luna_schedule stored_schedule(const char *text) {
+  static const char *const words[5] = {"constant", "inverse_sqrt", "linear", "cosine", "milestones"};
+  luna_schedule s;
+  memset(&s, 0, sizeof s);
+  for (int i = 0; i < 5; i++)
+    if (stored_is(text, words[i])) s.decay = (luna_decay)i;
+  s.warmup = (int64_t)stored_option(text, "warmup", 0), s.warmup_from = stored_option(text, "warmup_from", 0);
+  s.total = (int64_t)stored_option(text, "total", 0), s.floor = stored_option(text, "floor", 0), s.gamma = stored_option(text, "gamma", 0);
+  for (int i = 0; i < 4; i++) s.milestone[i] = (int64_t)stored_option(text, "milestone", i);
+  return s;
+}
+static luna_optimizer *stored_optimizer(luna_params *params, const char *text) {
+  const float lr = stored_option(text, "lr", 0), decay = stored_option(text, "weight_decay", 0), clip = stored_option(text, "clip", 0);
+  luna_sgd_config sgd = {0};
+  luna_adamw_config adam = {0};
+  luna_apollo_config apollo = {0};
+  sgd.lr = adam.lr = apollo.lr = lr;
+  sgd.weight_decay = adam.weight_decay = apollo.weight_decay = decay;
+  sgd.clip = adam.clip = apollo.clip = clip;
+  sgd.momentum = stored_option(text, "momentum", 0), sgd.nesterov = stored_option(text, "nesterov", 0) != 0;
+  adam.beta1 = stored_option(text, "beta1", 0), adam.beta2 = stored_option(text, "beta2", 0), adam.epsilon = stored_option(text, "epsilon", 0);
+  apollo.beta = stored_option(text, "beta", 0), apollo.epsilon = stored_option(text, "epsilon", 0);
+  apollo.schedule = stored_schedule(text);
+  if (stored_is(text, "sgd")) return luna_sgd(params, &sgd);
+  if (stored_is(text, "apollo")) return luna_apollo(params, &apollo);
+  return stored_is(text, "adamw") ? luna_adamw(params, &adam) : stored_is(text, "adam") ? luna_adam(params, &adam) : NULL;
+}
+
+/* adds to the gradients of every parameter these numbers, exactly: loss = sum over all of parameter x number */
+static luna_status backward_of(luna_params *params, float *const *gradient) {
+  luna_tensor *loss = NULL;
+  for (int64_t i = 0; i < luna_params_size(params); i++) {
+    luna_tensor *p = luna_params_at(params, i, NULL);
+    const int64_t flat[2] = {1, luna_count(p)};
+    luna_tensor *part = luna_sum(luna_reshape(luna_mul(p, luna_tensor_new(p->ctx, gradient[i], p->rank, p->shape)), 2, flat), 1);
+    loss = loss ? luna_add(loss, part) : part;
+  }
+  return luna_backward(loss);
+}
+
+static void check_stored_case(const stored *s, int at, const char *text, luna_isa isa) {
+  static const int64_t shapes[PARTS][2] = {{3, 5}, {7, 0}, {130, 0}};
+  static const char *const names[PARTS] = {"a", "b", "c"};
+  float *gradient[PARTS], *expected[PARTS], *row[PARTS];
+  bool good = true;
+  luna_ctx *ctx = open_seeded(1, isa);
+  luna_params *params = luna_params_open(ctx);
+  for (int k = 0; k < PARTS; k++) {
+    luna_tensor *p = luna_param(params, names[k], k ? 1 : 2, shapes[k], init_of(LUNA_ZEROS, 0));
+    int64_t starts = 0, gradients = 0, rows = 0;
+    float *start = stored_floats(s, "start", k, -1, &starts);
+    gradient[k] = stored_floats(s, "gradient", k, -1, &gradients), expected[k] = stored_floats(s, "case", at, k, &rows);
+    good = CHECK(p && starts == luna_count(p) && gradients == STORED_STEPS * starts && rows == gradients,
+                 STORED ": parameter %d of case %d is not as it should be", k, at) && good;
+    if (good) memcpy(p->data, start, (size_t)starts * sizeof(float));
+    free(start);
+  }
+  luna_optimizer *optimizer = stored_optimizer(params, text);
+  good = CHECK(optimizer != NULL, "%s: no optimiser: %s", text, luna_error(ctx)) && good;
+  for (int step = 0; step < STORED_STEPS && good; step++) {
+    luna_begin_step(ctx);
+    for (int k = 0; k < PARTS; k++) row[k] = gradient[k] + step * luna_count(luna_params_at(params, k, NULL));
+    backward_of(params, row);
+    CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "%s: %s", text, luna_error(ctx));
+    for (int k = 0; k < PARTS; k++) {
+      const luna_tensor *p = luna_params_at(params, k, NULL);
+      const double error = test_error(p->data, expected[k] + step * luna_count(p), (size_t)luna_count(p));
+      CHECK(error <= STORED_LIMIT, "%s, %s: after step %d parameter %s is off by %.3g", luna_isa_name(isa), text, step + 1, names[k], error);
+    }
+  }
+  for (int k = 0; k < PARTS; k++) free(gradient[k]), free(expected[k]);
+  luna_close(ctx);
+}
+static void check_stored(void) {
+  stored s;
+  char text[200];
+  int cases = 0, schedules = 0;
+  stored_open(&s);
+  for (; stored_text(&s, "case", cases, text, sizeof text); cases++)
+    for (int i = 0; i < COMMON_ISAS; i++)
+      if (luna_isa_available(common_isas[i])) check_stored_case(&s, cases, text, common_isas[i]);
+  for (; stored_text(&s, "schedule", schedules, text, sizeof text); schedules++) {
+    const luna_schedule schedule = stored_schedule(text);
+    int64_t n = 0;
+    float *factors = stored_floats(&s, "schedule", schedules, -1, &n);
+    CHECK(n >= 10, STORED ": schedule %d has %d numbers", schedules, (int)n);
+    for (int64_t step = 1; step <= n; step++) {
+      const double factor = (double)luna_schedule_at(&schedule, step), expected = (double)factors[step - 1];
+      CHECK(fabs(factor - expected) <= 2e-7, "%s: %.9g at step %d, torch has %.9g", text, factor, (int)step, expected);
+    }
+    free(factors);
+  }
+  CHECK(cases >= 8 && schedules >= 7, STORED " has %d optimisers and %d schedules", cases, schedules);
+  free(s.bytes);
+}
+
+/* Apollo's sums go over a whole parameter, in blocks, whatever the number of threads */
+static void check_apollo_large(void) {
+  enum { SIZE = 70003, STEPS = 6 };
+  static double w[SIZE], m[SIZE], B[SIZE], d[SIZE];
+  static float gradient[SIZE];
+  const int64_t n = SIZE;
+  luna_apollo_config config = {0};
+  luna_tensor *p[2];
+  luna_ctx *ctx[2];
+  luna_params *params[2];
+  luna_optimizer *optimizer[2];
+  double beta, alpha, four, along, bent, off = 0, size = 0;
+  float *const gradients[1] = {gradient};
+  config.lr = 0.25f, config.beta = 0.75f, config.weight_decay = 0.5f, config.schedule.warmup = 4;
+  beta = (double)config.beta;
+  for (int c = 0; c < 2; c++) {
+    luna_options options = {0};
+    options.threads = c ? 3 : 1;
+    ctx[c] = luna_open(&options), params[c] = luna_params_open(ctx[c]);
+    p[c] = luna_param(params[c], "w", 1, &n, init_of(LUNA_NORMAL, 1));
+    optimizer[c] = luna_apollo(params[c], &config);
+  }
+  for (int i = 0; i < SIZE && p[0]; i++) w[i] = (double)p[0]->data[i], m[i] = B[i] = d[i] = 0;
+  for (int step = 0; step < STEPS; step++) {
+    const double rate = 0.25 * (step < 4 ? (double)0.01f + (1 - (double)0.01f) * step / 4 : 1);
+    for (int i = 0; i < SIZE; i++) gradient[i] = (float)((step % 4 < 2 ? 1 : -1) * common_number(1, (uint64_t)i) + 0.25 * common_number(2 + (uint64_t)step, (uint64_t)i));
+    for (int c = 0; c < 2; c++) {
+      luna_begin_step(ctx[c]);
+      backward_of(params[c], gradients);
+      CHECK(luna_optimizer_step(optimizer[c]) == LUNA_OK, "Apollo: %s", luna_error(ctx[c]));
+    }
+    alpha = (1 - beta) / (1 - pow(beta, step + 1)), four = along = bent = 0;
+    for (int i = 0; i < SIZE; i++) four += d[i] * d[i] * d[i] * d[i];
+    four = pow(four, 0.25) + (double)1e-4f;
+    for (int i = 0; i < SIZE; i++) {
+      const double v = d[i] / four * (d[i] / four), delta = (double)gradient[i] + 0.5 * w[i] - m[i];
+      along += delta / four * (d[i] / four), bent += B[i] * v;
+    }
+    for (int i = 0; i < SIZE; i++) {
+      m[i] += alpha * ((double)gradient[i] + 0.5 * w[i] - m[i]);
+      B[i] += d[i] / four * (d[i] / four) * (-alpha * along - bent);
+      d[i] = m[i] / (fabs(B[i]) > 1 ? fabs(B[i]) : 1);
+      w[i] -= rate * d[i];
+    }
+  }
+  for (int i = 0; i < SIZE; i++) off += ((double)p[0]->data[i] - w[i]) * ((double)p[0]->data[i] - w[i]), size += w[i] * w[i];
+  CHECK(sqrt(off) <= STORED_LIMIT * sqrt(size), "Apollo on %d numbers is off by %.3g", SIZE, sqrt(off / size));
+  CHECK(memcmp(p[0]->data, p[1]->data, SIZE * sizeof(float)) == 0, "Apollo depends on the number of threads");
+  luna_close(ctx[0]), luna_close(ctx[1]);
+}
+
+/* ---- groups: SGD with rate 0.1 and decay 0.2, so that a step is w - 0.1 lr (g + decay w) ---- */
+static void check_groups(void) {
+  static const char *const names[4] = {"layer.weight", "layer.bias", "head.weight", "head.norm"};
+  static const int64_t shape[2] = {3, 5};
+  static const int axes[4] = {2, 1, 2, 1};
+  static const struct {
+    luna_group group[2];
+    float lr[4], decay[4]; /* lr 0: frozen */
+  } cases[] = {
+      {{{NULL, 1, 0, 0, false}}, {1, 1, 1, 1}, {0.2f, 0, 0.2f, 0}},
+      {{{"head", 0, 0.5f, 0.1f, false}}, {1, 1, 0.5f, 0.5f}, {0.2f, 0.2f, 0.1f, 0.1f}},
+      {{{"head", 1, 2, 0, false}}, {1, 1, 1, 2}, {0.2f, 0.2f, 0.2f, 0}},
+      {{{"layer.", 0, 0, 0.2f, true}}, {0, 0, 1, 1}, {0, 0, 0.2f, 0.2f}},
+      {{{NULL, 0, 0, 0, true}, {"weight", 0, 3, 0.3f, false}}, {3, 0, 3, 0}, {0.3f, 0, 0.3f, 0}}, /* the last that fits counts */
+      {{{"weight", 0, 3, 0.3f, false}, {NULL, 1, 0.25f, 0, false}}, {3, 0.25f, 3, 0.25f}, {0.3f, 0, 0.3f, 0}}};
+  float gradient[15];
+  float *const gradients[4] = {gradient, gradient, gradient, gradient};
+  common_fill(gradient, 15, 3, 1);
+  for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
+    luna_ctx *ctx = open_seeded(1, LUNA_ISA_BEST);
+    luna_params *params = luna_params_open(ctx);
+    luna_sgd_config config = {0};
+    float before[4][15];
+    double norm = 0;
+    for (int i = 0; i < 4; i++) {
+      luna_tensor *p = luna_param(params, names[i], axes[i], axes[i] == 2 ? shape : shape + 1, init_of(LUNA_NORMAL, 1));
+      luna_read(p, before[i]);
+    }
+    config.lr = 0.1f, config.weight_decay = 0.2f;
+    luna_optimizer *sgd = luna_sgd(params, &config);
+    for (int g = 0; g < 2; g++) {
+      const luna_group *group = &cases[c].group[g];
+      if (g == 0 || group->name || group->most_axes) CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
+    }
+    luna_begin_step(ctx);
+    backward_of(params, gradients);
+    CHECK(luna_optimizer_step(sgd) == LUNA_OK, "case %d: %s", (int)c, luna_error(ctx));
+    for (int i = 0; i < 4; i++) {
+      const luna_tensor *p = luna_params_at(params, i, NULL);
+      double off = 0;
+      for (int64_t j = 0; j < luna_count(p); j++) {
+        const double expected = (double)before[i][j] - 0.1 * (double)cases[c].lr[i] * ((double)gradient[j] + (double)cases[c].decay[i] * (double)before[i][j]);
+        off = fmax(off, fabs((double)p->data[j] - expected));
+        if (cases[c].lr[i] > 0) norm += (double)gradient[j] * (double)gradient[j];
+      }
+      CHECK(off <= 5e-7 && (cases[c].lr[i] > 0 || off == 0), "case %d: %s is off by %g", (int)c, names[i], off);
+      CHECK(p->grad && p->grad[0] == 0 && p->grad[luna_count(p) - 1] == 0, "case %d: the gradient of %s is left", (int)c, names[i]);
+    }
+    CHECK(fabs((double)luna_optimizer_norm(sgd) - sqrt(norm)) <= 1e-6 * sqrt(norm), "case %d: norm %g, of those that are trained %g", (int)c,
+          (double)luna_optimizer_norm(sgd), sqrt(norm));
+    luna_close(ctx);
+  }
+}
+static void check_groups_refused(void) {
+  const luna_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
+  fit f;
+  fit_open(&f);
+  f.optimizer = luna_sgd(f.params, NULL);
+  CHECK(luna_optimizer_group(f.optimizer, &nowhere) == LUNA_MISMATCH && strstr(luna_error(f.ctx), "nowhere"), "a group of none: \"%s\"", luna_error(f.ctx));
+  CHECK(luna_optimizer_group(f.optimizer, &negative) == LUNA_BAD_ARGUMENT && luna_optimizer_group(f.optimizer, &decay) == LUNA_BAD_ARGUMENT &&
+            luna_optimizer_group(f.optimizer, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_group(NULL, &all) == LUNA_BAD_ARGUMENT,
+        "a group that cannot be is accepted");
+  luna_close(f.ctx);
+}
+
+/* ---- steps with a NaN or Inf ---- */
+/* x itself, through which a gradient goes back with `poison` added to its first element */
+static void poison_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  (void)count, (void)state;
+  memcpy(out->data, in[0]->data, (size_t)luna_count(out) * sizeof(float));
+}
+static void poison_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  (void)count;
+  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i] + (i == 0 ? *(const float *)state : 0);
+}
+static luna_tensor *poisoned(luna_tensor *x, float poison) {
+  const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison};
+  return luna_custom_op(&x, 1, x->rank, x->shape, &custom);
+}
+/* sum c w^2 of every part, but a gradient with `poison` in it at one part, and a number of no gradient added to the loss */
+static luna_tensor *poison_loss(fit *f, int part, float poison, float add) {
+  const int64_t one = 1;
+  luna_tensor *loss = luna_tensor_new(f->ctx, &add, 1, &one);
+  for (int k = 0; k < PARTS; k++) {
+    luna_tensor *p = luna_params_at(f->params, k, NULL);
+    if (k == part) p = poisoned(p, poison);
+    loss = luna_add(loss, common_loss(luna_mul(p, p), 50 + (uint64_t)k));
+  }
+  return loss;
+}
+
+typedef struct told {
+  int calls;
+  luna_status status;
+  char sentence[200];
+} told;
+static void tell(void *user, luna_status status, const char *sentence) {
+  told *t = (told *)user;
+  t->calls++, t->status = status;
+  snprintf(t->sentence, sizeof t->sentence, "%s", sentence);
+}
+static void fit_open_told(fit *f, told *t) {
+  fit_open(f);
+  memset(t, 0, sizeof *t);
+  f->ctx->options.log = tell, f->ctx->options.log_user = t;
+}
+static luna_optimizer *optimizer_of(luna_params *params, int kind) {
+  luna_sgd_config sgd = {0};
+  sgd.lr = 0.05f, sgd.momentum = 0.9f;
+  return kind == LUNA_SGD ? luna_sgd(params, &sgd) : kind == LUNA_ADAM ? luna_adam(params, NULL) : kind == LUNA_ADAMW ? luna_adamw(params, NULL) : luna_apollo(params, NULL);
+}
+/* parameters, then moments */
+static int fit_read(const fit *f, float *out) {
+  int n = 0;
+  for (int k = 0; k < PARTS; k++)
+    for (int m = -1; m < f->optimizer->moments; m++) {
+      const float *from = m < 0 ? luna_params_at(f->params, k, NULL)->data : f->optimizer->trained[k].moment[m];
+      for (int64_t i = 0; i < part_size[k]; i++) out[n++] = from[i];
+    }
+  return n;
+}
+static void check_nonfinite(int kind) {
+  static const struct {
+    int part;
+    float poison, add;
+    const char *what;
+  } bad[] = {{-1, 0, NAN, "a NaN in the loss alone"},           {-1, 0, INFINITY, "an Inf in the loss alone"},
+             {-1, 0, -INFINITY, "a -Inf in the loss alone"},    {0, NAN, 0, "a NaN in a gradient alone"},
+             {1, INFINITY, 0, "an Inf in a gradient alone"},    {2, -INFINITY, 0, "a -Inf in a gradient alone"},
+             {1, NAN, NAN, "a NaN in a gradient and the loss"}};
+  enum { BAD = sizeof bad / sizeof bad[0], ROOM = 4 * 64 };
+  float before[ROOM], after[ROOM], value;
+  fit f, calm;
+  told t;
+  fit_open_told(&f, &t), fit_open(&calm);
+  f.optimizer = optimizer_of(f.params, kind), calm.optimizer = optimizer_of(calm.params, kind);
+  for (int i = 0; i < BAD; i++) {
+    fit_step(&f), fit_step(&calm);
+    const int n = fit_read(&f, before);
+    const int64_t steps = luna_optimizer_steps(f.optimizer);
+    luna_begin_step(f.ctx);
+    luna_tensor *loss = poison_loss(&f, bad[i].part, bad[i].poison, bad[i].add), *kept = luna_params_at(f.params, 0, NULL);
+    CHECK(luna_backward(loss) == LUNA_OK && isfinite(loss->data[0]) == (bad[i].add == 0), "kind %d, %s: %s", kind, bad[i].what, luna_error(f.ctx));
+    CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_state(f.ctx) == LUNA_OK, "kind %d, %s is an error: %s", kind, bad[i].what, luna_error(f.ctx));
+    CHECK(fit_read(&f, after) == n && memcmp(before, after, (size_t)n * sizeof(float)) == 0, "kind %d, %s reaches parameters or moments", kind, bad[i].what);
+    CHECK(luna_optimizer_skipped(f.optimizer) == i + 1 && luna_optimizer_steps(f.optimizer) == steps, "kind %d, %s: %lld skipped, %lld made", kind, bad[i].what,
+          (long long)luna_optimizer_skipped(f.optimizer), (long long)luna_optimizer_steps(f.optimizer));
+    for (int k = 0; k < PARTS; k++) {
+      const luna_tensor *p = luna_params_at(f.params, k, NULL);
+      for (int64_t j = 0; j < part_size[k]; j++) CHECK(p->grad[j] == 0, "kind %d, %s: a gradient is left", kind, bad[i].what);
+    }
+    CHECK(t.calls == i, "kind %d, %s: told before anything was read", kind, bad[i].what);
+    if (i % 2) luna_read(kept, after);
+    else value = luna_item(loss), (void)value;
+    CHECK(t.calls == i + 1 && t.status == LUNA_OK && strstr(t.sentence, "skipped"), "kind %d, %s: told %d times, \"%s\"", kind, bad[i].what, t.calls, t.sentence);
+    luna_item(loss);
+    CHECK(t.calls == i + 1, "kind %d, %s: told again", kind, bad[i].what);
+  }
+  /* a step that was skipped leaves no trace (but in Apollo, whose warm-up counts it) */
+  fit_step(&f), fit_step(&calm);
+  const int n = fit_read(&f, before);
+  CHECK(fit_read(&calm, after) == n && (kind == LUNA_APOLLO || memcmp(before, after, (size_t)n * sizeof(float)) == 0), "kind %d: skipped steps leave a trace", kind);
+  luna_close(f.ctx), luna_close(calm.ctx);
+}
+static void check_nonfinite_rest(void) {
+  const luna_group frozen = {"b", 0, 0, 0, true};
+  fit f;
+  told t;
+  /* of two micro-batches only the first has a NaN, in the loss alone */
+  fit_open_told(&f, &t);
+  f.optimizer = luna_adamw(f.params, NULL);
+  const double before = read_weight(&f, 0, 0);
+  luna_begin_step(f.ctx);
+  luna_backward(poison_loss(&f, -1, 0, NAN));
+  CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) == before && luna_optimizer_skipped(f.optimizer) == 1, "a NaN in the loss of an earlier micro-batch is forgotten");
+  CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) != before && luna_optimizer_skipped(f.optimizer) == 1, "a NaN counts for the step after its own");
+  luna_close(f.ctx);
+  /* who drops the gradients drops the NaN too */
+  fit_open_told(&f, &t);
+  f.optimizer = luna_adamw(f.params, NULL);
+  luna_begin_step(f.ctx);
+  luna_backward(poison_loss(&f, -1, 0, NAN));
+  luna_params_zero_grad(f.params);
+  CHECK(fit_step(&f) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0 && read_weight(&f, 0, 0) != before, "luna_params_zero_grad leaves a NaN of the loss for the next step");
+  luna_close(f.ctx);
+  /* the gradient of what is frozen counts for nothing */
+  fit_open_told(&f, &t);
+  f.optimizer = luna_adamw(f.params, NULL);
+  luna_optimizer_group(f.optimizer, &frozen);
+  const double still = read_weight(&f, 1, 0);
+  luna_begin_step(f.ctx);
+  luna_backward(poison_loss(&f, 1, NAN, 0));
+  CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0, "a NaN in a frozen parameter's gradient skips the step");
+  CHECK(read_weight(&f, 0, 0) != before && read_weight(&f, 1, 0) == still && isfinite(luna_optimizer_norm(f.optimizer)), "frozen: %g, norm %g", read_weight(&f, 1, 0),
+        (double)luna_optimizer_norm(f.optimizer));
+  luna_close(f.ctx);
+}
+
+/* ---- the gradients of k micro-batches, each a k-th of the loss, are those of one batch ---- */
+static void check_accumulation(void) {
+  enum { BATCH = 4, N = 9 };
+  luna_ctx *ctx[2];
+  luna_params *params[2];
+  luna_lm model[2];
+  luna_optimizer *optimizer[2];
+  luna_lm_config config;
+  int32_t *tokens = common_tokens(BATCH * N, 1, 11), *labels = common_tokens(BATCH * N, 2, 11);
+  memset(&config, 0, sizeof config);
+  config.vocab = 11, config.memory = 3, config.layer.dim = 8, config.layer.heads = 2, config.layer.ffn = 12;
+  for (int c = 0; c < 2; c++) {
+    ctx[c] = open_seeded(3, LUNA_ISA_BEST), params[c] = luna_params_open(ctx[c]);
+    CHECK(luna_lm_init(&model[c], params[c], &config) == LUNA_OK, "%s", luna_error(ctx[c]));
+    luna_sgd_config sgd = {0};
+    sgd.lr = 0.5f, sgd.momentum = 0.9f, sgd.clip = 1;
+    optimizer[c] = luna_sgd(params[c], &sgd);
+  }
+  for (int step = 0; step < 3; step++) {
+    for (int c = 0; c < 2; c++)
+      for (int b = 0; b < (c ? BATCH : 1); b++) {
+        luna_begin_step(ctx[c]);
+        luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model[c], tokens + b * N, c ? 1 : BATCH, N), labels + b * N);
+        CHECK(luna_backward(c ? luna_scale(loss, 1.0f / BATCH) : loss) == LUNA_OK, "%s", luna_error(ctx[c]));
+      }
+    for (int c = 0; c < 2; c++) CHECK(luna_optimizer_step(optimizer[c]) == LUNA_OK, "%s", luna_error(ctx[c]));
+    for (int64_t i = 0; i < luna_params_size(params[0]); i++) {
+      const char *name;
+      const luna_tensor *one = luna_params_at(params[0], i, &name), *many = luna_params_at(params[1], i, NULL);
+      const double error = common_error(many->data, one->data, luna_count(one), 0.1); /* a bias that starts from 0 stays near it */
+      CHECK(error <= 1e-6, "step %d: %s is off by %.3g after micro-batches", step, name, error);
+    }
+  }
+  free(tokens), free(labels);
+  luna_close(ctx[0]), luna_close(ctx[1]);
+}
+
 int main(void) {
   check_philox();
   for (int i = 0; i < COMMON_ISAS; i++)
@@ -413,5 +847,12 @@ int main(void) {
   check_protocol();
   check_set_lr();
   check_schedules();
+  check_stored();
+  check_apollo_large();
+  check_groups();
+  check_groups_refused();
+  for (int kind = LUNA_SGD; kind <= LUNA_APOLLO; kind++) check_nonfinite(kind);
+  check_nonfinite_rest();
+  check_accumulation();
   return test_report("trainer");
 }

@@ -1,0 +1,208 @@
+/* classify: learns to tell texts apart, from lines of a label, a tab and a text; for instance whether a film review praises or damns.
+
+     cc -O2 -I. examples/classify.c -o classify -lm -lpthread
+
+     zcat imdb_train.tsv.gz | cut -f 1,3 >imdb.tsv             25,000 reviews
+     classify train imdb.tsv [--plot loss.svg] ...             about a minute; writes classify.safetensors
+     classify eval M FILE                                      how often M gives a file's labels
+     classify predict M <TEXTS                                 a label and its probability for each line
+
+   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate. Labels and the rest lie in the
+   checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+
+#include "example.h"
+#include "classifier.h"
+
+#define LABELS 1000                  /* different labels, at most */
+
+static struct settings set = {
+  .out = "classify.safetensors",
+  .steps = 1000, .batch = 32, .lr = 1e-3,
+  .layers = 2, .dim = 64, .heads = 4, .memory = 16, .ffn = 128, .dropout = 0.1,
+  .seed = 1
+};
+static struct { int64_t tokens, vocab, longest; } own = { .vocab = 20000, .longest = 400 };
+
+static const flag flags[] = {
+  FLAGS_TRAIN,
+  { "--tokens", "t", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
+  { "--vocab", "t", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart" },
+  { "--longest", "t", WHOLE(own.longest, 1, 1e6), "tokens of a text that are read, at most" },
+  FLAGS_MODEL,
+  FLAGS_CLASSIFIER,
+  FLAG_SEED("t"),
+  FLAG_THREADS("tep"),
+  { 0 }
+};
+
+static struct { contents text; struct { const unsigned char *at; int64_t size; int32_t label; } *lines; int64_t count; } file;
+static struct { const unsigned char *at; int64_t size; } labels[LABELS];
+static int32_t label_count;
+
+/* Cuts a text into tokens, at least one, and returns how many. */
+static int32_t cut(const unsigned char *text, int64_t size, int32_t *tokens) {
+  int32_t n = 0;
+  uint32_t hash = 0;
+  for (int64_t i = 0; i <= size && n < own.longest; i++) {
+    int c = i < size ? text[i] : ' ';
+    if (own.tokens == 1 && i < size) tokens[n++] = c;
+    if (own.tokens == 1) continue;
+    bool in_word = c >= 128 || c == '\'' || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
+    if (in_word) hash = ((hash ? hash : 2166136261u) ^ (uint32_t)(c >= 'A' && c <= 'Z' ? c + 32 : c)) * 16777619u; /* FNV-1a */
+    else if (hash) tokens[n++] = (int32_t)(hash % (uint32_t)own.vocab), hash = 0;
+    if (!in_word && c != ' ' && n < own.longest) tokens[n++] = (int32_t)((uint32_t)c * 16777619u % (uint32_t)own.vocab);
+  }
+  if (n == 0) tokens[n++] = 0;
+  return n;
+}
+
+static int32_t fetch(int64_t index, int32_t *tokens, int32_t *length) {
+  *length = cut(file.lines[index].at, file.lines[index].size, tokens);
+  return file.lines[index].label;
+}
+
+/* The number of a label, which is made when it is new and may be; -1 when not. */
+static int32_t label_of(const unsigned char *at, int64_t size, bool add) {
+  int32_t i = 0;
+  while (i < label_count && (labels[i].size != size || memcmp(labels[i].at, at, (size_t)size) != 0)) i++;
+  if (i < label_count) return i;
+  if (!add || label_count == LABELS) return -1;
+  labels[i].at = at, labels[i].size = size;
+  return label_count++;
+}
+
+/* Whether a line is kept to validate: about one in ten, by chance and not by place, for files have an order; the same for any --seed. */
+static bool is_held(int64_t number) {
+  uint32_t counter[4] = { (uint32_t)number, (uint32_t)((uint64_t)number >> 32), 0, 0 }, random[4];
+  luna_philox(counter, 0, random);
+  return random[0] % 10 == 0;
+}
+
+/* Reads the lines; when training, those to validate go to the end. */
+static int read_lines(const char *path, bool training, int64_t *held) {
+  int64_t at = 0, length, lines = 1, number = 0;
+  const unsigned char *line;
+  if (read_file(path, &file.text)) return 2;
+  for (int64_t i = 0; i < file.text.size; i++) lines += file.text.data[i] == '\n';
+  if ((file.lines = malloc((size_t)lines * sizeof *file.lines)) == NULL) return fail("out of memory");
+  int64_t last = lines;
+  while ((line = next_line(file.text, &at, &length)) != NULL) {
+    const unsigned char *tab = (const unsigned char *)memchr(line, '\t', (size_t)length);
+    number++;
+    if (length == 0) continue;
+    if (!tab || tab == line) return fail("%s: line %lld is not a label, a tab and a text", path, (long long)number);
+    int32_t label = label_of(line, tab - line, training);
+    if (label < 0 && training) return fail("%s has more than %d labels", path, LABELS);
+    if (label < 0) return fail("%s: line %lld has a label that the model does not know", path, (long long)number);
+    int64_t to = training && is_held(number) ? --last : file.count++;
+    file.lines[to].at = tab + 1, file.lines[to].size = length - (tab + 1 - line), file.lines[to].label = label;
+  }
+  *held = lines - last;
+  memmove(file.lines + file.count, file.lines + last, (size_t)*held * sizeof *file.lines);
+  return 0;
+}
+
+/* ---- what a model must know besides its weights -------------------------------------------------------------------- */
+
+static luna_status remember(luna_params *params) {
+  char key[40], value[40];
+  luna_status status = luna_params_set(params, "classify.tokens", own.tokens ? "bytes" : "words");
+  snprintf(value, sizeof value, "%lld", (long long)own.longest);
+  if (status == LUNA_OK) status = luna_params_set(params, "classify.longest", value);
+  for (int32_t i = 0; i < label_count && status == LUNA_OK; i++) {
+    char *label = (char *)calloc((size_t)labels[i].size + 1, 1);
+    if (!label) return LUNA_OUT_OF_MEMORY;
+    memcpy(label, labels[i].at, (size_t)labels[i].size);
+    snprintf(key, sizeof key, "classify.label%d", (int)i);
+    status = luna_params_set(params, key, label);
+    free(label);
+  }
+  return status;
+}
+
+static int load(luna_ctx *ctx, const char *path, luna_model *model) {
+  luna_params *params = luna_params_open(ctx);
+  if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
+  const char *tokens = luna_params_get(params, "classify.tokens"), *longest = luna_params_get(params, "classify.longest");
+  bool fine = model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair && model->classifier.config.classes <= LABELS && tokens && longest;
+  own.tokens = tokens && strcmp(tokens, "bytes") == 0;
+  own.longest = longest ? atoll(longest) : 0;
+  own.vocab = model->classifier.config.vocab;
+  for (; fine && label_count < model->classifier.config.classes; label_count++) {
+    char key[40];
+    snprintf(key, sizeof key, "classify.label%d", (int)label_count);
+    const char *label = luna_params_get(params, key);
+    if (!label) break;
+    labels[label_count].at = (const unsigned char *)label, labels[label_count].size = (int64_t)strlen(label);
+  }
+  if (fine && label_count == model->classifier.config.classes && own.longest >= 1 && own.longest <= 1000000 && own.vocab >= (own.tokens ? 256 : 2)) return 0;
+  return fail("%s is not a model that classify made", path);
+}
+
+/* ---- commands ------------------------------------------------------------------------------------------------------ */
+
+static task the_task(const char *title, int64_t held) {
+  return (task){ .title = title, .vocab = own.vocab, .classes = label_count, .longest = own.longest, .training = file.count, .held = held, .fetch = fetch };
+}
+
+static int train(luna_ctx *ctx, const char **words) {
+  luna_params *params = luna_params_open(ctx);
+  int64_t held = 0;
+  int status = read_lines(words[0], true, &held);
+  if (own.tokens) own.vocab = 256;
+  if (!status && (label_count < 2 || held < 1))
+    status = fail("%s has %d labels, and %lld of its %lld lines to validate on; it takes more", words[0], (int)label_count, (long long)held,
+                  (long long)(file.count + held));
+  if (!status && remember(params) != LUNA_OK) status = failed(ctx);
+  task t = the_task(words[0], held);
+  if (!status) status = train_classifier(ctx, params, &t);
+  free(file.lines), free(file.text.data);
+  return status;
+}
+
+static int eval(luna_ctx *ctx, const char **words) {
+  luna_model model;
+  int64_t held = 0;
+  int status = load(ctx, words[0], &model);
+  if (!status) status = read_lines(words[1], false, &held);
+  if (!status && file.count == 0) status = fail("%s has no lines", words[1]);
+  task t = the_task(words[1], 0);
+  if (!status) status = eval_classifier(ctx, &model.classifier, &t);
+  free(file.lines), free(file.text.data);
+  return status;
+}
+
+static int predict(luna_ctx *ctx, const char **words) {
+  static unsigned char line[65536];                        /* of longer lines the beginning is read */
+  luna_model model;
+  if (load(ctx, words[0], &model)) return 2;
+  int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t)), length;
+  float *shares = (float *)malloc((size_t)label_count * sizeof(float));
+  int status = tokens && shares ? 0 : fail("out of memory");
+  for (int c = getchar(); c != EOF && !status; c = getchar()) {
+    int64_t size = 0;
+    for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof line) line[size++] = (unsigned char)c;
+    length = cut(line, size, tokens);
+    luna_begin_inference(ctx);
+    luna_tensor *likely = luna_softmax(luna_classify(&model.classifier, tokens, &length, 1, length), NULL);
+    if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }
+    int32_t best = 0;
+    for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;
+    printf("%.*s\t%.3f\n", (int)labels[best].size, (const char *)labels[best].at, (double)shares[best]);
+    fflush(stdout);
+  }
+  free(tokens), free(shares);
+  if (!status && ferror(stdout)) status = fail("cannot write the labels: %s", strerror(errno));
+  return status;
+}
+
+static const command commands[] = {
+  { "train", { "text" }, "learns labels of texts, and writes a model", train },
+  { "eval", { "model", "text" }, "the share of a file's labels that a model finds", eval },
+  { "predict", { "model" }, "labels the lines that come in", predict },
+  { 0 }
+};
+
+int main(int count, char **given) { return example("classify", commands, flags, count, given); }

@@ -1,0 +1,331 @@
+/* example.h: what an example needs besides its one idea: a command line, files, random numbers; and for training, training.h.
+
+   A program includes it once, after luna.h, and defines
+     static struct settings set = { ... };                      its defaults of the common settings
+     static const flag flags[] = { ..., { 0 } };                FLAGS_TRAIN, FLAGS_MODEL, FLAGS_CLASSIFIER and its own rows
+     static const command commands[] = { ..., { 0 } };          their first letters differ
+     int main(int count, char **given) { return example("name", commands, flags, count, given); }
+   example() reads the command line, tries whether the files that will be written can be, opens a context, runs the command, closes the
+   context, and returns what the command returned: 0, or 2 after one sentence by fail().
+   Everything random comes from draw(), a pure function of --seed and of what it is for. */
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define TOOL static __attribute__((unused)) /* an example need not use them all */
+#else
+#define TOOL static
+#endif
+
+#ifdef _WIN32
+#include <io.h>
+TOOL bool on_terminal(void) { return _isatty(1) != 0; }
+TOOL double seconds(void) { return (double)clock() / CLOCKS_PER_SEC; } /* wall time there */
+TOOL int move(const char *from, const char *to) { return remove(to), rename(from, to); }
+#else
+#include <sys/time.h>
+#include <unistd.h>
+TOOL bool on_terminal(void) { return isatty(1) != 0; }
+TOOL double seconds(void) {
+  struct timeval now;
+  gettimeofday(&now, NULL);
+  return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
+}
+TOOL int move(const char *from, const char *to) { return rename(from, to); }
+#endif
+
+/* ---- settings, sentences, random numbers --------------------------------------------------------------------------- */
+
+static struct settings {             /* the settings that many examples have */
+  const char *out, *plot, *resume;
+  int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads;
+  double lr, dropout;
+} set;
+static const char *program = "example";
+static uint64_t flags_given;         /* bit i: row i of the flags was on the command line */
+
+/* Prints "program: sentence" and returns 2, which a command passes on. */
+TOOL int fail(const char *format, ...) {
+  va_list list;
+  va_start(list, format);
+  fflush(stdout);
+  fprintf(stderr, "%s: ", program);
+  vfprintf(stderr, format, list);
+  fprintf(stderr, "\n");
+  va_end(list);
+  return 2;
+}
+
+TOOL int failed(const luna_ctx *ctx) { /* the same with the context's own sentence */
+  return fail("%s", *luna_error(ctx) ? luna_error(ctx) : "the model's numbers are not finite; try a lower --lr");
+}
+
+/* The same number for the same --seed, purpose, step and row. */
+TOOL uint64_t draw(uint32_t purpose, int64_t step, int64_t row) {
+  uint32_t counter[4] = { (uint32_t)step, (uint32_t)row, (uint32_t)((uint64_t)step >> 32), purpose }, random[4];
+  luna_philox(counter, (uint64_t)set.seed, random);
+  return ((uint64_t)random[0] << 32) | random[1];
+}
+
+/* ---- the command line ---------------------------------------------------------------------------------------------- */
+
+typedef struct flag {
+  const char *name, *commands;       /* commands that take it, by their first letters */
+  const char **text;                 /* where its value goes: one of these three */
+  int64_t *whole;
+  double *real;
+  double least, most;
+  const char *kind;                  /* of a text: "in" or "out", a file that is read or written. Of a whole number: the names of 0, 1, 2, ... */
+  const char *help;
+} flag;
+#define TEXT(place) &(place), NULL, NULL, 0, 0, NULL
+#define READS(place) &(place), NULL, NULL, 0, 0, "in"
+#define WRITES(place) &(place), NULL, NULL, 0, 0, "out"
+#define WHOLE(place, least, most) NULL, &(place), NULL, least, most, NULL
+#define CHOICE(place, names) NULL, &(place), NULL, 0, 0, names
+#define REAL(place, least, most) NULL, NULL, &(place), least, most, NULL
+
+#define FLAGS_TRAIN FLAGS_TRAIN_OF("t")
+#define FLAGS_TRAIN_OF(commands) \
+  { "--out", commands, WRITES(set.out), "file to write the model to" }, \
+  { "--plot", commands, WRITES(set.plot), "file to draw the loss in, SVG" }, \
+  { "--steps", commands, WHOLE(set.steps, 1, 1e9), "optimiser steps" }, \
+  { "--batch", commands, WHOLE(set.batch, 1, 65536), "sequences a step" }, \
+  { "--lr", commands, REAL(set.lr, 1e-9, 10), "greatest learning rate" }
+#define FLAGS_MODEL FLAGS_MODEL_OF("t")
+#define FLAGS_MODEL_OF(commands) \
+  { "--layers", commands, WHOLE(set.layers, 1, 1000), "layers" }, \
+  { "--dim", commands, WHOLE(set.dim, 1, 65536), "width of the model, d" }, \
+  { "--heads", commands, WHOLE(set.heads, 1, 65536), "attention heads; they divide d" }, \
+  { "--memory", commands, WHOLE(set.memory, 1, 65536), "memory slots, l" }, \
+  { "--ffn", commands, WHOLE(set.ffn, 1, 1e6), "width of the feed-forward" }, \
+  { "--dropout", commands, REAL(set.dropout, 0, 0.95), "probability" }
+#define FLAGS_CLASSIFIER /* names in the order of luna_attention_kind, luna_pooling, luna_positions */ \
+  { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
+  { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is told from" }, \
+  { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how a token's place is told" }
+#define FLAGS_RESUME \
+  { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), "steps between checkpoints of the training in --out; 0 for none" }, \
+  { "--resume", "t", TEXT(set.resume), "such a checkpoint to go on from; its settings hold" }
+#define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
+#define FLAG_THREADS(commands) { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
+
+typedef struct command {
+  const char *name, *files[4];       /* what the file names that follow it are: "model", "text"; "?target" may be left out */
+  const char *help;
+  int (*run)(luna_ctx *ctx, const char **words); /* words: the file names. Returns 0, or 2 after a sentence */
+} command;
+
+TOOL const char *file_name(const command *c, int i) { return c->files[i] + (*c->files[i] == '?'); }
+TOOL const char *name_at(const char *names, int64_t n, int *length) { /* word n of a list; null at its end */
+  for (; *names; names += *length + (names[*length] == ' ')) {
+    *length = (int)strcspn(names, " ");
+    if (n-- == 0) return names;
+  }
+  return NULL;
+}
+
+TOOL void flag_text(const flag *f, char *out, size_t size) { /* a number as one would type it */
+  int length = 0;
+  const char *name = f->whole && f->kind ? name_at(f->kind, *f->whole, &length) : NULL;
+  if (name) snprintf(out, size, "%.*s", length, name);
+  else if (f->whole) snprintf(out, size, "%lld", (long long)*f->whole);
+  else snprintf(out, size, "%.15g", f->real ? *f->real : 0);
+}
+
+TOOL void usage(FILE *to, const command *commands, const flag *flags) {
+  for (const command *c = commands; c->name; c++) {
+    int width = fprintf(to, "%s %s ", program, c->name);
+    for (int i = 0; c->files[i]; i++) width += fprintf(to, *c->files[i] == '?' ? "[%s] " : "<%s> ", file_name(c, i));
+    fprintf(to, "[flags]%*s%s\n", width < 26 ? 26 - width : 1, "", c->help);
+  }
+  fprintf(to, "\n");
+  for (const flag *f = flags; f->name; f++) {
+    char value[40];
+    flag_text(f, value, sizeof value);
+    fprintf(to, "  %-14s %-4s %s", f->name, f->commands, f->help);
+    if (f->text && *f->text) fprintf(to, " (%s)", **f->text == '\n' ? "a line break" : *f->text);
+    if (!f->text) fprintf(to, f->kind ? ": %s (%s)" : "%s (%s)", f->kind ? f->kind : "", value);
+    fprintf(to, "\n");
+  }
+}
+
+TOOL int set_flag(const flag *f, const char *value) {
+  int length = 0;
+  if (f->text) return *f->text = value, 0;
+  if (f->kind) {
+    const char *name;
+    for (*f->whole = 0; (name = name_at(f->kind, *f->whole, &length)) != NULL; ++*f->whole)
+      if (strlen(value) == (size_t)length && memcmp(name, value, (size_t)length) == 0) return 0;
+    return fail("%s takes one of these: %s; not '%s'", f->name, f->kind, value);
+  }
+  char *end;
+  double number = strtod(value, &end);
+  if (end == value || *end || !(number >= f->least && number <= f->most) || (f->whole && (double)(int64_t)number != number))
+    return fail("%s takes a %snumber from %.15g to %.15g, not '%s'", f->name, f->whole ? "whole " : "", f->least, f->most, value);
+  if (f->whole) *f->whole = (int64_t)number;
+  else *f->real = number;
+  return 0;
+}
+
+/* Whether the file could be written, to its place from one beside it; leaves everything as it is. */
+TOOL bool writable(const char *path) {
+  char *probe = (char *)malloc(strlen(path) + 7);
+  const char *paths[2] = { path, probe ? strcat(strcpy(probe, path), ".probe") : path };
+  bool fine = probe != NULL;
+  for (int i = 0; i < 2 && fine; i++) {
+    FILE *old = fopen(paths[i], "rb"), *file = fopen(paths[i], "ab");
+    int why = errno;
+    if (old) fclose(old);
+    if (file) fclose(file);
+    if (file && !old) remove(paths[i]);
+    if (!file) fine = false, errno = why;
+  }
+  return free(probe), fine;
+}
+
+/* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes otherwise. */
+TOOL int check_files(const command *c, const flag *flags, const char **words) {
+  for (const flag *f = flags; f->name; f++) {
+    if (!f->text || !*f->text || !f->kind || strcmp(f->kind, "out") != 0 || !strchr(f->commands, *c->name)) continue;
+    for (int i = 0; words[i]; i++)
+      if (strcmp(words[i], *f->text) == 0) return fail("%s %s would overwrite the %s itself", f->name, *f->text, file_name(c, i));
+    for (const flag *g = flags; g->name; g++)
+      if (g != f && g->text && *g->text && g->kind && strcmp(*g->text, *f->text) == 0) return fail("%s and %s are both %s", f->name, g->name, *f->text);
+    if (!writable(*f->text)) return fail("cannot write %s: %s", *f->text, strerror(errno));
+  }
+  return 0;
+}
+
+TOOL int parse(const command *c, const flag *flags, int count, char **given, const char **words) {
+  int found = 0;
+  for (int i = 0; i < count; i++) {
+    if (strncmp(given[i], "--", 2) != 0) {
+      if (!c->files[found]) return fail("'%s' is one word too many; see %s --help", given[i], program);
+      words[found++] = given[i];
+      continue;
+    }
+    const flag *f = flags;
+    while (f->name && (strcmp(f->name, given[i]) != 0 || !strchr(f->commands, *c->name))) f++;
+    if (!f->name) return fail("this command has no flag %s; see %s --help", given[i], program);
+    if (++i == count) return fail("%s needs a value after it", f->name);
+    if (set_flag(f, given[i])) return 2;
+    flags_given |= (uint64_t)1 << (f - flags);
+  }
+  if (c->files[found] && *c->files[found] != '?') return fail("the %s file is missing; see %s --help", c->files[found], program);
+  return check_files(c, flags, words);
+}
+
+TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) {
+  const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
+  const command *c = commands;
+  program = name;
+  if (strcmp(word, "--help") == 0) return usage(stdout, commands, flags), 0;
+  while (c->name && strcmp(c->name, word) != 0) c++;
+  if (!c->name) {
+    char list[80] = "";
+    for (c = commands; c->name; c++) strcat(strcat(list, c == commands ? "" : c[1].name ? ", " : " or "), c->name);
+    usage(stderr, commands, flags);
+    return *word ? fail("there is no command %s", word) : fail("%s?", list);
+  }
+  if (parse(c, flags, count - 2, given + 2, words)) return 2;
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = (int)set.threads, .seed = (uint64_t)set.seed });
+  int status = ctx ? c->run(ctx, words) : fail("out of memory");
+  luna_close(ctx);
+  return status;
+}
+
+/* ---- files --------------------------------------------------------------------------------------------------------- */
+
+typedef struct contents { unsigned char *data; int64_t size; } contents; /* to be freed; a zero follows the last */
+
+/* Returns 0, or 2 after a sentence. An empty file is refused. */
+TOOL int read_file(const char *path, contents *file) {
+  size_t got = 0, room = 0;
+  FILE *from = fopen(path, "rb");
+  *file = (contents){ NULL, 0 };
+  if (!from) return fail("cannot read %s: %s", path, strerror(errno));
+  do {
+    file->size += (int64_t)got;
+    if ((size_t)file->size + 1 >= room) {
+      unsigned char *more = room < SIZE_MAX / 2 ? (unsigned char *)realloc(file->data, room = 2 * room + 65536) : NULL;
+      if (!more) return fclose(from), free(file->data), file->data = NULL, fail("%s does not fit in memory", path);
+      file->data = more;
+    }
+  } while ((got = fread(file->data + file->size, 1, room - 1 - (size_t)file->size, from)) > 0);
+  file->data[file->size] = 0;
+  int why = ferror(from) ? errno : 0;
+  fclose(from);
+  if (!why && file->size > 0) return 0;
+  free(file->data);
+  file->data = NULL;
+  return why ? fail("cannot read %s: %s", path, strerror(why)) : fail("%s is empty", path);
+}
+
+/* The line at *at, which moves to the next one: its first byte, and its length without its end; null after the last. */
+TOOL const unsigned char *next_line(contents file, int64_t *at, int64_t *length) {
+  if (*at >= file.size) return NULL;
+  const unsigned char *line = file.data + *at, *end = (const unsigned char *)memchr(line, '\n', (size_t)(file.size - *at));
+  *length = end ? end - line : file.size - *at;
+  *at += *length + 1;
+  if (*length > 0 && line[*length - 1] == '\r') --*length;
+  return line;
+}
+
+/* How many bytes make the next character, of UTF-8, that a terminal can show; 0: none. */
+TOOL int showable(const unsigned char *s, int64_t size) {
+  if (*s < 0x80) return *s == '\n' || *s == '\t' || (*s >= 32 && *s < 127);
+  int length = *s >= 0xC2 && *s < 0xE0 ? 2 : *s >= 0xE0 && *s < 0xF0 ? 3 : *s >= 0xF0 && *s < 0xF5 ? 4 : 0;
+  for (int i = 1; i < length; i++) if (i >= size || (s[i] & 0xC0) != 0x80) return 0;
+  bool strange = (*s == 0xC2 && s[1] < 0xA0) || (*s == 0xE0 && s[1] < 0xA0) || (*s == 0xED && s[1] > 0x9F) || (*s == 0xF0 && s[1] < 0x90) || (*s == 0xF4 && s[1] > 0x8F);
+  return strange ? 0 : length;
+}
+
+/* ---- memory that grows ---------------------------------------------------------------------------------------------- */
+
+TOOL void *grow(void *old, int64_t count, size_t size) { /* as realloc, but ends the program with a sentence when there is no memory */
+  void *more = (uint64_t)count < SIZE_MAX / size ? realloc(old, (size_t)count * size) : NULL;
+  if (!more) exit(fail("out of memory"));
+  return more;
+}
+
+typedef struct ints { int32_t *at; int64_t size, room; } ints; /* a list; to be freed */
+
+TOOL void push(ints *list, int32_t value) {
+  if (list->size == list->room) list->at = (int32_t *)grow(list->at, list->room = 2 * list->room + 1024, sizeof(int32_t));
+  list->at[list->size++] = value;
+}
+
+typedef struct entry { uint64_t key; int64_t value; } entry;
+typedef struct table { entry *entries; uint32_t *slots; int64_t size, room; } table; /* entries as they came; slots: 1 + where one is; both to be freed */
+
+TOOL uint32_t *slot_of(const table *t, uint64_t key) { /* where it is or would be */
+  uint64_t slots = (uint64_t)t->room * 2, i = (key * 0x9E3779B97F4A7C15u >> 20) % slots;
+  while (t->slots[i] && t->entries[t->slots[i] - 1].key != key) i = i + 1 < slots ? i + 1 : 0;
+  return t->slots + i;
+}
+
+TOOL const int64_t *find(const table *t, uint64_t key) { /* null when it is not there */
+  uint32_t slot = t->room ? *slot_of(t, key) : 0;
+  return slot ? &t->entries[slot - 1].value : NULL;
+}
+
+TOOL int64_t *value_of(table *t, uint64_t key) { /* a new one is 0 */
+  if (t->size == t->room) {
+    t->entries = (entry *)grow(t->entries, t->room = 2 * t->room + 1024, sizeof(entry));
+    t->slots = (uint32_t *)grow(t->slots, 2 * t->room, sizeof(uint32_t));
+    memset(t->slots, 0, (size_t)(2 * t->room) * sizeof(uint32_t));
+    for (int64_t i = 0; i < t->size; i++) *slot_of(t, t->entries[i].key) = (uint32_t)i + 1;
+  }
+  uint32_t *slot = slot_of(t, key);
+  if (*slot == 0) t->entries[t->size] = (entry){ key, 0 }, *slot = (uint32_t)++t->size;
+  return &t->entries[*slot - 1].value;
+}
+
+#include "training.h"

@@ -1,0 +1,205 @@
+/* listops: learns to work out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without being told what a bracket is.
+   The task of the Long Range Arena (arXiv 2011.04006): operators MIN, MAX, MED (median) and SM (sum modulo 10), ten answers.
+
+     cc -O2 -I. examples/listops.c -o listops -lm -lpthread
+
+     listops train [--attention luna|softmax|linear|linformer] [--plot loss.svg] ...     short lists, about a minute
+     listops train --shortest 500 --longest 2000 --batch 32 --lr 1e-3 --steps 1000 --pooling cls      the Arena's lengths, 5 to 10 minutes
+     listops eval M [--data FILE]                                                        accuracy, on new lists or on a file's
+     listops write [--count 1000] >lists.tsv                                             lines: answer TAB list
+
+   Lists to learn from are made as they are needed, or come from --data. Ctrl-C ends the training early and keeps what has been learnt. */
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+
+#include "example.h"
+#include "classifier.h"
+
+static struct settings set = {
+  .out = "listops.safetensors",
+  .steps = 5000, .batch = 64, .lr = 3e-3,
+  .layers = 2, .dim = 64, .heads = 4, .memory = 16, .ffn = 128,
+  .seed = 1
+};
+static struct {
+  const char *data;
+  int64_t shortest, longest, depth, args, held, count;
+} own = { .shortest = 5, .longest = 50, .depth = 10, .args = 10, .held = 1000, .count = 1000 };
+
+static const flag flags[] = {
+  FLAGS_TRAIN,
+  { "--data", "te", READS(own.data), "lists to learn or measure, lines: answer TAB list; without it they are made" },
+  { "--shortest", "tew", WHOLE(own.shortest, 1, 1e5), "tokens of a list, at least" },
+  { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "and at most" },
+  { "--depth", "tew", WHOLE(own.depth, 2, 100), "how deep lists are nested, at most" },
+  { "--args", "tew", WHOLE(own.args, 2, 1000), "members of a list, at most" },
+  { "--held", "te", WHOLE(own.held, 1, 1e6), "lists to validate on" },
+  { "--count", "w", WHOLE(own.count, 1, 1e9), "lists to write" },
+  FLAGS_MODEL,
+  FLAGS_CLASSIFIER,
+  FLAG_SEED("tew"),
+  FLAG_THREADS("te"),
+  { 0 }
+};
+
+/* ---- lists --------------------------------------------------------------------------------------------------------- */
+
+enum { MIN = 10, MAX, MED, SM, END, SYMBOLS };             /* and the digits 0 to 9: the tokens */
+static const char *const symbols[SYMBOLS] = { "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]" };
+
+typedef struct maker { uint64_t random; int32_t *tokens; int64_t size; } maker;
+
+static int64_t below(maker *m, int64_t n) {                /* splitmix64 */
+  uint64_t z = m->random += 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return (int64_t)((z ^ (z >> 31)) % (uint64_t)n);
+}
+
+static int32_t apply(int32_t operation, const int *counts, int64_t members) { /* counts[d]: members that are d */
+  int sum = 0, low = 0, high = 0, least = 9, most = 0;
+  int64_t seen = 0;
+  for (int d = 0; d < 10; d++) {
+    if (counts[d] == 0) continue;
+    if (seen <= (members - 1) / 2) low = d;                /* the middle two; one and the same when members are odd */
+    if (seen <= members / 2) high = d;
+    seen += counts[d], sum += counts[d] % 10 * d, most = d;
+    if (d < least) least = d;
+  }
+  return operation == MIN ? least : operation == MAX ? most : operation == MED ? (low + high) / 2 : sum % 10;
+}
+
+/* Writes a digit or a list and returns its value; -1 once there are too many tokens. One in four is a list, where it may be. */
+static int32_t make(maker *m, int64_t depth) {
+  bool list = depth < own.depth && below(m, 4) == 0;
+  if (m->size + depth > own.longest) return -1;             /* no room for this and the ends of the lists around it */
+  if (!list) return m->tokens[m->size++] = (int32_t)below(m, 10);
+  int64_t members = 2 + below(m, own.args - 1);
+  int32_t operation = m->tokens[m->size++] = MIN + (int32_t)below(m, 4), counts[10] = { 0 };
+  for (int64_t i = 0; i < members; i++) {
+    int32_t value = make(m, depth + 1);
+    if (value < 0) return -1;
+    counts[value]++;
+  }
+  m->tokens[m->size++] = END;
+  return apply(operation, counts, members);
+}
+
+static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *length) {
+  maker m = { draw(1, index, 0), tokens, 0 };
+  int32_t value;
+  do m.size = 0, value = make(&m, 1); while (value < 0 || m.size < own.shortest);
+  *length = (int32_t)m.size;
+  return value;
+}
+
+/* ---- lists from a file --------------------------------------------------------------------------------------------- */
+
+static struct { contents text; struct { unsigned char *tokens; int32_t size, answer; } *lists; int64_t count; } file;
+
+static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
+  for (int32_t i = 0; i < file.lists[index].size; i++) tokens[i] = file.lists[index].tokens[i];
+  *length = file.lists[index].size;
+  return file.lists[index].answer;
+}
+
+/* The symbol at *at, which moves behind it; -1 for something else. Round brackets, which other makers of the task write, are spaces. */
+static int symbol(const unsigned char *line, int64_t length, int64_t *at) {
+  for (int s = 0; s < SYMBOLS; s++) {
+    int64_t size = (int64_t)strlen(symbols[s]);
+    if (size <= length - *at && memcmp(line + *at, symbols[s], (size_t)size) == 0) return *at += size, s;
+  }
+  return -1;
+}
+
+static int read_lists(void) {
+  int64_t at = 0, length = 0, lines = 1, number = 0;
+  unsigned char *line;
+  own.longest = 1;
+  if (read_file(own.data, &file.text)) return 2;
+  for (int64_t i = 0; i < file.text.size; i++) lines += file.text.data[i] == '\n';
+  if ((file.lists = malloc((size_t)lines * sizeof *file.lists)) == NULL) return fail("out of memory");
+  while ((line = (unsigned char *)next_line(file.text, &at, &length)) != NULL) {
+    int64_t from = 2, size = 0;
+    number++;
+    if (length == 0) continue;
+    if (length < 3 || *line < '0' || *line > '9' || line[1] != '\t')
+      return fail("%s: line %lld is not an answer, a tab and a list", own.data, (long long)number);
+    file.lists[file.count].answer = *line - '0';
+    while (from < length) {
+      int s = line[from] == ' ' || line[from] == '(' || line[from] == ')' ? SYMBOLS : symbol(line, length, &from);
+      if (s < 0) return fail("%s: line %lld has something that is no digit, operator or bracket", own.data, (long long)number);
+      if (s == SYMBOLS) from++;
+      else line[size++] = (unsigned char)s;                /* no symbol is longer than its text: they take its place */
+    }
+    if (size == 0 || size > 100000) return fail("%s: line %lld has no list, or too long a one", own.data, (long long)number);
+    if (size > own.longest) own.longest = size;
+    file.lists[file.count].tokens = line;
+    file.lists[file.count++].size = (int32_t)size;
+  }
+  return file.count >= 10 ? 0 : fail("%s has %lld lists; 10 are the least", own.data, (long long)file.count);
+}
+
+/* ---- commands ------------------------------------------------------------------------------------------------------ */
+
+/* What there is to learn: made lists, practically without end, or the file's. */
+static int open_task(task *t) {
+  if (own.data && read_lists()) return 2;
+  *t = (task){ .title = own.data ? own.data : "lists made as needed", .vocab = SYMBOLS, .classes = 10, .longest = own.longest,
+    .training = (int64_t)1 << 40, .held = own.held, .fetch = fetch_made };
+  if (own.data) {
+    t->fetch = fetch_read, t->held = own.held < file.count / 10 ? own.held : file.count / 10, t->training = file.count - t->held;
+    return 0;
+  }
+  int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t));
+  if (!tokens) return fail("out of memory");
+  maker m = { (uint64_t)set.seed, tokens, 0 };
+  int64_t tries = 0;
+  do m.size = 0; while ((make(&m, 1) < 0 || m.size < own.shortest) && ++tries < 1000000);
+  free(tokens);
+  return tries < 1000000 ? 0 : fail("lists of --shortest %lld to --longest %lld tokens are too rare to be made", (long long)own.shortest, (long long)own.longest);
+}
+
+static int train(luna_ctx *ctx, const char **words) {
+  task t;
+  int status = open_task(&t);
+  (void)words;
+  if (!status) status = train_classifier(ctx, luna_params_open(ctx), &t);
+  free(file.lists), free(file.text.data);
+  return status;
+}
+
+static int eval(luna_ctx *ctx, const char **words) {
+  luna_model model;
+  task t;
+  int status = load_classifier(&model, ctx, luna_params_open(ctx), words[0], SYMBOLS);
+  if (!status) status = open_task(&t);
+  if (!status && !own.data) t.training = 0;
+  if (!status) status = eval_classifier(ctx, &model.classifier, &t);
+  free(file.lists), free(file.text.data);
+  return status;
+}
+
+static int write_lists(luna_ctx *ctx, const char **words) {
+  task t;
+  int32_t length;
+  (void)ctx, (void)words;
+  if (open_task(&t)) return 2;
+  int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t));
+  for (int64_t i = 0; tokens && i < own.count && !ferror(stdout); i++) {
+    printf("%d\t", (int)fetch_made(i, tokens, &length));
+    for (int32_t k = 0; k < length; k++) printf("%s%s", symbols[tokens[k]], k + 1 < length ? " " : "\n");
+  }
+  if (!tokens) return fail("out of memory");
+  free(tokens);
+  return fflush(stdout) == 0 && !ferror(stdout) ? 0 : fail("cannot write the lists: %s", strerror(errno));
+}
+
+static const command commands[] = {
+  { "train", { NULL }, "learns to work out lists, and writes a model", train },
+  { "eval", { "model" }, "the share of lists that a model works out", eval },
+  { "write", { NULL }, "writes lists and their answers", write_lists },
+  { 0 }
+};
+
+int main(int count, char **given) { return example("listops", commands, flags, count, given); }

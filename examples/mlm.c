@@ -1,0 +1,220 @@
+/* mlm: a masked language model on bytes, and what it is for: a classifier that starts from it learns from fewer examples.
+
+     cc -O2 -I. examples/mlm.c -o mlm -lm -lpthread
+
+     mlm pretrain FILE [--out M] [--steps N] [--window W] ...     learns to fill in the masked bytes of a text
+     mlm tune M FILE.tsv [--out C] [--rows N] ...                 from lines "label TAB text": a classifier with M's encoder, and beside it,
+                                                                  to compare, the same from scratch. Labels are 0, 1, ...
+   Ctrl-C ends the training early and keeps what has been learnt. */
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+
+#include "example.h"
+
+#define MASK 256                     /* the token after the bytes */
+#define MOST_CLASSES 1000
+
+static struct settings set = {
+  .out = "mlm.safetensors",
+  .steps = 3000, .batch = 16, .lr = 1e-3,
+  .layers = 3, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .dropout = 0.1,
+  .seed = 1
+};
+static struct { int64_t window, rows; } own = { .window = 256 };
+
+static const flag flags[] = {
+  FLAGS_TRAIN_OF("pt"),
+  { "--window", "pt", WHOLE(own.window, 2, 65536), "bytes of a text that are read at once" },
+  { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most; 0 for all" },
+  FLAGS_MODEL_OF("p"),
+  FLAG_SEED("pt"),
+  FLAG_THREADS("pt"),
+  { 0 }
+};
+
+static progress bar;
+static int32_t *tokens, *labels;     /* a batch [batch,window], to be freed at tokens */
+
+static void make_batch(void) {
+  tokens = (int32_t *)grow(NULL, 2 * set.batch * own.window, sizeof(int32_t));
+  labels = tokens + set.batch * own.window;
+}
+
+static luna_optimizer *optimizer(luna_params *params) {
+  return luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+    .schedule = { .decay = LUNA_LINEAR, .warmup = set.steps / 20 + 1, .total = set.steps + 1 } });
+}
+
+static int keep(luna_ctx *ctx, const luna_params *params) { /* 0, or 2 after a sentence */
+  progress_end(&bar);
+  if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
+  printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start, interrupted ? ", stopped early" : "");
+  return 0;
+}
+
+/* ---- pretrain ------------------------------------------------------------------------------------------------------ */
+
+/* Windows of the text, some bytes masked: the mean loss of those. The same step takes the same windows and masks. */
+static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t step) {
+  luna_masking masking = { .mask = MASK, .seed = (uint64_t)set.seed, .step = (uint64_t)step };
+  for (int64_t row = 0; row < set.batch; row++) {
+    const unsigned char *from = text.data + draw(0, step, row) % (uint64_t)(text.size - own.window + 1);
+    for (int64_t i = 0; i < own.window; i++) tokens[row * own.window + i] = from[i];
+  }
+  luna_mask_tokens(&masking, tokens, NULL, set.batch, own.window, tokens, labels);
+  return luna_masked_lm_loss(model, tokens, NULL, labels, set.batch, own.window);
+}
+
+static double mean_loss(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* NaN on failure */
+  double sum = 0;
+  for (int64_t i = 0; i < 16; i++) luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
+  return sum;
+}
+
+static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
+  luna_params *params = luna_params_open(ctx);
+  luna_masked_lm model;
+  luna_masked_lm_config config = { .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+    .layer = { .activation = LUNA_GELU, .dropout = (float)set.dropout } } };
+  if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  luna_optimizer *adam = optimizer(params);
+  printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size, (long long)luna_params_count(params));
+  double first = mean_loss(ctx, &model, held);
+  if (!adam || !(first >= 0)) return failed(ctx);
+  progress_start(&bar, 0);
+  while (bar.step < set.steps && !interrupted) {
+    luna_begin_step(ctx);
+    luna_tensor *loss = loss_of(&model, text, bar.step);
+    luna_backward(loss);
+    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
+    progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
+  }
+  if (keep(ctx, params)) return 2;
+  double last = mean_loss(ctx, &model, held);
+  curve_add(&bar.validation, 0, first);
+  curve_add(&bar.validation, (double)bar.step, last);
+  printf("validation loss %.3f -> %.3f nats, %.3f bits per masked byte\n", first, last, last / 0.69314718055994530942);
+  return last >= 0 ? plot(&bar, "masked language model") : failed(ctx);
+}
+
+static int pretrain(luna_ctx *ctx, const char **words) {
+  contents all;
+  if (read_file(words[0], &all)) return 2;
+  contents held = { all.data + (all.size - all.size / 10), all.size / 10 }, text = { all.data, all.size - held.size };
+  int status = 0;
+  if (held.size >= 2 && own.window > held.size) printf("windows cut to %lld bytes: the text is short\n", (long long)(own.window = held.size));
+  make_batch();
+  if (held.size < 2) status = fail("%s has %lld bytes; to train and validate takes 20", words[0], (long long)all.size);
+  else status = pretrain_on(ctx, text, held);
+  return free(tokens), free(all.data), status;
+}
+
+/* ---- tune ---------------------------------------------------------------------------------------------------------- */
+
+typedef struct row { const unsigned char *text; int64_t size; int32_t label; } row;
+typedef struct data { contents file; row *rows; int64_t count, classes; } data; /* rows 9, 19, 29, ... are for the test */
+
+static int read_rows(data *d, const char *path) {
+  int64_t at = 0, size, lines = 1;
+  if (read_file(path, &d->file)) return 2;
+  for (int64_t i = 0; i < d->file.size; i++) lines += d->file.data[i] == '\n';
+  d->rows = (row *)grow(NULL, lines, sizeof(row));
+  for (const unsigned char *line; (line = next_line(d->file, &at, &size)) != NULL;) {
+    char *end = (char *)d->file.data;
+    long label = size > 0 && *line >= '0' && *line <= '9' ? strtol((const char *)line, &end, 10) : MOST_CLASSES;
+    row r = { (unsigned char *)end + 1, line + size - (unsigned char *)end - 1, (int32_t)label };
+    if (label >= MOST_CLASSES || *end != '\t' || r.size < 1) return fail("line %lld of %s is no label from 0 to %d, tab, text", (long long)d->count + 1, path, MOST_CLASSES - 1);
+    d->rows[d->count++] = r;
+    if (label >= d->classes) d->classes = label + 1;
+  }
+  return d->count >= 10 ? 0 : fail("%s has %lld lines; to train and test takes 10", path, (long long)d->count);
+}
+
+static void put(const row *r, int64_t at, int32_t *lengths) { /* row `at` of the batch */
+  lengths[at] = (int32_t)(r->size < own.window ? r->size : own.window);
+  for (int64_t i = 0; i < own.window; i++) tokens[at * own.window + i] = i < lengths[at] ? r->text[i] : 0;
+  labels[at] = r->label;
+}
+
+static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *d, int32_t *lengths) { /* negative on failure */
+  float logits[MOST_CLASSES];
+  double right = 0;
+  for (int64_t i = 9; i < d->count; i += 10) {
+    int32_t best = 0;
+    put(&d->rows[i], 0, lengths);
+    luna_begin_inference(ctx);
+    if (luna_read(luna_classify(model, tokens, lengths, 1, lengths[0]), logits) != LUNA_OK) return -1;
+    for (int32_t c = 1; c < d->classes; c++) if (logits[c] > logits[best]) best = c;
+    right += best == d->rows[i].label;
+  }
+  return right / (double)(d->count / 10);
+}
+
+static void tell(void *user, const char *name, const char *why) { printf("  %s %s\n", name, why), (void)user; }
+
+/* A classifier with the given encoder, its weights from a checkpoint or, null, from scratch. Returns 0, or 2 after a sentence. */
+static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path, const data *d, double *right) {
+  int64_t rows = d->count - d->count / 10, used = own.rows && own.rows < rows ? own.rows : rows;
+  luna_classifier model;
+  luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOL_MEAN, .encoder = *encoder };
+  luna_match match = { .tell = tell };
+  config.encoder.layer.dropout = (float)set.dropout;
+  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  if (path && luna_load_matching(params, path, &match) != LUNA_OK) return failed(ctx);
+  if (path) printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_size(params), path);
+  luna_optimizer *adam = optimizer(params);
+  if (!adam) return failed(ctx);
+  int32_t *lengths = (int32_t *)grow(NULL, set.batch, sizeof(int32_t));
+  int status = 0;
+  progress_start(&bar, 0);
+  while (bar.step < set.steps && !interrupted && !status) {
+    for (int64_t i = 0; i < set.batch; i++) {
+      int64_t k = (int64_t)(draw(0, bar.step, i) % (uint64_t)used) * rows / used;
+      put(&d->rows[k + k / 9], i, lengths);                /* k / 9 rows before it are for the test */
+    }
+    luna_begin_step(ctx);
+    luna_tensor *loss = luna_cross_entropy(luna_classify(&model, tokens, lengths, set.batch, own.window), labels);
+    luna_backward(loss);
+    if (luna_optimizer_step(adam) != LUNA_OK) status = failed(ctx);
+    else progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
+  }
+  if (!status && (*right = accuracy(ctx, &model, d, lengths)) < 0) status = failed(ctx);
+  return free(lengths), status;
+}
+
+static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
+  luna_model model;
+  double right[2] = { 0, 0 };
+  if (luna_load_model(&model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
+  if (model.kind != LUNA_MODEL_MASKED_LM || model.masked_lm.config.vocab != MASK + 1) return fail("%s holds no masked language model on bytes", path);
+  for (int i = 0; i < 2 && !interrupted; i++) {            /* from the checkpoint, which is kept, then from scratch */
+    luna_params *params = luna_params_open(ctx);
+    printf("---- a classifier %s\n", i ? "from scratch" : "with the encoder of the masked language model");
+    memset(&bar, 0, sizeof bar);
+    if (train(ctx, params, &model.masked_lm.config.encoder, i ? NULL : path, d, &right[i])) return 2;
+    if (i == 0 && (keep(ctx, params) || plot(&bar, "fine-tuning"))) return 2;
+    printf("accuracy on %lld lines: %.4f\n", (long long)(d->count / 10), right[i]);
+  }
+  if (!interrupted) printf("accuracy after %lld steps: %.4f pre-trained, %.4f from scratch\n", (long long)bar.step, right[0], right[1]);
+  return 0;
+}
+
+static int tune(luna_ctx *ctx, const char **words) {
+  data d = { 0 };
+  int status = read_rows(&d, words[1]);
+  make_batch();
+  if (!status) status = tune_on(ctx, words[0], &d);
+  return free(tokens), free(d.rows), free(d.file.data), status;
+}
+
+static const command commands[] = {
+  { "pretrain", { "text" }, "learns to fill in masked bytes", pretrain },
+  { "tune", { "model", "text" }, "makes a classifier of it", tune },
+  { 0 }
+};
+
+int main(int count, char **given) {
+  if (count > 1 && strcmp(given[1], "tune") == 0) set.out = "tuned.safetensors";
+  return example("mlm", commands, flags, count, given);
+}

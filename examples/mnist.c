@@ -1,0 +1,144 @@
+/* mnist: learns to read handwritten digits, or whatever else IDX files hold, from their pixels one after the other: 28 x 28 of them
+   are a sequence of 784 tokens, and nothing tells the model which lie side by side.
+
+     cc -O2 -I. examples/mnist.c -o mnist -lm -lpthread
+
+     gunzip train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz
+     mnist train train-images-idx3-ubyte train-labels-idx1-ubyte [--plot loss.svg] ...     about 5 minutes; the last sixth is kept to validate
+     mnist eval M t10k-images-idx3-ubyte t10k-labels-idx1-ubyte                            accuracy on other images
+     mnist show M t10k-images-idx3-ubyte [--count 5]                                       draws images, and says what it reads in them
+
+   Ctrl-C ends the training early and keeps what has been learnt. */
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+
+#include "example.h"
+#include "classifier.h"
+
+static struct settings set = {
+  .out = "mnist.safetensors",
+  .steps = 2500, .batch = 32, .lr = 3e-3,
+  .layers = 2, .dim = 64, .heads = 4, .memory = 16, .ffn = 128, .positions = LUNA_LEARNED,
+  .seed = 1
+};
+static struct { int64_t greys, count; } own = { .greys = 16, .count = 5 };
+
+static const flag flags[] = {
+  FLAGS_TRAIN,
+  { "--greys", "t", WHOLE(own.greys, 2, 256), "shades that a pixel's 256 become: the vocabulary" },
+  { "--count", "s", WHOLE(own.count, 1, 1e9), "images to draw" },
+  FLAGS_MODEL,
+  FLAGS_CLASSIFIER,
+  FLAG_SEED("t"),
+  FLAG_THREADS("tes"),
+  { 0 }
+};
+
+/* ---- IDX files: 0 0 8 (bytes), the number of axes, the axes as big-endian 32-bit numbers, the bytes ----------------- */
+
+typedef struct idx { contents file; const unsigned char *bytes; int64_t axes, size[4]; } idx;
+static idx images, labels;
+
+static int read_idx(const char *path, int axes, idx *x) {
+  if (read_file(path, &x->file)) return 2;
+  const unsigned char *b = x->file.data;
+  int64_t header = 4 + 4 * axes, left = x->file.size - header;
+  if (left < 0 || b[0] != 0 || b[1] != 0 || b[2] != 8 || b[3] != axes) return fail("%s is no IDX file of bytes with %d axes", path, axes);
+  for (int a = 0; a < axes; a++) {
+    x->size[a] = (int64_t)b[4 + 4 * a] << 24 | b[5 + 4 * a] << 16 | b[6 + 4 * a] << 8 | b[7 + 4 * a];
+    if (x->size[a] == 0 || x->size[a] > left) return fail("%s promises %lld along an axis, and has %lld bytes", path, (long long)x->size[a], (long long)left);
+    left /= x->size[a];                                    /* so that no product of hostile sizes is ever made */
+  }
+  if (x->size[1] * x->size[2] > 1 << 20) return fail("%s has images of more than a million pixels", path);
+  x->bytes = b + header;
+  return 0;
+}
+
+static int64_t pixels(void) { return images.size[1] * images.size[2]; }
+
+static int32_t fetch(int64_t index, int32_t *tokens, int32_t *length) {
+  const unsigned char *image = images.bytes + index * pixels();
+  for (int64_t i = 0; i < pixels(); i++) tokens[i] = (int32_t)(image[i] * own.greys / 256);
+  *length = (int32_t)pixels();
+  return labels.bytes ? labels.bytes[index] : 0;
+}
+
+static int read_both(const char **paths) {
+  if (read_idx(paths[0], 3, &images) || read_idx(paths[1], 1, &labels)) return 2;
+  if (images.size[0] != labels.size[0]) return fail("%s has %lld images, %s %lld labels", paths[0], (long long)images.size[0], paths[1], (long long)labels.size[0]);
+  return 0;
+}
+
+static int64_t classes(void) {                             /* labels are 0 .. classes - 1 */
+  int64_t most = 1;
+  for (int64_t i = 0; i < labels.size[0]; i++) if (labels.bytes[i] > most) most = labels.bytes[i];
+  return most + 1;
+}
+
+/* ---- commands ------------------------------------------------------------------------------------------------------ */
+
+static int load(luna_ctx *ctx, luna_model *model, const char *path) {
+  if (luna_load_model(model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
+  own.greys = model->classifier.config.vocab;
+  if (model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair && own.greys >= 2 && own.greys <= 256) return 0;
+  return fail("%s is not a model that mnist made", path);
+}
+
+static int train(luna_ctx *ctx, const char **words) {
+  int status = read_both(words);
+  if (!status && images.size[0] < 6) status = fail("%s has %lld images; 6 are the least", words[0], (long long)images.size[0]);
+  if (!status) {
+    int64_t held = images.size[0] / 6;
+    status = train_classifier(ctx, luna_params_open(ctx), &(task){ .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),
+      .training = images.size[0] - held, .held = held, .fetch = fetch });
+  }
+  free(images.file.data), free(labels.file.data);
+  return status;
+}
+
+static int eval(luna_ctx *ctx, const char **words) {
+  luna_model model;
+  int status = load(ctx, &model, words[0]);
+  if (!status) status = read_both(words + 1);
+  if (!status && classes() > model.classifier.config.classes) status = fail("%s has labels that the model does not know", words[2]);
+  if (!status) status = eval_classifier(ctx, &model.classifier, &(task){ .title = words[1], .vocab = own.greys, .classes = model.classifier.config.classes,
+    .longest = pixels(), .training = images.size[0], .fetch = fetch });
+  free(images.file.data), free(labels.file.data);
+  return status;
+}
+
+static int show_one(luna_ctx *ctx, const luna_classifier *model, int64_t index, int32_t *tokens, float *shares) {
+  int32_t length, best = 0;
+  fetch(index, tokens, &length);
+  for (int64_t i = 0; i < pixels(); i++) printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.greys], (i + 1) % images.size[2] ? "" : "\n");
+  luna_begin_inference(ctx);
+  if (luna_read(luna_softmax(luna_classify(model, tokens, NULL, 1, length), NULL), shares) != LUNA_OK) return failed(ctx);
+  for (int32_t c = 1; c < model->config.classes; c++) if (shares[c] > shares[best]) best = c;
+  printf("image %lld: %d, with probability %.3f\n\n", (long long)index, (int)best, (double)shares[best]);
+  return 0;
+}
+
+static int show(luna_ctx *ctx, const char **words) {
+  luna_model model;
+  int32_t *tokens = NULL;
+  float *shares = NULL;
+  int status = load(ctx, &model, words[0]);
+  if (!status) status = read_idx(words[1], 3, &images);
+  if (!status) {
+    tokens = (int32_t *)malloc((size_t)pixels() * sizeof *tokens);
+    shares = (float *)malloc((size_t)model.classifier.config.classes * sizeof *shares);
+    if (!tokens || !shares) status = fail("out of memory");
+  }
+  for (int64_t i = 0; i < own.count && i < images.size[0] && !status; i++) status = show_one(ctx, &model.classifier, i, tokens, shares);
+  free(tokens), free(shares), free(images.file.data);
+  return status;
+}
+
+static const command commands[] = {
+  { "train", { "images", "labels" }, "learns what images show, and writes a model", train },
+  { "eval", { "model", "images", "labels" }, "the share of images that a model reads as they are labelled", eval },
+  { "show", { "model", "images" }, "draws images, and says what the model reads in them", show },
+  { 0 }
+};
+
+int main(int count, char **given) { return example("mnist", commands, flags, count, given); }

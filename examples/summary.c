@@ -1,0 +1,120 @@
+/* summary: what is in a safetensors file: its text pairs, its tensors, and of luna.h's own checkpoints the model and how far its training was.
+
+     cc -O2 -I. examples/summary.c -o summary -lm -lpthread
+
+     summary FILE                                                 seconds
+
+   A tensor's numbers are told by the least, the mean, the standard deviation and the greatest; those not finite are counted. */
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+
+#include "example.h"
+
+static struct settings set = { .seed = 1 };
+
+static const struct { const char *key, *names; } meanings[] = { /* numbers in luna.h's pairs that stand for names, of 0, 1, 2, ... */
+  { "luna.attention", "luna softmax linear linformer" }, { "luna.sharing", "tied full no-key shared-qk" }, { "luna.activation", "none relu gelu elu+1 softplus softplus2" },
+  { "luna.omega", "default relu gelu elu+1 softplus softplus2" }, { "luna.positions", "default none sinusoidal learned" }, { "luna.embedding_scale", "default 1 sqrt(dim)" },
+  { "luna.pooling", "default cls mean memory memory-of-the-batch" }, { "luna.linformer_sharing", "headwise key-value layerwise" },
+  { "luna.linformer_projection", "linear mean max convolution" }, { "luna.optimizer", "SGD Adam AdamW Apollo" }
+};
+
+typedef struct totals {
+  int64_t tensors, numbers, moments; /* moments: tensors of an optimiser */
+  double bytes, moment_bytes;
+  int width, column;                 /* of the longest name; of the line being printed */
+} totals;
+
+static bool starts(const char *text, const char *with) { return strncmp(text, with, strlen(with)) == 0; }
+
+/* What a terminal can show of a text; returns how many bytes it looked at. */
+static int print_text(const char *text, int most) {
+  int size = (int)strlen(text), i = 0;
+  for (int n; i < size && i < most; i += n) {
+    n = showable((const unsigned char *)text + i, size - i);
+    if (n == 0 || text[i] == '\n') printf("."), n = n ? n : 1;
+    else printf("%.*s", n, text + i);
+  }
+  return i;
+}
+
+static void print_pair(void *user, const char *key, const char *value) {
+  totals *sum = (totals *)user;
+  bool own = starts(key, "luna."), hexadecimal = own && strlen(value) == 16; /* the state of a training */
+  const char *name = NULL;
+  int length = 0;
+  for (size_t i = 0; i < sizeof meanings / sizeof *meanings; i++)
+    if (strcmp(key, meanings[i].key) == 0) name = name_at(meanings[i].names, strtol(value, NULL, hexadecimal ? 16 : 10), &length);
+  if (sum->column > 0 && (!own || sum->column > 100)) printf("\n"), sum->column = 0;
+  sum->column += printf(sum->column ? ", " : "  ") + print_text(own ? key + 5 : key, 100) + printf(" ");
+  if (name) sum->column += printf("%.*s", length, name);
+  else if (hexadecimal && strcmp(key, "luna.lr") != 0) sum->column += printf("%llu", strtoull(value, NULL, 16));
+  else sum->column += print_text(value, 100);
+  if (!own && strlen(value) > 100) printf("... (%lld bytes)", (long long)strlen(value));
+  if (!own) printf("\n"), sum->column = 0;
+}
+
+static void print_bytes(double bytes) {
+  const char *unit = "B";
+  if (bytes >= 1e9) bytes /= 1e9, unit = "GB";
+  else if (bytes >= 1e6) bytes /= 1e6, unit = "MB";
+  else if (bytes >= 1e3) bytes /= 1e3, unit = "kB";
+  printf(*unit == 'B' ? "%5.0f %-2s" : "%5.1f %-2s", bytes, unit);
+}
+
+static void measure_tensor(void *user, const luna_entry *t) {
+  totals *sum = (totals *)user;
+  if (starts(t->name, "luna.moment")) {
+    sum->moments++, sum->moment_bytes += (double)t->bytes;
+    return;
+  }
+  sum->tensors++, sum->numbers += t->count, sum->bytes += (double)t->bytes;
+  if ((int)strlen(t->name) > sum->width) sum->width = (int)strlen(t->name);
+}
+
+static void print_tensor(void *user, const luna_entry *t) {
+  char shape[160] = "";
+  double low = HUGE_VAL, high = -HUGE_VAL, mean = 0, squares = 0;
+  int64_t count = 0;
+  if (starts(t->name, "luna.moment")) return;
+  for (int i = 0; i < t->rank; i++) snprintf(shape + strlen(shape), sizeof shape - strlen(shape), i ? " x %lld" : "%lld", (long long)t->shape[i]);
+  printf("  ");
+  printf("%*s %-4s %16s ", ((const totals *)user)->width - print_text(t->name, INT32_MAX), "", t->dtype, shape);
+  print_bytes((double)t->bytes);
+  float *values = (float *)grow(NULL, t->count + 1, sizeof(float));
+  bool real = luna_entry_read(t, values);
+  for (int64_t i = 0; real && i < t->count; i++) {
+    double value = (double)values[i], off = value - mean;
+    if (!isfinite(value)) continue;
+    mean += off / (double)++count;
+    squares += off * (value - mean);
+    low = fmin(low, value), high = fmax(high, value);
+  }
+  if (count > 0) printf(" %10.4g %10.4g %10.4g %10.4g", low, mean, sqrt(squares / (double)count), high);
+  if (real && count < t->count) printf("  %lld NOT FINITE", (long long)(t->count - count));
+  printf("\n");
+  free(values);
+}
+
+static int summary(luna_ctx *ctx, const char *path) {
+  totals sum = { .width = 6 };
+  printf("%s\n", path);
+  if (luna_inspect(ctx, path, &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor, .user = &sum }) != LUNA_OK) return failed(ctx);
+  printf("%s\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.column ? "\n" : "", sum.width, "tensor", "kind", "shape", "size", "least", "mean", "deviation", "greatest");
+  if (luna_inspect(ctx, path, &(luna_inspection){ .tensor = print_tensor, .user = &sum }) != LUNA_OK) return failed(ctx);
+  printf("\n  %lld tensors, %lld numbers,", (long long)sum.tensors, (long long)sum.numbers);
+  print_bytes(sum.bytes);
+  if (sum.moments) printf("\n  and an optimiser's %lld tensors,", (long long)sum.moments), print_bytes(sum.moment_bytes);
+  printf("\n");
+  return fflush(stdout) == 0 && !ferror(stdout) ? 0 : fail("cannot write the summary: %s", strerror(errno));
+}
+
+int main(int count, char **given) {
+  program = "summary";
+  if (count != 2) return fail("summary FILE: one file is wanted");
+  if (strcmp(given[1], "--help") == 0) return puts("summary FILE     what is in a safetensors file"), 0;
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
+  int status = ctx ? summary(ctx, given[1]) : fail("out of memory");
+  luna_close(ctx);
+  return status;
+}

@@ -1,0 +1,168 @@
+/* training.h: what training needs besides its loop: a progress line, a plot of the loss, checkpoints to go on from. example.h includes it.
+
+     static progress bar;                                       large: not for the stack
+     progress_start(&bar, 0);                                   from here Ctrl-C sets `interrupted`
+     while (bar.step < set.steps && !interrupted) { ...; progress_step(&bar, luna_item(loss), tokens); }
+     progress_end(&bar);
+     ...                                                        luna_save to set.out
+     return plot(&bar, words[0]);                               draws the loss in set.plot, if there is one */
+
+/* ---- progress and the plot of the loss ----------------------------------------------------------------------------- */
+
+#define POINTS 1000                  /* of a curve; when it is full, pairs become one */
+typedef struct curve { int64_t every, in; int count; double x[POINTS], y[POINTS]; } curve;
+
+TOOL void curve_add(curve *c, double x, double y) {
+  if (!isfinite(y)) return;
+  double *to_x = c->x + c->count, *to_y = c->y + c->count, share = 1 / (double)++c->in;
+  *to_x = c->in == 1 ? x : *to_x + (x - *to_x) * share;    /* a point is the mean of `every` values */
+  *to_y = c->in == 1 ? y : *to_y + (y - *to_y) * share;
+  if (c->in < c->every) return;
+  c->in = 0;
+  if (++c->count < POINTS) return;
+  for (int i = 0; i < POINTS / 2; i++)
+    c->x[i] = (c->x[2 * i] + c->x[2 * i + 1]) / 2, c->y[i] = (c->y[2 * i] + c->y[2 * i + 1]) / 2;
+  c->count = POINTS / 2;
+  c->every = c->every ? 2 * c->every : 2;
+}
+
+typedef struct progress {
+  int64_t step, first;               /* steps made; of these, before this run */
+  double start, shown, mean, tokens; /* mean: of the loss, over about 20 steps */
+  bool live, bits;                   /* bits: the loss is told in bits per byte too */
+  char note[40];                     /* shown after the loss: "accuracy 0.87" */
+  curve training, validation;        /* validation: the example adds to it, by curve_add(&bar.validation, bar.step, loss) */
+} progress;
+
+static volatile sig_atomic_t interrupted;
+TOOL void interrupt(int number) {
+  interrupted = 1;
+  signal(number, SIG_DFL);                                 /* a second Ctrl-C ends the program at once */
+}
+
+TOOL void progress_start(progress *p, int64_t first) {
+  p->step = p->first = first;
+  p->start = seconds();
+  p->live = on_terminal();
+  signal(SIGINT, interrupt);
+}
+
+TOOL void progress_step(progress *p, double loss, double tokens) {
+  int64_t every = set.steps < 20 ? 1 : set.steps / 20, done = ++p->step - p->first;
+  double now = seconds(), each = (now - p->start) / (double)done;
+  curve_add(&p->training, (double)p->step, loss);
+  p->mean += (loss - p->mean) / (done < 20 ? (double)done : 20);
+  p->tokens += tokens;
+  if (p->step != set.steps && (p->live ? now - p->shown < 0.1 : p->step % every != 0)) return;
+  p->shown = now;
+  int left = (int)(each * (double)(set.steps - p->step));
+  char bar[11] = "..........";
+  memset(bar, '#', (size_t)(10 * p->step / set.steps));
+  printf("%sstep %4lld/%lld ", p->live ? "\r" : "", (long long)p->step, (long long)set.steps);
+  if (p->live) printf("[%s] ", bar);
+  printf(p->bits ? "%.3f nats %.3f bits/byte " : "loss %.3f ", p->mean, p->mean / 0.69314718055994530942);
+  printf("%s%s%.1fk tokens/s %d:%02d left%s", p->note, *p->note ? " " : "", p->tokens / (now - p->start) / 1000, left / 60, left % 60, p->live ? " " : "\n");
+  fflush(stdout);
+}
+
+TOOL void progress_end(const progress *p) { if (p->live) printf("\n"); }
+
+typedef struct axis { double low, high, tick; } axis;
+
+TOOL axis axis_of(double low, double high) { /* round numbers around them, 5 to 10 ticks */
+  double least = fmax(high - low, 1e-6 * fabs(high) + 1e-9) / 5, tick = pow(10, floor(log10(least)));
+  if (5 * tick <= least) tick *= 5;
+  else if (2 * tick <= least) tick *= 2;
+  return (axis){ tick * floor(low / tick), tick * fmax(ceil(high / tick - 1e-9), floor(low / tick) + 1), tick };
+}
+
+#define X(value) (60 + 640 * ((value) - x.low) / (x.high - x.low)) /* where a value lies in the picture */
+#define Y(value) (350 - 300 * ((value) - y.low) / (y.high - y.low))
+
+/* Draws the curves, where --plot names a file. Returns 0, or 2 after a sentence. */
+TOOL int plot(const progress *p, const char *title) {
+  const struct { const curve *c; const char *name, *colour; } lines[] = { { &p->training, "training", "#2a6fb0" }, { &p->validation, "validation", "#d95f02" } };
+  double low = HUGE_VAL, high = -HUGE_VAL, mean = 0;
+  for (int l = 0; l < 2; l++)
+    for (int i = 0; i < lines[l].c->count; i++) low = fmin(low, lines[l].c->y[i]), high = fmax(high, lines[l].c->y[i]);
+  if (!set.plot) return 0;
+  if (low > high) return fail("there is no loss to draw in %s", set.plot);
+  axis x = axis_of((double)p->first, (double)p->step), y = axis_of(low, high);
+
+  char *beside = (char *)malloc(strlen(set.plot) + 7);
+  FILE *f = beside ? fopen(strcat(strcpy(beside, set.plot), ".probe"), "wb") : NULL;
+  if (!f) return free(beside), fail("cannot write %s: %s", set.plot, strerror(errno));
+  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" width=\"720\" height=\"400\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n"
+             "<rect width=\"720\" height=\"400\" fill=\"#fff\"/>\n<text x=\"60\" y=\"28\" font-size=\"15\">%s: ", program);
+  for (; *title; title++) fputc(*title < 32 || *title > 126 || strchr("<>&", *title) ? '?' : *title, f);
+  fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n<text x=\"60\" y=\"44\" text-anchor=\"end\">loss</text>\n");
+  for (double v = x.low; v < x.high + x.tick / 2; v += x.tick)
+    fprintf(f, "<path d=\"M%.1f 350V50\" stroke=\"#eee\"/><text x=\"%.1f\" y=\"368\" text-anchor=\"middle\">%g</text>\n", X(v), X(v), v);
+  for (double v = y.low; v < y.high + y.tick / 2; v += y.tick)
+    fprintf(f, "<path d=\"M60 %.1fH700\" stroke=\"#eee\"/><text x=\"54\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", Y(v), Y(v) + 4, fabs(v) < y.tick / 2 ? 0 : v);
+  for (int l = 0; l < 2; l++) {
+    const curve *c = lines[l].c;
+    if (c->count == 0) continue;
+    fprintf(f, "<text x=\"%d\" y=\"28\" fill=\"%s\">%s</text>\n<g fill=\"none\" stroke=\"%s\" stroke-linejoin=\"round\">\n", 540 + 90 * l, lines[l].colour, lines[l].name, lines[l].colour);
+    for (int smooth = l; smooth < 2; smooth++) {           /* training: the points pale, their running mean above them */
+      fprintf(f, "<polyline stroke-width=\"%s\" points=\"", smooth ? "1.8" : "1\" opacity=\"0.3");
+      for (int i = 0; i < c->count; i++) {
+        mean = l || !smooth || i == 0 ? c->y[i] : mean + (c->y[i] - mean) / (i < 10 ? i + 1 : 10);
+        fprintf(f, "%.1f,%.1f ", X(c->x[i]), Y(mean));
+      }
+      fprintf(f, "\"/>\n");
+    }
+    for (int i = 0; l && i < c->count; i++) fprintf(f, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"2\"/>\n", X(c->x[i]), Y(c->y[i]));
+    fprintf(f, "</g>\n");
+  }
+  fprintf(f, "</svg>\n");
+  bool fine = !ferror(f);
+  fine = fclose(f) == 0 && fine && move(beside, set.plot) == 0;
+  int why = errno;
+  if (!fine) remove(beside);
+  free(beside);
+  return fine ? 0 : fail("cannot write %s: %s", set.plot, strerror(why));
+}
+
+/* ---- training that goes on from its checkpoint ---------------------------------------------------------------------- */
+
+/* Flags that say how a training goes: all numbers of `train` but those that change no bit of the result. */
+TOOL bool shapes_training(const flag *f) { return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.save_every; }
+
+/* Puts these flags and `step` in the set's text pairs, so that luna_save_training() writes them too. */
+TOOL luna_status keep_settings(luna_params *params, const flag *flags, int64_t step) {
+  char key[80], value[40];
+  luna_status status = LUNA_OK;
+  for (; flags->name && status == LUNA_OK; flags++) {
+    if (!shapes_training(flags)) continue;
+    snprintf(key, sizeof key, "%s.%s", program, flags->name + 2);
+    flag_text(flags, value, sizeof value);
+    status = luna_params_set(params, key, value);
+  }
+  snprintf(key, sizeof key, "%s.step", program);
+  snprintf(value, sizeof value, "%lld", (long long)step);
+  return status == LUNA_OK ? luna_params_set(params, key, value) : status;
+}
+
+/* Sets the flags as the checkpoint --resume says, and *step. Returns 0, or 2 after a sentence: what the command line says too must agree. */
+TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
+  luna_model model;
+  luna_params *params = luna_params_open(ctx);
+  char key[80], before[40], now[40];
+  if (luna_load_model(&model, params, set.resume) != LUNA_OK) return failed(ctx);
+  for (int i = 0; flags[i].name; i++) {
+    if (!shapes_training(&flags[i])) continue;
+    snprintf(key, sizeof key, "%s.%s", program, flags[i].name + 2);
+    const char *value = luna_params_get(params, key);
+    if (!value) return fail("%s holds no training of %s to go on with; --save-every writes one", set.resume, program);
+    flag_text(&flags[i], before, sizeof before);
+    if (set_flag(&flags[i], value)) return 2;
+    flag_text(&flags[i], now, sizeof now);
+    if (flags_given >> i & 1 && strcmp(before, now) != 0) return fail("%s was %s in the training of %s, and cannot be %s now", flags[i].name, now, set.resume, before);
+  }
+  snprintf(key, sizeof key, "%s.step", program);
+  const char *value = luna_params_get(params, key);
+  *step = value ? atoll(value) : 0;
+  if (*step < 1 || *step > set.steps) return fail("%s says that it is at step %s", set.resume, value ? value : "?");
+  return *step < set.steps ? 0 : fail("%s has made all its %lld steps", set.resume, (long long)*step);
+}

@@ -1,0 +1,420 @@
+/* translate: a Luna encoder-decoder that learns to translate lines, with a byte-pair vocabulary that it makes itself.
+
+     cc -O2 -I. examples/translate.c -o translate -lm -lpthread
+
+     translate train SOURCE TARGET [--out M] [--steps N] [--plot SVG] ...   learns from two files whose lines belong together
+     translate train PAIRS.tsv                                              or from lines "source TAB target"
+     translate eval M SOURCE TARGET [--beam B]                              BLEU-4 of its translations of SOURCE
+     translate run M [--beam B] <LINES                                      a translation a line
+
+   Ctrl-C ends the training early and keeps what has been learnt. The vocabulary lies in the checkpoint: M is all one needs. */
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+
+#include "example.h"
+
+#define HELD 500                     /* pairs kept for validation, at most, and at most one in 20 */
+#define UNIT 64                      /* bytes of a token, at most */
+
+static struct settings set = {
+  .out = "translate.safetensors",
+  .steps = 6000, .batch = 64, .lr = 2e-3,
+  .layers = 3, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .dropout = 0.1,
+  .seed = 1
+};
+static struct { int64_t vocab, longest, beam; double length; } own = { .vocab = 6000, .longest = 128, .beam = 4, .length = 1 };
+
+static const flag flags[] = {
+  FLAGS_TRAIN,
+  { "--vocab", "t", WHOLE(own.vocab, 257, 65536), "tokens, at most: bytes and byte pairs" },
+  { "--longest", "t", WHOLE(own.longest, 2, 4096), "pairs with more tokens than this are left out" },
+  FLAGS_MODEL,
+  { "--beam", "er", WHOLE(own.beam, 1, 64), "translations pursued at once; 1 is greedy" },
+  { "--length", "er", REAL(own.length, 0.01, 10), "more is longer: scores are divided by the tokens to this power" },
+  FLAG_SEED("t"),
+  FLAG_THREADS("ter"),
+  { 0 }
+};
+
+/* ---- the vocabulary: byte pairs [arXiv 1508.07909] -------------------------------------------------------------------
+   Tokens 0..255 are bytes, token 256 + i is two earlier ones, pair i; the last, `end`, ends every line and begins every translation.
+   A line is cut into units, words or runs of other characters, each with the space before it: put together again they are the
+   line, whatever was in it. It is read as if a space stood before it, so that its first word is a word like any other. */
+
+typedef struct line { const unsigned char *at; int64_t size; } line;
+typedef struct vocab { table pairs; int32_t end; } vocab; /* key of two tokens -> token */
+
+static uint64_t key(int32_t first, int32_t second) { return (uint64_t)first << 32 | (uint64_t)second; }
+static int32_t first_of(uint64_t pair) { return (int32_t)(pair >> 32); }
+static int32_t second_of(uint64_t pair) { return (int32_t)(pair & 0xFFFFFFFF); }
+static int32_t byte_at(line t, int64_t i) { return i < 0 ? ' ' : t.at[i]; }
+static bool in_word(int c) { return c >= 128 || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z'); }
+
+static int64_t unit_end(line t, int64_t at) { /* at: -1 for the first unit */
+  int64_t i = at + (byte_at(t, at) == ' ');
+  bool word = i < t.size && in_word(t.at[i]);
+  while (i < t.size && i < at + UNIT && t.at[i] != ' ' && in_word(t.at[i]) == word) i++;
+  return i;
+}
+
+static void encode(const vocab *v, line t, ints *out) {
+  for (int64_t at = -1, end; at < t.size; at = end) {
+    int64_t start = out->size;
+    end = unit_end(t, at);
+    for (int64_t i = at; i < end; i++) push(out, byte_at(t, i));
+    for (;;) {                                             /* the pair that was made first is merged first */
+      int64_t first = v->end, where = 0;
+      for (int64_t i = start; i + 1 < out->size; i++) {
+        const int64_t *token = find(&v->pairs, key(out->at[i], out->at[i + 1]));
+        if (token && *token < first) first = *token, where = i;
+      }
+      if (first == v->end) break;
+      out->at[where] = (int32_t)first;
+      memmove(out->at + where + 1, out->at + where + 2, (size_t)(--out->size - where - 1) * sizeof(int32_t));
+    }
+  }
+  push(out, v->end);
+}
+
+/* The bytes of a token, at most UNIT; returns where they end. */
+static unsigned char *spell(const vocab *v, int32_t token, unsigned char *out) {
+  if (token < 256) return *out = (unsigned char)token, out + 1;
+  uint64_t pair = v->pairs.entries[token - 256].key;
+  return spell(v, second_of(pair), spell(v, first_of(pair), out));
+}
+
+/* The text of tokens, a line that a terminal can show; out has n UNIT + 1 bytes. */
+static line decode(const vocab *v, const int32_t *tokens, int64_t n, unsigned char *out) {
+  unsigned char *end = out;
+  for (int64_t i = 0; i < n; i++) if (tokens[i] < v->end) end = spell(v, tokens[i], end);
+  for (int64_t i = 0, length; i < end - out; i += length) {
+    length = showable(out + i, end - out - i);
+    if (length == 0 || out[i] < ' ') length = 1, out[i] = out[i] < ' ' ? ' ' : '?';
+  }
+  return end > out && *out == ' ' ? (line){ out + 1, end - out - 1 } : (line){ out, end - out };
+}
+
+static void add_pair(vocab *v, uint64_t pair) {
+  int64_t *token = value_of(&v->pairs, pair);
+  if (*token == 0) *token = v->end++;
+}
+
+/* Units, each once: minus how often it comes, then its tokens. seen: by a hash of its bytes, where it begins. */
+static void count_units(line t, ints *units, table *seen) {
+  for (int64_t at = -1, end; at < t.size; at = end) {
+    uint64_t hash = 0;
+    end = unit_end(t, at);
+    for (int64_t i = at; i < end; i++) hash = (hash ^ (uint64_t)byte_at(t, i)) * 1099511628211u;
+    int64_t known = seen->size, *where = value_of(seen, hash);
+    if (seen->size > known) {
+      *where = units->size;
+      push(units, 0);
+      for (int64_t i = at; i < end; i++) push(units, byte_at(t, i));
+    }
+    units->at[*where]--;
+  }
+}
+
+static void count_pair(table *counts, int32_t first, int32_t second, int64_t weight) {
+  if (first >= 0 && second >= 0) *value_of(counts, key(first, second)) += weight; /* negative: no token, a unit's edge */
+}
+
+/* Makes one token of a pair wherever it stands. */
+static void merge(ints *units, table *counts, uint64_t pair, int32_t token) {
+  int32_t a = first_of(pair), b = second_of(pair), weight = 0, *at = units->at;
+  int64_t to = 0;
+  for (int64_t i = 0; i < units->size; i++, to++) {
+    at[to] = at[i];
+    if (at[i] < 0) weight = -at[i];
+    if (at[i] != a || i + 1 == units->size || at[i + 1] != b) continue;
+    int32_t left = at[to - 1], right = i + 2 < units->size ? at[i + 2] : -1;
+    count_pair(counts, left, a, -weight), count_pair(counts, b, right, -weight);
+    count_pair(counts, left, token, weight), count_pair(counts, token, right, weight);
+    at[to] = token;
+    i++;
+  }
+  units->size = to;
+  *value_of(counts, pair) = 0;
+}
+
+/* Makes the commonest pair a token until there are `most` tokens or no pair is left that comes twice. */
+static void learn_pairs(vocab *v, ints *units, int64_t most) {
+  table counts = { 0 };
+  for (int64_t i = 0, weight = 0; i + 1 < units->size; i++) {
+    if (units->at[i] < 0) weight = -units->at[i];
+    count_pair(&counts, units->at[i], units->at[i + 1], weight);
+  }
+  while (v->end + 1 < most) {
+    entry best = { 0, 1 };
+    for (int64_t i = 0; i < counts.size; i++) if (counts.entries[i].value > best.value) best = counts.entries[i];
+    if (best.value < 2) break;
+    merge(units, &counts, best.key, v->end);
+    add_pair(v, best.key);
+  }
+  free(counts.entries), free(counts.slots);
+}
+
+/* ---- pairs of lines ------------------------------------------------------------------------------------------------ */
+
+typedef struct pair { line text[2]; int64_t first[2]; int32_t size[2]; } pair; /* source and target: text; tokens with their end */
+/* Sources [rows,n] and targets [rows,m], `end` in the padding. The decoder is given `end` and the target but its last; labels are -1 in the padding. */
+typedef struct batch { int32_t *source, *given, *labels, *lengths[2]; int64_t rows, n, m; double tokens; } batch; /* one block, at source */
+typedef struct data { vocab v; contents file[2]; pair *pairs; int64_t count, room; ints tokens; batch b; } data;
+
+static int done(data *d, int status) {
+  free(d->v.pairs.entries), free(d->v.pairs.slots), free(d->file[0].data), free(d->file[1].data), free(d->pairs), free(d->b.source);
+  return free(d->tokens.at), status;
+}
+
+static void add(data *d, line source, line target) {
+  if (d->count == d->room) d->pairs = (pair *)grow(d->pairs, d->room = 2 * d->room + 256, sizeof(pair));
+  d->pairs[d->count++] = (pair){ .text = { source, target } };
+}
+
+static int read_pairs(data *d, const char *source, const char *target) { /* target null: both in one file, a tab between them */
+  int64_t at[2] = { 0, 0 };
+  line s, t = { NULL, 0 };
+  if (read_file(source, &d->file[0]) || (target && read_file(target, &d->file[1]))) return 2;
+  for (;; add(d, s, t)) {
+    s.at = next_line(d->file[0], &at[0], &s.size);
+    if (target) t.at = next_line(d->file[1], &at[1], &t.size);
+    if (target && !s.at != !t.at) return fail("%s and %s do not have the same number of lines", source, target);
+    if (!s.at) return 0;
+    if (!target) {
+      const unsigned char *tab = (const unsigned char *)memchr(s.at, '\t', (size_t)s.size);
+      if (!tab) return fail("line %lld of %s has no tab between source and target", (long long)d->count + 1, source);
+      t = (line){ tab + 1, s.at + s.size - tab - 1 };
+      s.size = tab - s.at;
+    }
+  }
+}
+
+static int by_size(const void *a, const void *b) {
+  const int32_t *x = ((const pair *)a)->size, *y = ((const pair *)b)->size;
+  return x[0] != y[0] ? (x[0] > y[0]) - (x[0] < y[0]) : (x[1] > y[1]) - (x[1] < y[1]);
+}
+
+/* Tokens of the lines, pairs longer than `longest` dropped. Then two runs, the last `held` pairs and those before them, each in the order
+   of lengths: neighbours make batches with little padding. */
+static void encode_pairs(data *d, int64_t longest, int64_t held) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < d->count; i++) {
+    pair p = d->pairs[i];
+    for (int side = 0; side < 2; side++) {
+      p.first[side] = d->tokens.size;
+      encode(&d->v, p.text[side], &d->tokens);
+      p.size[side] = (int32_t)(d->tokens.size - p.first[side]);
+    }
+    if (p.size[0] <= longest && p.size[1] <= longest) d->pairs[kept++] = p;
+  }
+  d->count = kept;
+  if (kept > held) qsort(d->pairs, (size_t)(kept - held), sizeof(pair), by_size), qsort(d->pairs + kept - held, (size_t)held, sizeof(pair), by_size);
+}
+
+static const batch *fill(data *d, int64_t first, int64_t rows) {
+  const pair *pairs = d->pairs + first;
+  batch *b = &d->b;
+  int32_t *to = b->source, end = d->v.end;
+  *b = (batch){ .rows = rows };
+  for (int64_t r = 0; r < rows; r++) {
+    if (pairs[r].size[0] > b->n) b->n = pairs[r].size[0];
+    if (pairs[r].size[1] > b->m) b->m = pairs[r].size[1];
+    b->tokens += pairs[r].size[1];
+  }
+  b->source = to = (int32_t *)grow(to, rows * (b->n + 2 * b->m + 2), sizeof(int32_t));
+  b->given = to + rows * b->n, b->labels = b->given + rows * b->m, b->lengths[0] = b->labels + rows * b->m, b->lengths[1] = b->lengths[0] + rows;
+  for (int64_t r = 0; r < rows; r++) {
+    const int32_t *source = d->tokens.at + pairs[r].first[0], *target = d->tokens.at + pairs[r].first[1], *size = pairs[r].size;
+    for (int side = 0; side < 2; side++) b->lengths[side][r] = size[side];
+    for (int64_t i = 0; i < b->n; i++) b->source[r * b->n + i] = i < size[0] ? source[i] : end;
+    for (int64_t i = 0; i < b->m; i++) b->given[r * b->m + i] = i > 0 && i < size[1] ? target[i - 1] : end, b->labels[r * b->m + i] = i < size[1] ? target[i] : -1;
+  }
+  return b;
+}
+
+/* Translates the sources of `rows` pairs and hands each pair with its translation to `take`. Returns 0, or 2 after a sentence. */
+static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t first, int64_t rows, void (*take)(const pair *p, line t)) {
+  const batch *b = fill(d, first, rows);
+  luna_search search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .most = 2 * b->n + 10, .length_penalty = (float)own.length };
+  int32_t *out = (int32_t *)grow(NULL, rows * (search.most + 1), sizeof(int32_t)), *lengths = out + rows * search.most;
+  unsigned char *text = (unsigned char *)grow(NULL, search.most * UNIT + 1, 1);
+  int status = luna_translate(model, &search, b->source, b->lengths[0], rows, b->n, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
+  for (int64_t r = 0; r < rows && !status; r++) take(d->pairs + first + r, decode(&d->v, out + r * search.most, lengths[r], text));
+  free(out), free(text);
+  return status;
+}
+
+/* ---- train --------------------------------------------------------------------------------------------------------- */
+
+static progress bar;
+
+static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smoothing) {
+  luna_tensor *logits = luna_seq2seq_forward(model, b->source, b->lengths[0], b->n, b->given, b->lengths[1], b->m, b->rows);
+  return luna_cross_entropy_with(logits, b->labels, &(luna_cross_entropy_config){ .smoothing = smoothing });
+}
+
+static void show(const pair *p, line t) {
+  printf("  source       %.*s\n  target       %.*s\n  translation  %.*s\n", (int)p->text[0].size, (const char *)p->text[0].at, (int)p->text[1].size,
+         (const char *)p->text[1].at, (int)t.size, (const char *)t.at);
+}
+
+/* The loss of the last `held` pairs, and a translation. Returns 0, or 2 after a sentence. */
+static int validate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t held) {
+  double sum = 0, tokens = 0;
+  for (int64_t at = d->count - held; at < d->count; at += 64) {
+    const batch *b = fill(d, at, d->count - at < 64 ? d->count - at : 64);
+    luna_begin_inference(ctx);
+    sum += (double)luna_item(loss_of(model, b, 0)) * b->tokens, tokens += b->tokens;
+  }
+  if (!(sum >= 0)) return failed(ctx);
+  curve_add(&bar.validation, (double)bar.step, sum / tokens);
+  printf("%sstep %lld: validation loss %.3f, perplexity %.2f\n", bar.live ? "\n" : "", (long long)bar.step, sum / tokens, exp(sum / tokens));
+  return translate(ctx, model, d, d->count - held + (int64_t)(draw(1, bar.step, 0) % (uint64_t)held), 1, show);
+}
+
+static int learn(luna_ctx *ctx, const luna_seq2seq *model, luna_optimizer *adam, data *d, int64_t held) {
+  int64_t count = d->count - held, rows = set.batch < count ? set.batch : count, every = set.steps < 10 ? 1 : set.steps / 10;
+  progress_start(&bar, 0);
+  while (bar.step < set.steps && !interrupted) {
+    const batch *b = fill(d, (int64_t)(draw(0, bar.step, 0) % (uint64_t)(count - rows + 1)), rows);
+    luna_begin_step(ctx);
+    luna_tensor *loss = loss_of(model, b, 0.1f);
+    luna_backward(loss);
+    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
+    progress_step(&bar, (double)luna_item(loss), b->tokens);
+    if (bar.step % every == 0 && validate(ctx, model, d, held)) return 2;
+  }
+  return progress_end(&bar), 0;
+}
+
+static luna_status keep_vocab(luna_params *params, const vocab *v) { /* in the checkpoint, as numbers */
+  char *text = (char *)grow(NULL, v->pairs.size + 1, 12), *at = text + sprintf(text, " ");
+  for (int64_t i = 0; i < v->pairs.size; i++) at += sprintf(at, "%d %d ", (int)first_of(v->pairs.entries[i].key), (int)second_of(v->pairs.entries[i].key));
+  luna_status status = luna_params_set(params, "translate.pairs", text);
+  return free(text), status;
+}
+
+static int train_on(luna_ctx *ctx, data *d, int64_t held) {
+  luna_params *params = luna_params_open(ctx);
+  luna_seq2seq model;
+  luna_seq2seq_config config = { .vocab = d->v.end + 1, .share_embeddings = true, .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads,
+    .ffn = set.ffn, .memory = set.memory, .layer = { .dropout = (float)set.dropout, .attention_dropout = (float)set.dropout } } };
+  if (luna_seq2seq_init(&model, params, &config) != LUNA_OK || keep_vocab(params, &d->v) != LUNA_OK) return failed(ctx);
+  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .beta2 = 0.98f, .weight_decay = 0.01f, .clip = 1,
+    .schedule = { .decay = LUNA_INVERSE_SQRT, .warmup = set.steps < 4000 ? set.steps / 10 : 400 } });
+  if (!adam) return failed(ctx);
+  printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held), (long long)held, (int)d->v.end + 1, (long long)luna_params_count(params));
+  if (learn(ctx, &model, adam, d, held)) return 2;
+  if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
+  printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start, interrupted ? ", stopped early" : "");
+  return plot(&bar, "translation");
+}
+
+static int train(luna_ctx *ctx, const char **words) {
+  data d = { .v = { .end = 256 } };
+  ints units = { 0 };
+  table seen = { 0 };
+  if (read_pairs(&d, words[0], words[1])) return done(&d, 2);
+  int64_t held = d.count / 20 < HELD ? d.count / 20 : HELD;
+  for (int64_t i = 0; i < 2 * (d.count - held); i++) count_units(d.pairs[i / 2].text[i % 2], &units, &seen);
+  learn_pairs(&d.v, &units, own.vocab);
+  encode_pairs(&d, own.longest, held);
+  free(units.at), free(seen.entries), free(seen.slots);
+  if (held < 1 || d.count <= held) return done(&d, fail("%lld pairs can be used; to train and validate takes 20", (long long)d.count));
+  return done(&d, train_on(ctx, &d, held));
+}
+
+/* ---- eval, run ----------------------------------------------------------------------------------------------------- */
+
+/* A checkpoint, and the vocabulary in it. Returns 0, or 2 after a sentence. */
+static int load(luna_ctx *ctx, luna_model *model, vocab *v, const char *path) {
+  luna_params *params = luna_params_open(ctx);
+  if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
+  const char *text = luna_params_get(params, "translate.pairs");
+  if (model->kind != LUNA_MODEL_SEQ2SEQ || !text) return fail("%s was not made by translate", path);
+  static unsigned char sizes[65536];
+  bool fine = true;
+  memset(sizes, 1, 256);
+  for (char *next; fine && *text && text[1]; text = next) {
+    long a = strtol(text, &next, 10), b = strtol(next, &next, 10);
+    fine = a >= 0 && a < v->end && b >= 0 && b < v->end && sizes[a] + sizes[b] <= UNIT && v->end < 65535;
+    if (fine) add_pair(v, key((int32_t)a, (int32_t)b)), sizes[v->end - 1] = (unsigned char)(sizes[a] + sizes[b]), fine = v->end == 256 + v->pairs.size;
+  }
+  fine = fine && model->seq2seq.config.vocab == v->end + 1 && model->seq2seq.config.target_vocab == v->end + 1;
+  return fine ? 0 : fail("the vocabulary in %s makes no sense", path);
+}
+
+/* BLEU-4 of a corpus, one reference each, case kept, words told apart as mteval-v13a does. */
+static struct { double found[4], grams[4], words[2]; } bleu;
+
+static int64_t words_of(line t, uint64_t *out) { /* each as a hash */
+  int64_t n = 0;
+  bool inside = false;
+  for (int64_t i = 0; i < t.size; i++) {
+    int c = t.at[i];
+    bool before = i > 0 && t.at[i - 1] >= '0' && t.at[i - 1] <= '9', after = i + 1 < t.size && t.at[i + 1] >= '0' && t.at[i + 1] <= '9';
+    bool alone = c == '.' || c == ',' ? !(before && after) : c == '-' ? before : !in_word(c) && c != '\'';
+    if (c > ' ' && (!inside || alone)) out[n++] = 1;
+    if (c > ' ') out[n - 1] = (out[n - 1] ^ (uint64_t)c) * 1099511628211u;
+    inside = c > ' ' && !alone;
+  }
+  return n;
+}
+
+static int64_t times(const uint64_t *gram, int64_t order, const uint64_t *words, int64_t places) { /* how often it is among the first so many */
+  int64_t n = 0;
+  for (int64_t i = 0; i < places; i++) n += memcmp(gram, words + i, (size_t)order * sizeof(uint64_t)) == 0;
+  return n;
+}
+
+static void score(const pair *p, line t) {
+  uint64_t *words[2] = { (uint64_t *)grow(NULL, t.size + 1, sizeof(uint64_t)), (uint64_t *)grow(NULL, p->text[1].size + 1, sizeof(uint64_t)) };
+  int64_t n = words_of(t, words[0]), m = words_of(p->text[1], words[1]);
+  bleu.words[0] += (double)n, bleu.words[1] += (double)m;
+  for (int64_t order = 1; order <= 4; order++)
+    for (int64_t i = 0; i + order <= n; i++) {
+      bleu.grams[order - 1]++;                             /* an n-gram counts as often as the reference has it */
+      bleu.found[order - 1] += times(words[0] + i, order, words[0], i) < times(words[0] + i, order, words[1], m - order + 1);
+    }
+  free(words[0]), free(words[1]);
+}
+
+static int eval(luna_ctx *ctx, const char **words) {
+  luna_model model;
+  data d = { .v = { .end = 256 } };
+  double mean = 0, start = seconds();
+  int status = load(ctx, &model, &d.v, words[0]) || read_pairs(&d, words[1], words[2]) ? 2 : 0;
+  if (!status) encode_pairs(&d, INT32_MAX, 0);
+  for (int64_t at = 0; at < d.count && !status; at += 32) status = translate(ctx, &model.seq2seq, &d, at, d.count - at < 32 ? d.count - at : 32, score);
+  for (int i = 0; i < 4; i++) mean += log(bleu.found[i] / fmax(bleu.grams[i], 1)) / 4;
+  const double brevity = bleu.words[0] < bleu.words[1] ? exp(1 - bleu.words[1] / fmax(bleu.words[0], 1)) : 1;
+  if (!status) printf("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s\n", words[0], 100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
+  return done(&d, status);
+}
+
+static void say(const pair *p, line t) { printf("%.*s\n", (int)t.size, (const char *)t.at), fflush(stdout), (void)p; }
+
+static int run(luna_ctx *ctx, const char **words) {
+  luna_model model;
+  data d = { .v = { .end = 256 } };
+  unsigned char text[65536];
+  int status = load(ctx, &model, &d.v, words[0]);
+  while (!status && fgets((char *)text, sizeof text, stdin) && !ferror(stdout)) {
+    d.count = d.tokens.size = 0;
+    add(&d, (line){ text, (int64_t)strcspn((const char *)text, "\r\n") }, (line){ text, 0 });
+    encode_pairs(&d, INT32_MAX, 0);
+    status = translate(ctx, &model.seq2seq, &d, 0, 1, say);
+  }
+  if (!status && (fflush(stdout) != 0 || ferror(stdout))) status = fail("cannot write the translations: %s", strerror(errno));
+  return done(&d, status);
+}
+
+static const command commands[] = {
+  { "train", { "source", "?target" }, "learns from lines that belong together", train },
+  { "eval", { "model", "source", "?target" }, "BLEU of its translations", eval },
+  { "run", { "model" }, "translates the lines of the input", run },
+  { 0 }
+};
+
+int main(int count, char **given) { return example("translate", commands, flags, count, given); }

@@ -1,0 +1,189 @@
+#!/bin/sh
+# classifiers.sh: examples/listops.c, classify.c and mnist.c from outside, on small tasks made here. Needs $BUILD/listops, classify and mnist.
+cd "$(dirname "$0")/.." || exit 1
+name=classifiers
+. tests/cli_checks.sh
+small="--layers 1 --dim 16 --heads 2 --memory 4 --ffn 32 --batch 16 --lr 0.01 --threads 2"
+
+# what every one of them does: a training that succeeds; then the same again, another seed, and fewer threads
+trains() {                                               # the least accuracy, then arguments
+  least=$1
+  shift
+  check "$* succeeds" run "$@" --out a.safetensors --plot a.svg
+  check "plain lines when the output is no terminal" [ "$(grep -c '^step .* loss .* tokens/s .* left$' out)" -ge 10 ]
+  check "they tell how well it does" grep -q '^step .* validation [0-9.]*% ' out
+  check "the accuracy is beyond $least%" beyond "$least"
+  check "the loss is drawn" drawn a.svg
+  check "and nothing else is left" [ "$(echo a.*)" = "a.safetensors a.svg" ]
+  run "$@" --out b.safetensors --threads 1
+  check "the same seed gives the same model, for any number of threads" same a.safetensors b.safetensors
+  run "$@" --out b.safetensors --seed 9
+  check "another seed gives another one" differ a.safetensors b.safetensors
+}
+untouched() {
+  check "the old model is as it was" same a.safetensors before
+  check "no other file appeared" [ "$(echo *.probe *.tmp* nowhere)" = "*.probe *.tmp* nowhere" ]
+  check "--help succeeds" run --help
+  check "it names the flags" grep -q -- --pooling out
+}
+awk 'BEGIN { for (i = 0; i < 300; i++) print "plain text, line " i }' >text
+: >empty
+mkdir folder
+
+# ---- listops
+program=listops
+lists="--shortest 4 --longest 9 --depth 2"
+trains 30 train $lists --held 200 --steps 200 $small
+check "listops eval succeeds" run eval a.safetensors $lists
+check "it gives the accuracy" beyond 30
+check "listops write succeeds" run write $lists --count 300
+cp out lists
+check "as many lines as asked" [ "$(wc -l <lists)" = 300 ]
+check "of answers and lists" [ "$(grep -c '^[0-9]	\[\(MIN\|MAX\|MED\|SM\)\( [0-9]\)* \]$' lists)" = 300 ]
+check "the answers are right" awk -F '\t' '{
+    n = split($2, t, " "); m = n - 2; sum = 0
+    for (i = 1; i <= m; i++) { v[i] = t[i + 1]; sum += v[i] }
+    for (i = 1; i <= m; i++) for (k = i + 1; k <= m; k++) if (v[k] < v[i]) { h = v[i]; v[i] = v[k]; v[k] = h }
+    want = t[1] == "[MIN" ? v[1] : t[1] == "[MAX" ? v[m] : t[1] == "[SM" ? sum % 10 : int((v[int((m + 1) / 2)] + v[int(m / 2) + 1]) / 2)
+    if (want != $1) exit 1
+  }' lists
+run write --longest 200 --shortest 100 --count 50
+check "deep lists are as long as asked" awk -F '\t' '{ n = split($2, t, " "); if (n < 100 || n > 200) exit 1 }' out
+check "a file is learnt from" run train --data lists --steps 2 $small --out b.safetensors
+check "and measured" run eval b.safetensors --data lists
+sed 's/\[/( ( [/; s/$/ )/' lists >round
+cp out plain && run eval b.safetensors --data round
+check "round brackets are spaces" [ "$(sed 's/^round/lists/' out)" = "$(cat plain)" ]
+for attention in softmax linear linformer; do
+  check "--attention $attention" run train $lists --steps 2 $small --out b.safetensors --attention $attention --pooling mean
+  check "its model loads" run eval b.safetensors $lists
+done
+cp a.safetensors before
+head -c 300 a.safetensors >cut.safetensors
+printf '3\t[MAX 3 1 ]\n4 [MIN 4 5 ]\n' >notab
+printf '3\t[MAX 3 1 ]\n4\t[MAX 4 x ]\n' >strange
+printf '3\t[MAX 3 1 ]\n' >short
+printf '3\t\n' >none
+head -c 3000 a.safetensors >bytes
+refuses "train, eval or write"
+refuses "one word too many" train text
+refuses "whole number" train --shortest 0
+refuses "too rare" train --shortest 50 --longest 20 --out a.safetensors
+refuses "too rare" write --shortest 90 --longest 100 --depth 2
+refuses "one of these" train --attention lunar --out a.safetensors
+refuses "Luna attention" train --attention softmax --pooling memory --out a.safetensors
+refuses "no flag --attention" eval a.safetensors --attention luna
+refuses "line 2 is not" train --data notab --out a.safetensors
+refuses "line 2 has something" train --data strange --out a.safetensors
+refuses "10 are the least" train --data short --out a.safetensors
+refuses "line 1 is not\|line 1 has no" train --data none --out a.safetensors
+refuses "line 1 is not" train --data bytes --out a.safetensors
+refuses "is empty" train --data empty --out a.safetensors
+refuses "cannot read folder" train --data folder --out a.safetensors
+refuses "both" train --data lists --out lists
+refuses "cannot write" train --out nowhere/a.safetensors
+refuses "model file is missing" eval
+refuses "[a-z]" eval cut.safetensors
+refuses "[a-z]" eval text
+refuses "[a-z]" eval folder
+untouched
+
+# ---- classify
+program=classify
+rm -f a.* b.* before
+awk 'BEGIN {
+  split("moon,earth,sun,the,goes,round,and,a,day,night", w, ",")
+  for (i = 0; i < 400; i++) {
+    n = 3 + i * 7 % 20; line = i % 3 == 0 ? "good\t" : i % 3 == 1 ? "bad\t" : "so so\t"
+    for (k = 0; k < n; k++) { s = s * 5 % 997 + i + k; line = line (k ? " " : "") (k == i % n ? (i % 3 == 0 ? "Splendid!" : i % 3 == 1 ? "dreadful" : "fair") : w[1 + s % 10]) }
+    print line
+  }
+}' >reviews
+trains 80 train reviews --steps 120 $small
+check "classify eval succeeds" run eval a.safetensors reviews
+check "it gives the accuracy" beyond 80
+printf 'the moon and the splendid! earth goes round\n\na dreadful day and the dreadful night\nsun and fair moon goes round a day' >lines
+check "classify predict succeeds" "$build/classify" predict a.safetensors <lines
+"$build/classify" predict a.safetensors <lines >out 2>err
+check "a label and a probability for each line" [ "$(grep -c '^\(good\|bad\|so so\)	[01]\.[0-9]*$' out)" = 4 ]
+check "they are right" [ "$(sed -n '1p;3p;4p' out | cut -f 1 | tr '\n' ,)" = "good,bad,so so," ]
+check "no lines, no labels" sh -c "'$build/classify' predict a.safetensors <empty | cmp - empty"
+head -c 20000 /dev/urandom | "$build/classify" predict a.safetensors >out 2>err
+check "any bytes can be read" [ $? = 0 ]
+check "bytes as tokens" run train reviews --tokens bytes --longest 60 --steps 3 $small --out b.safetensors
+check "the model knows it" run eval b.safetensors reviews
+run train reviews --steps 1 $small --out b.safetensors
+check "about a tenth of the lines is kept to validate" grep -q 'accuracy on [34][0-9] samples' out
+run train reviews --steps 1 $small --out b.safetensors --seed 7
+check "for another seed too" grep -q 'accuracy on [34][0-9] samples' out
+rm -f b.safetensors
+cp a.safetensors before
+printf 'a\tx\nb\ty\n' >two
+awk 'BEGIN { for (i = 0; i < 2000; i++) print i "\ttext" }' >many
+awk 'BEGIN { for (i = 0; i < 20; i++) print "same\ttext" }' >one
+refuses "train, eval or predict"
+refuses "text file is missing" train
+refuses "text file is missing" eval a.safetensors
+refuses "line 1 is not a label" train text --out a.safetensors
+refuses "it takes more" train two --out a.safetensors
+refuses "it takes more" train one --out a.safetensors
+refuses "more than 1000 labels" train many --out a.safetensors
+refuses "is empty" train empty --out a.safetensors
+refuses "cannot read missing" train missing --out a.safetensors
+refuses "overwrite the text" train reviews --out reviews
+refuses "does not know" eval a.safetensors two
+refuses "[a-z]" eval text reviews
+refuses "[a-z]" predict cut.safetensors
+refuses "[0-9]" train reviews --dim 10 --heads 3 --out a.safetensors
+untouched
+interrupted 'to validate on' train reviews --steps 20000000 $small --out stopped.safetensors
+check "an interrupted training ends well" [ $? = 0 ]
+check "it says what it did" grep -q '^stopped at step .* stopped.safetensors' out
+check "the model is saved, and has learnt something" run eval stopped.safetensors reviews
+check "its accuracy" beyond 50
+
+# ---- mnist
+program=mnist
+rm -f a.* b.* before
+bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; } # an awk program that prints octal numbers
+header() { printf '\0\0\010'; printf "$1"; }
+pixels='BEGIN { for (i = 0; i < 240; i++) for (y = 0; y < 8; y++) for (x = 0; x < 8; x++) { s = (s * 25 + 71) % 509
+  print (i % 3 == 0 && y < 3) || (i % 3 == 1 && x < 3) || (i % 3 == 2 && y > 4) ? 300 + s % 78 : s % 60 < 8 ? 7 : 30 } }'
+{ header '\003\0\0\0\360\0\0\0\010\0\0\0\010'; bytes "$(echo "$pixels" | sed 's/300 + s % 78/377/')"; } >images
+{ header '\001\0\0\0\360'; bytes 'BEGIN { for (i = 0; i < 240; i++) print i % 3 }'; } >labels
+check "240 images were made" [ "$(wc -c <images) $(wc -c <labels)" = "15376 248" ]
+trains 80 train images labels --steps 120 $small
+check "mnist eval succeeds" run eval a.safetensors images labels
+check "it gives the accuracy" beyond 80
+check "mnist show succeeds" run show a.safetensors images --count 3
+check "it draws and reads" [ "$(grep -c '^image [0-2]: [0-2], with probability [01]\.' out) $(grep -c '^........$' out)" = "3 24" ]
+cp a.safetensors before
+head -c 1000 images >cut
+{ header '\003\377\377\377\377\377\377\377\377\377\377\377\377'; cat text; } >huge
+{ header '\003\0\0\0\0\0\0\0\010\0\0\0\010'; cat text; } >nothing
+{ header '\001\0\0\0\010'; printf '\0\1\2\0\1\2\0\1'; } >eight
+{ header '\001\0\0\0\360'; bytes 'BEGIN { for (i = 0; i < 240; i++) print i % 5 }'; } >five
+{ header '\003\0\0\0\003\0\0\0\001\0\0\0\001'; printf 'abc'; } >three
+{ header '\001\0\0\0\003'; printf '\0\1\0'; } >threelabels
+printf '\0\0\010\003' >header
+refuses "train, eval or show"
+refuses "labels file is missing" train images
+refuses "images file is missing" eval a.safetensors
+refuses "no IDX file of bytes with 3 axes" train labels images --out a.safetensors
+refuses "no IDX file of bytes with 1 axes" train images images --out a.safetensors
+refuses "no IDX file" train text labels --out a.safetensors
+refuses "no IDX file" train header labels --out a.safetensors
+refuses "promises" train cut labels --out a.safetensors
+refuses "promises 4294967295" train huge labels --out a.safetensors
+refuses "promises 0" train nothing labels --out a.safetensors
+refuses "240 images, eight 8 labels" train images eight --out a.safetensors
+refuses "6 are the least" train three threelabels --out a.safetensors
+refuses "is empty" train empty labels --out a.safetensors
+refuses "cannot read missing" train images missing --out a.safetensors
+refuses "overwrite the labels" train images labels --out labels
+refuses "does not know" eval a.safetensors images five
+refuses "[a-z]" eval text images labels
+refuses "[a-z]" show cut.safetensors images
+untouched
+
+finish

@@ -1,0 +1,59 @@
+# cli_checks.sh: what the tests of programs from outside share; read with "." from the root of the repository, with `name` set.
+# It goes to the empty folder $build/$name and defines
+#   run ARGUMENTS...               runs $build/$program; what it prints is in the files out and err
+#   check "SENTENCE" COMMAND...    one check: the command should succeed
+#   refuses "WORDS" ARGUMENTS...   three checks: run ends with 2 and one sentence, which has the words
+#   same, differ FILE FILE; drawn FILE (a whole SVG); beyond NUMBER (the percentage that out ends with is greater)
+#   interrupted WORDS ARGUMENTS... runs, waits until out has the words, presses Ctrl-C, returns the exit status
+#   finish                         the last line, and the status
+build=${BUILD:-build}
+case $build in /*) ;; *) build=$PWD/$build ;; esac
+work=$build/$name
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work" || exit 1
+
+passed=0 failed=0
+run() { "$build/$program" "$@" >out 2>err; }
+check() {
+  sentence=$1
+  shift
+  if "$@" >/dev/null 2>&1; then passed=$((passed + 1)); return; fi
+  failed=$((failed + 1))
+  echo "failed: $program: $sentence"
+  sed 's/^/    out: /' out | tail -n 5
+  sed 's/^/    err: /' err | tail -n 5
+}
+refuses() {
+  words=$1
+  shift
+  run "$@"
+  status=$?
+  check "$* ends with 2, not $status" [ "$status" = 2 ]
+  check "$* says: $words" grep -q -- "$words" err
+  check "$* says it in one sentence" [ "$(grep -c "^$program: " err)" = 1 ]
+}
+same() { cmp -s "$1" "$2"; }
+differ() { ! cmp -s "$1" "$2"; }
+tags() { tr '<' '\n' <"$1" | grep -c "^$2"; }
+drawn() {
+  [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] && [ "$(tags "$1" polyline)" -ge 2 ] || return 1
+  [ "$(tags "$1" g)" = "$(tags "$1" /g)" ] && [ "$(tags "$1" text)" = "$(tags "$1" /text)" ] || return 1
+  ! grep -q -i -E 'nan|inf' "$1" || return 1
+  if command -v xmllint >/dev/null 2>&1; then xmllint --noout "$1"; fi
+}
+beyond() { tail -n 1 out | sed 's/.*: \([0-9.]*\)%.*/\1/' | awk -v least="$1" '{ exit !($1 > least) }'; }
+interrupted() {
+  words=$1 tries=0
+  shift
+  "$build/$program" "$@" >out 2>err &
+  pid=$!
+  while ! grep -q -- "$words" out && [ $tries -lt 300 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
+  sleep 1
+  kill -INT $pid
+  wait $pid
+}
+finish() {
+  echo "$name: $passed passed, $failed failed"
+  [ "$failed" = 0 ]
+}

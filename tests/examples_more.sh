@@ -1,0 +1,140 @@
+#!/bin/sh
+# examples_more.sh: examples/translate.c, mlm.c, summary.c and attention_map.c from outside, on small tasks made here. Needs those four in $BUILD.
+cd "$(dirname "$0")/.." || exit 1
+root=$PWD
+name=examples_more
+. tests/cli_checks.sh
+small="--layers 1 --dim 32 --heads 2 --memory 8 --ffn 64 --threads 2"
+: >empty
+mkdir folder
+
+# ---- translate: numbers in words, the other way round
+program=translate
+awk 'BEGIN { split("null eins zwei drei vier fünf sechs sieben acht neun", de); split("zero one two three four five six seven eight nine", en); r = 7
+  for (i = 0; i < 1200; i++) { s = t = ""; n = 4 + i % 3
+    for (k = 0; k < n; k++) { r = (r * 1103515245 + 12345) % 2147483648; d = int(r / 65536) % 10 + 1; s = s (k ? " " : "") en[d]; t = t (k ? " " : "") de[d] }
+    print s > "en"; print t > "de"; print s "\t" t > "pairs.tsv" } }'
+head -n 100 en >short.en
+head -n 100 de >short.de
+check "train succeeds" run train en de --out a.safetensors --plot a.svg --steps 300 --batch 32 --lr 0.01 --vocab 400 --dropout 0 $small
+check "plain lines when the output is no terminal" [ "$(grep -c '^step .* loss .* tokens/s .* left$' out)" -ge 10 ]
+check "it validates as it goes" [ "$(grep -c '^step .*: validation loss .* perplexity' out)" = 10 ]
+check "and shows translations" [ "$(grep -c '^  translation ' out)" = 10 ]
+check "the loss is drawn" drawn a.svg
+check "and nothing else is left" [ "$(echo a.*)" = "a.safetensors a.svg" ]
+check "eval succeeds" run eval a.safetensors short.en short.de
+check "its BLEU is beyond 50" awk '{ sub(/.*BLEU /, ""); exit !($1 > 50) }' out
+cp out first
+run eval a.safetensors short.en short.de --threads 1
+check "the same for any number of threads" [ "$(sed 's/ in .*//' out)" = "$(sed 's/ in .*//' first)" ]
+check "greedy search works too" run eval a.safetensors short.en short.de --beam 1
+check "translating into itself is BLEU 100" sh -c "'$build/translate' run a.safetensors <short.en >mine && '$build/translate' eval a.safetensors short.en mine | grep -q 'BLEU 100.00 (13a words, brevity 1.000)'"
+check "a translation a line" [ "$(wc -l <mine)" = 100 ]
+printf 'one two\r\nfive\n\n\377\200 what? \303\251\303\n' >odd
+check "odd lines do no harm" sh -c "'$build/translate' run a.safetensors --beam 2 <odd >out"
+check "line for line" [ "$(wc -l <out)" = 4 ]
+check "a source in both files is a pair" run train pairs.tsv --out b.safetensors --steps 300 --batch 32 --lr 0.01 --vocab 400 --dropout 0 $small --threads 1
+check "the same pairs give the same model, for any number of threads" same a.safetensors b.safetensors
+run train en de --out b.safetensors --steps 5 $small
+run train en de --out c.safetensors --steps 5 $small --seed 2
+check "another seed gives another one" differ b.safetensors c.safetensors
+cp a.safetensors before
+printf 'no tab here\n' >bad.tsv
+head -n 5 en >few.en
+head -n 5 de >few.de
+head -c 2000 a.safetensors >cut.safetensors
+refuses "train, eval or run"
+refuses "source file is missing" train
+refuses "source file is missing" eval a.safetensors
+refuses "no flag --beam" train en de --beam 3
+refuses "cannot read missing" train missing de
+refuses "cannot read missing" train en missing --out a.safetensors
+refuses "is empty" train empty de --out a.safetensors
+refuses "same number of lines" train en short.de --out a.safetensors
+refuses "no tab" train bad.tsv --out a.safetensors
+refuses "5 pairs can be used" train few.en few.de --out a.safetensors
+refuses "can be used" train en de --longest 3 --out a.safetensors
+refuses "overwrite the target" train en de --out de
+refuses "[0-9]" train en de --dim 10 --heads 3 --out a.safetensors
+refuses "missing.safetensors" run missing.safetensors
+refuses "[a-z]" run cut.safetensors
+refuses "same number of lines" eval a.safetensors en short.de
+check "the old model is as it was" same a.safetensors before
+check "Ctrl-C ends a training well" interrupted '^step .* loss' train en de --steps 100000 --out stopped.safetensors $small
+check "it says so" grep -q 'stopped early' out
+check "the model is saved" run eval stopped.safetensors short.en short.de
+
+# ---- mlm
+program=mlm
+awk 'BEGIN { for (i = 0; i < 400; i++) print "the moon goes round the earth, and the earth goes round the sun, in " (i * 7 % 30) " days" }' >text
+awk 'BEGIN { for (i = 0; i < 300; i++) print (i * 7 % 5 < 2) "\tin " (i * 13 % 40) " days the " (i * 7 % 5 < 2 ? "moon" : "sun") " goes round" }' >rows.tsv
+window="--window 32 --batch 8"
+check "pretrain succeeds" run pretrain text --out m.safetensors --plot m.svg --steps 200 --lr 0.01 $window $small
+check "validation loss falls" awk '/^validation loss/ { exit !($5 < 0.7 * $3) }' out
+check "the loss is drawn" drawn m.svg
+run pretrain text --out n.safetensors --steps 200 --lr 0.01 $window $small --threads 1
+check "the same seed gives the same model, for any number of threads" same m.safetensors n.safetensors
+check "tune succeeds" run tune m.safetensors rows.tsv --out c.safetensors --plot c.svg --steps 100 --lr 0.01 $window --threads 2
+check "it says what did not match" [ "$(grep -c '^  sentence_projection_layer.weight is not in the file$\|^  lm_head.* no parameter here$' out)" = 6 ]
+check "it tells both accuracies" grep -q '^accuracy after 100 steps: [01][.0-9]* pre-trained, [01][.0-9]* from scratch$' out
+check "what can be learnt has been learnt" awk '/^accuracy after/ { exit !($5 > 0.9) }' out
+check "the fine-tuning is drawn" drawn c.svg
+check "few rows to learn from" run tune m.safetensors rows.tsv --out d.safetensors --steps 3 --rows 20 $window
+printf '1\tone\nx\ttwo\n' >bad.tsv
+printf '0\tone\n1\ttwo\n' >two.tsv
+refuses "no command dance" dance
+refuses "no flag --dim" tune m.safetensors rows.tsv --dim 8
+refuses "no label" tune m.safetensors bad.tsv --out d.safetensors
+refuses "2 lines" tune m.safetensors two.tsv --out d.safetensors
+refuses "no masked language model" tune c.safetensors rows.tsv --out d.safetensors
+refuses "overwrite the model" tune m.safetensors rows.tsv --out m.safetensors
+refuses "is empty" pretrain empty --out m.safetensors
+printf 'tiny' >tiny
+refuses "has 4 bytes" pretrain tiny --out m.safetensors
+check "a short text is read in shorter windows" run pretrain short.en --out d.safetensors --steps 2 --window 4096 --batch 4 $small
+check "Ctrl-C ends a training well" interrupted '^step' pretrain text --steps 100000 --out stopped.safetensors $window $small
+check "and it is saved" run tune stopped.safetensors rows.tsv --out d.safetensors --steps 2 $window
+
+# ---- summary
+program=summary
+check "summary succeeds" run m.safetensors
+check "it tells the kind" grep -q 'kind masked_lm, .*vocab 257' out
+check "and what numbers stand for" grep -q 'activation gelu' out
+check "a tensor, its kind, shape and size" grep -q 'encoder.layers.0.fc1.weight *F32 *64 x 32 *8.2 kB' out
+check "the totals" grep -q 'tensors, [0-9]* numbers, .*B' out
+check "text pairs of the user are shown" sh -c "'$build/summary' a.safetensors | grep -q '^  translate.pairs [0-9 ]*\.\.\. ([0-9]* bytes)'"
+check "any safetensors file will do" run "$root/tests/data/causal_tied.safetensors"
+check "with its pairs" grep -q '^  pack_activation softplus2' out
+refuses "one file"
+refuses "missing" missing
+refuses "[a-z]" text
+refuses "[a-z]" empty
+refuses "[a-z]" cut.safetensors
+refuses "[a-z]" folder
+
+# ---- attention_map
+program=attention_map
+good() { [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] && [ "$(tags "$1" g)" = "$(tags "$1" /g)" ] && { ! command -v xmllint || xmllint --noout "$1"; }; }
+check "a classifier's map" run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out c.svg
+check "is a whole SVG" good c.svg
+check "its characters are escaped" sh -c "grep -q '&#60;' c.svg && grep -q '&#38;' c.svg && grep -q '>é<' c.svg"
+check "two maps" [ "$(grep -c '(pack;\|(unpack;' c.svg)" = 2 ]
+run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out d.svg --head 2
+check "a head is another map" differ c.svg d.svg
+check "the text from the input" sh -c "'$build/attention_map' draw m.safetensors --out e.svg <text"
+check "a long text goes on below" [ "$(grep -c '(pack;' e.svg)" -ge 20 ]
+check "it is a whole SVG" good e.svg
+printf 'a\377\200\001\302\002b' >odd
+check "odd bytes do no harm" sh -c "'$build/attention_map' draw m.safetensors --out f.svg <odd"
+check "not to the SVG either" good f.svg
+check "an encoder-decoder's encoder, with numbers for tokens" run draw a.safetensors --as numbers --text '5 6 7 300' --out g.svg
+refuses "model file is missing" draw
+refuses "no layer 2" draw m.safetensors --layer 2 --text x --out h.svg
+refuses "no head 3" draw m.safetensors --head 3 --text x --out h.svg
+refuses "[a-z]" draw m.safetensors --as numbers --text '5 999999999999' --out h.svg
+refuses "no text" draw m.safetensors --text '' --out h.svg
+refuses "overwrite the model" draw m.safetensors --text x --out m.safetensors
+refuses "cannot write" draw m.safetensors --text x --out nowhere/h.svg
+refuses "[a-z]" draw text --text x --out h.svg
+check "no other file appeared" [ "$(echo *.probe *.tmp* nowhere h.svg)" = "*.probe *.tmp* nowhere h.svg" ]
+finish

@@ -1,0 +1,732 @@
+/* Every door through which luna.h takes a stranger's bytes: sets, models of every kind, streams and their states, training. Whatever the
+   bytes are: no crash, no allocation out of proportion to them; what is refused is refused with a sentence, changes no parameter and keeps
+   no memory; what is loaded can be used, saved and loaded again.
+
+     fuzz_safetensors                     the corpus, tests/data/fuzz, one file after another; part of `make test`
+     fuzz_safetensors FILE|FOLDER...      those
+     fuzz_safetensors --seeds FOLDER      writes the seeds made below
+     make fuzz                            with libFuzzer (clang), FUZZ_LIBFUZZER defined: mutates a copy of the corpus
+*/
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include <dirent.h>
+#include <limits.h>
+
+#ifdef FUZZ_LIBFUZZER
+#define HOLDS(condition, ...) ((condition) ? (void)0 : (printf(__VA_ARGS__), printf("\n"), fflush(stdout), abort()))
+#else
+static const char *current = "";
+#define HOLDS(condition, ...) (CHECK(condition, __VA_ARGS__) ? (void)0 : (void)printf("  by %s\n", current))
+#endif
+
+/* ---- an allocator that knows how large the input is: no allocation may be out of proportion ---- */
+#define MOST_ONCE(input) (((size_t)1 << 20) + 64 * (input))
+#define MOST_IN_ALL(input) (((int64_t)4 << 20) + 256 * (int64_t)(input))
+typedef struct heap {
+  int64_t live;
+  size_t input;
+} heap;
+static void *heap_allocate(void *user, size_t bytes) {
+  heap *h = (heap *)user;
+  const bool fits = bytes <= MOST_ONCE(h->input) && h->live + (int64_t)bytes <= MOST_IN_ALL(h->input);
+  HOLDS(fits, "%.0f bytes are asked for, with %.0f in use, for an input of %.0f", (double)bytes, (double)h->live, (double)h->input);
+  void *p = fits ? malloc(bytes) : NULL;
+  if (p) h->live += (int64_t)bytes;
+  return p;
+}
+static void heap_release(void *user, void *pointer, size_t bytes) {
+  ((heap *)user)->live -= (int64_t)bytes;
+  free(pointer);
+}
+static luna_ctx *ctx_open(heap *h, size_t input) {
+  luna_options options = {0};
+  h->live = 0, h->input = input;
+  options.threads = 1, options.seed = 1;
+  options.allocator.allocate = heap_allocate, options.allocator.release = heap_release, options.allocator.user = h;
+  luna_ctx *ctx = luna_open(&options);
+  if (!ctx) exit(2);
+  return ctx;
+}
+static void ctx_close(luna_ctx *ctx, const heap *h) {
+  luna_close(ctx);
+  HOLDS(h->live == 0, "%d bytes leaked", (int)h->live);
+}
+
+/* ---- files in memory ---- */
+typedef struct buffer {
+  uint8_t *at;
+  size_t size, room;
+} buffer;
+static bool buffer_write(void *user, const void *bytes, size_t size) {
+  buffer *b = (buffer *)user;
+  if (b->size + size > b->room) {
+    b->room = 2 * (b->size + size);
+    b->at = (uint8_t *)realloc(b->at, b->room);
+    if (!b->at) exit(2);
+  }
+  if (size) memcpy(b->at + b->size, bytes, size);
+  b->size += size;
+  return true;
+}
+static buffer saved(const luna_params *params, const luna_optimizer *optimizer) {
+  buffer b = {NULL, 0, 0};
+  const luna_io io = {NULL, buffer_write, &b, 0};
+  const luna_status status = optimizer ? luna_save_training_io(optimizer, &io) : luna_save_io(params, &io);
+  HOLDS(status == LUNA_OK, "what is loaded cannot be saved: %s", luna_status_text(status));
+  return b;
+}
+static bool same(const buffer *a, const buffer *b) { return a->size == b->size && memcmp(a->at, b->at, a->size) == 0; }
+
+/* after a call that failed: a sentence, and as much memory as before */
+static void refused(luna_ctx *ctx, const heap *h, int64_t live, const char *what) {
+  HOLDS(luna_error(ctx)[0] && luna_state(ctx) != LUNA_OK, "%s: refused without a sentence", what);
+  HOLDS(h->live == live, "%s: refused, and %d bytes stay", what, (int)(h->live - live));
+  luna_begin_inference(ctx);
+}
+
+/* ---- a small set ---- */
+static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
+static luna_params *set_open(luna_ctx *ctx) {
+  const luna_init normal = {LUNA_NORMAL, 1};
+  luna_params *params = luna_params_open(ctx);
+  if (!luna_param(params, "first", 2, matrix, normal) || !luna_param(params, "second", 1, vector, normal)) exit(2);
+  return params;
+}
+static void set_read(const luna_params *params, float out[10]) {
+  memcpy(out, luna_params_find(params, "first")->data, 6 * sizeof(float));
+  memcpy(out + 6, luna_params_find(params, "second")->data, 4 * sizeof(float));
+}
+static void set_unchanged(const luna_params *params, const float before[10], const char *what) {
+  float now[10];
+  set_read(params, now);
+  HOLDS(memcmp(now, before, sizeof now) == 0, "%s: refused, and parameters have changed", what);
+}
+
+/* both parameters are the file's */
+static void set_is(const luna_params *params, const uint8_t *bytes, size_t size, const char *what) {
+  lunai_st st;
+  lunai_st_tensor t;
+  float now[10], values[6];
+  const bool opens = !lunai_st_open(&st, bytes, size);
+  set_read(params, now);
+  for (int i = 0; i < 2; i++) {
+    const bool there = opens && lunai_st_find(&st, i ? "second" : "first", &t) && t.count == (i ? 4 : 6) && lunai_st_floats(&t, values);
+    HOLDS(there && memcmp(values, now + (i ? 6 : 0), (size_t)t.count * sizeof(float)) == 0, "%s: loaded, but the file has not this %s", what, i ? "second" : "first");
+  }
+}
+
+enum { COPIED, BORROWED, MATCHING, SET_WAYS };
+static void try_set(const uint8_t *bytes, size_t size) {
+  static const char *const names[SET_WAYS] = {"luna_load_bytes", "luna_load_borrowed", "luna_load_matching_bytes"};
+  for (int way = 0; way < SET_WAYS; way++) {
+    heap h;
+    float before[10];
+    luna_match match = {0};
+    luna_ctx *ctx = ctx_open(&h, size);
+    luna_params *params = set_open(ctx);
+    const int64_t live = h.live;
+    set_read(params, before);
+    const luna_status status = way == COPIED     ? luna_load_bytes(params, bytes, size)
+                               : way == BORROWED ? luna_load_borrowed(params, bytes, size)
+                                                 : luna_load_matching_bytes(params, bytes, size, &match);
+    if (status != LUNA_OK) {
+      set_unchanged(params, before, names[way]);
+      refused(ctx, &h, live, names[way]);
+    } else {
+      buffer file = saved(params, NULL), again;
+      luna_params *other = set_open(ctx);
+      if (way == MATCHING) HOLDS(match.loaded > 0 && match.loaded + match.missing == 2, "%s: loaded %d, missing %d", names[way], (int)match.loaded, (int)match.missing);
+      else set_is(params, bytes, size, names[way]);
+      HOLDS(luna_load_bytes(other, file.at, file.size) == LUNA_OK, "%s: what was loaded and saved cannot be loaded: %s", names[way], luna_error(ctx));
+      again = saved(other, NULL);
+      HOLDS(same(&file, &again), "%s: what was loaded and saved comes back as something else", names[way]);
+      free(file.at), free(again.at);
+    }
+    ctx_close(ctx, &h);
+  }
+  /* borrowed before there are parameters */
+  heap h;
+  luna_ctx *ctx = ctx_open(&h, size);
+  luna_params *params = luna_params_open(ctx);
+  const luna_init normal = {LUNA_NORMAL, 1};
+  if (luna_load_borrowed(params, bytes, size) == LUNA_OK) {
+    luna_tensor *first = luna_param(params, "first", 2, matrix, normal);
+    float copy[6];
+    HOLDS(first ? luna_read(first, copy) == LUNA_OK : luna_error(ctx)[0] != 0, "borrowed: no parameter and no sentence");
+  }
+  ctx_close(ctx, &h);
+}
+
+static void see_pair(void *user, const char *key, const char *value) { *(size_t *)user += strlen(key) + strlen(value); }
+static void see_tensor(void *user, const luna_entry *entry) {
+  float *values = common_floats(entry->count);
+  if (luna_entry_read(entry, values) && entry->count) *(size_t *)user += values[entry->count - 1] > 0;
+  *(size_t *)user += strlen(entry->name) + strlen(entry->dtype);
+  free(values);
+}
+static void try_inspection(const uint8_t *bytes, size_t size) {
+  heap h;
+  size_t seen = 0;
+  const luna_inspection inspection = {see_pair, see_tensor, &seen};
+  luna_ctx *ctx = ctx_open(&h, size);
+  const int64_t live = h.live;
+  if (luna_inspect_bytes(ctx, bytes, size, &inspection) != LUNA_OK) refused(ctx, &h, live, "luna_inspect_bytes");
+  ctx_close(ctx, &h);
+}
+
+/* ---- models ---- */
+enum { TOKENS = 3 };
+static void tokens_of(int32_t *tokens, int64_t count, int64_t vocab) {
+  for (int64_t i = 0; i < count; i++) tokens[i] = (int32_t)((5 * i + 1) % vocab);
+}
+static void ran(luna_ctx *ctx, const luna_tensor *result, int64_t rows, int64_t columns) {
+  HOLDS(result ? luna_count(result) == rows * columns : luna_error(ctx)[0] != 0, "a model that was loaded gives nothing and says nothing");
+  luna_begin_inference(ctx);
+}
+static void use_lm(luna_ctx *ctx, const luna_lm *model) {
+  const luna_stream_config config = {1, 2, LUNA_ISA_BEST};
+  int32_t tokens[TOKENS];
+  tokens_of(tokens, TOKENS, model->config.vocab);
+  ran(ctx, luna_lm_forward(model, tokens, 1, TOKENS), TOKENS, model->config.vocab);
+  luna_stream *stream = luna_stream_open(model, &config);
+  HOLDS(stream || luna_error(ctx)[0], "no stream, and no sentence");
+  if (stream && !luna_stream_prefill(stream, tokens, TOKENS)) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
+  luna_stream_close(stream);
+  luna_begin_inference(ctx);
+}
+static void use_classifier(luna_ctx *ctx, const luna_classifier *model) {
+  int32_t tokens[2 * TOKENS];
+  const int32_t lengths[2] = {TOKENS, 2};
+  tokens_of(tokens, 2 * TOKENS, model->config.vocab);
+  ran(ctx, model->config.pair ? luna_classify_pair(model, tokens, lengths, TOKENS, tokens, lengths, TOKENS, 2) : luna_classify(model, tokens, lengths, 2, TOKENS), 2, model->config.classes);
+}
+static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
+  int32_t tokens[2 * TOKENS];
+  const int32_t lengths[2] = {TOKENS, 2};
+  tokens_of(tokens, 2 * TOKENS, model->config.vocab);
+  ran(ctx, luna_masked_lm_forward(model, tokens, lengths, 2, TOKENS), 2 * TOKENS, model->config.vocab);
+}
+static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
+  int32_t source[2 * TOKENS], target[2 * TOKENS], out[2 * TOKENS], out_lengths[2];
+  const int32_t lengths[2] = {TOKENS, 2};
+  luna_search search = {0};
+  float scores[2];
+  search.beam = 2, search.most = TOKENS, search.end = model->config.target_vocab > 1;
+  tokens_of(source, 2 * TOKENS, model->config.vocab), tokens_of(target, 2 * TOKENS, model->config.target_vocab);
+  ran(ctx, luna_seq2seq_forward(model, source, lengths, TOKENS, target, NULL, TOKENS, 2), 2 * TOKENS, model->config.target_vocab);
+  HOLDS(luna_translate(model, &search, source, lengths, 2, TOKENS, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0], "no translation, and no sentence");
+  luna_begin_inference(ctx);
+}
+
+/* -> whether a language model was loaded */
+static bool try_model(const uint8_t *bytes, size_t size, bool any) {
+  const char *what = any ? "luna_load_model_bytes" : "luna_lm_load_bytes";
+  heap h;
+  luna_model model, other;
+  luna_ctx *ctx = ctx_open(&h, size);
+  luna_params *params = luna_params_open(ctx), *twice = luna_params_open(ctx);
+  const int64_t live = h.live;
+  const luna_status status = any ? luna_load_model_bytes(&model, params, bytes, size) : luna_lm_load_bytes(&model.lm, params, bytes, size);
+  if (status != LUNA_OK) {
+    HOLDS(luna_params_size(params) == 0 && !luna_params_get(params, "luna.kind"), "%s: refused, and %d parameters stay", what, (int)luna_params_size(params));
+    refused(ctx, &h, live, what);
+  } else {
+    const luna_model_kind kind = any ? model.kind : LUNA_MODEL_LM;
+    buffer file = saved(params, NULL);
+    luna_begin_inference(ctx);
+    if (kind == LUNA_MODEL_LM) use_lm(ctx, &model.lm);
+    if (kind == LUNA_MODEL_CLASSIFIER) use_classifier(ctx, &model.classifier);
+    if (kind == LUNA_MODEL_MASKED_LM) use_masked_lm(ctx, &model.masked_lm);
+    if (kind == LUNA_MODEL_SEQ2SEQ) use_seq2seq(ctx, &model.seq2seq);
+    HOLDS((any ? luna_load_model_bytes(&other, twice, file.at, file.size) : luna_lm_load_bytes(&other.lm, twice, file.at, file.size)) == LUNA_OK,
+          "%s: what was loaded and saved cannot be loaded: %s", what, luna_error(ctx));
+    buffer again = saved(twice, NULL);
+    HOLDS(same(&file, &again), "%s: what was loaded and saved comes back as something else", what);
+    free(file.at), free(again.at);
+  }
+  ctx_close(ctx, &h);
+  return status == LUNA_OK;
+}
+
+/* ---- streams ---- */
+static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
+  const luna_stream_config config = {2, 2, LUNA_ISA_BEST};
+  const char *wrong = NULL;
+  const size_t need = luna_stream_size(bytes, size, &config, &wrong);
+  HOLDS(need ? wrong && !*wrong : wrong && *wrong, "luna_stream_size: %.0f bytes and \"%s\"", (double)need, wrong ? wrong : "null");
+  HOLDS(need <= MOST_ONCE(size), "luna_stream_size: %.0f bytes for an input of %.0f", (double)need, (double)size);
+  if (need == 0 || need > MOST_ONCE(size)) return;
+  void *memory = malloc(need);
+  luna_stream *stream = luna_stream_open_bytes(bytes, size, &config, memory, need, &wrong);
+  HOLDS(stream ? !*wrong : *wrong != 0, "luna_stream_open_bytes: %s and \"%s\"", stream ? "a stream" : "no stream", wrong);
+  HOLDS(!stream || is_lm, "a stream of what is refused as a language model");
+  if (stream) {
+    const int64_t vocab = stream->sizes.vocab;
+    int32_t tokens[2 * TOKENS];
+    const int32_t swap[2] = {1, 0};
+    luna_sampling sampling = {1, 2, 1, 0};
+    tokens_of(tokens, 2 * TOKENS, vocab);
+    const float *logits = luna_stream_prefill(stream, tokens, TOKENS);
+    HOLDS(logits || luna_stream_error(stream)[0], "no logits, and no sentence");
+    const int32_t token = luna_sample(logits, vocab, &sampling);
+    HOLDS(token >= -1 && token < vocab, "token %d of %d", (int)token, (int)vocab);
+    luna_stream_reorder(stream, swap);
+    luna_stream_step(stream, tokens);
+  }
+  free(memory);
+}
+
+/* a state as the stream of a model with learned positions, and of one without, takes it */
+typedef struct fixed { buffer file; void *memory; luna_stream *stream; } fixed;
+static buffer lm_file(int which);
+static fixed *fixed_stream(int which) {
+  static fixed streams[2];
+  fixed *f = &streams[which];
+  if (f->stream) return f;
+  const luna_stream_config config = {1, 2, LUNA_ISA_BEST};
+  const char *wrong;
+  f->file = lm_file(which);
+  const size_t need = luna_stream_size(f->file.at, f->file.size, &config, &wrong);
+  f->memory = malloc(need);
+  f->stream = luna_stream_open_bytes(f->file.at, f->file.size, &config, f->memory, need, &wrong);
+  if (!f->stream) exit(2);
+  return f;
+}
+static void try_state(const uint8_t *bytes, size_t size) {
+  const int32_t tokens[2] = {0, 1};
+  for (int which = 0; which < 2; which++) {
+    luna_stream *stream = fixed_stream(which)->stream;
+    luna_stream_reset(stream);
+    luna_stream_step(stream, tokens);
+    const size_t room = luna_stream_state_size(stream);
+    uint8_t *before = (uint8_t *)malloc(room), *after = (uint8_t *)malloc(room);
+    luna_stream_state_save(stream, before, room);
+    const luna_status status = luna_stream_state_load(stream, bytes, size);
+    luna_stream_state_save(stream, after, room);
+    if (status == LUNA_OK) {
+      HOLDS(size == room && memcmp(after, bytes, size) == 0, "a state loaded and saved is another");
+      for (int i = 0; i < 2; i++)
+        if (!luna_stream_prefill(stream, tokens, 1 + i)) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
+    } else HOLDS(luna_stream_error(stream)[0] && memcmp(before, after, room) == 0, "a state is refused without a sentence, or changes the stream");
+    free(before), free(after);
+  }
+}
+
+/* ---- training ---- */
+static luna_optimizer *optimizer_open(luna_params *params, bool adam) {
+  luna_sgd_config sgd = {0};
+  sgd.momentum = 0.5f;
+  return adam ? luna_adamw(params, NULL) : luna_sgd(params, &sgd);
+}
+static luna_status train(luna_ctx *ctx, luna_params *params, luna_optimizer *optimizer) {
+  luna_begin_step(ctx);
+  luna_backward(luna_add(common_loss(luna_dropout(luna_params_find(params, "first"), 0.5f), 1), common_loss(luna_params_find(params, "second"), 2)));
+  return luna_optimizer_step(optimizer);
+}
+static void try_training(const uint8_t *bytes, size_t size) {
+  for (int adam = 0; adam < 2; adam++) {
+    heap h;
+    luna_ctx *ctx = ctx_open(&h, size);
+    luna_params *params = set_open(ctx);
+    luna_optimizer *optimizer = optimizer_open(params, adam);
+    train(ctx, params, optimizer);
+    buffer before = saved(params, optimizer);
+    luna_begin_inference(ctx);
+    const int64_t live = h.live;
+    const luna_status status = luna_load_training_bytes(optimizer, bytes, size);
+    if (status != LUNA_OK) refused(ctx, &h, live, "luna_load_training_bytes");
+    buffer after = saved(params, optimizer), again;
+    if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training_bytes: refused, and something has changed");
+    else {
+      HOLDS(luna_load_training_bytes(optimizer, after.at, after.size) == LUNA_OK, "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));
+      again = saved(params, optimizer);
+      HOLDS(same(&after, &again), "training that was loaded and saved comes back as something else");
+      luna_begin_inference(ctx);
+      HOLDS(train(ctx, params, optimizer) == LUNA_OK, "training that was loaded does not go on: %s", luna_error(ctx));
+      free(again.at);
+    }
+    free(before.at), free(after.at);
+    ctx_close(ctx, &h);
+  }
+}
+
+/* bytes: aligned as by malloc */
+static void try_all(const uint8_t *bytes, size_t size) {
+  try_set(bytes, size);
+  try_inspection(bytes, size);
+  try_stream(bytes, size, try_model(bytes, size, false));
+  try_model(bytes, size, true);
+  try_state(bytes, size);
+  try_training(bytes, size);
+}
+
+/* ---- seeds: small files of every kind, and of every trick ---- */
+static luna_layer_config tiny_layer(void) {
+  luna_layer_config layer;
+  memset(&layer, 0, sizeof layer);
+  layer.dim = 2, layer.heads = 2, layer.ffn = 2;
+  return layer;
+}
+enum { LM_LEARNED, LM_PLAIN, LM_SOFTMAX, LMS };
+static buffer lm_file(int which) {
+  luna_options options = {0};
+  luna_lm model;
+  luna_lm_config config;
+  options.threads = 1;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  memset(&config, 0, sizeof config);
+  config.vocab = 3, config.layers = 1, config.memory = 2, config.max_length = 8, config.layer = tiny_layer();
+  if (which == LM_LEARNED) config.positions = LUNA_LEARNED, config.layer.convolution = 2, config.layer.pre_norm = true, config.layer.sharing = LUNA_FULL;
+  if (which == LM_PLAIN) config.positions = LUNA_SINUSOIDAL;
+  if (which == LM_SOFTMAX) config.layer.attention = LUNA_ATTENTION_SOFTMAX;
+  if (luna_lm_init(&model, params, &config) != LUNA_OK) exit(2);
+  luna_params_set(params, "who", "a \"seed\"\n");
+  buffer file = saved(params, NULL);
+  luna_close(ctx);
+  return file;
+}
+enum { CLASSIFIER, CLASSIFIER_LINFORMER, CLASSIFIER_PAIR, MASKED_LM, SEQ2SEQ, SEQ2SEQ_SHARED, MODELS };
+static buffer model_file(int which) {
+  luna_options options = {0};
+  luna_encoder_config encoder;
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+  luna_model model;
+  luna_status status;
+  options.threads = 1;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  memset(&encoder, 0, sizeof encoder), memset(&classifier, 0, sizeof classifier), memset(&masked_lm, 0, sizeof masked_lm), memset(&seq2seq, 0, sizeof seq2seq);
+  encoder.layers = 1, encoder.dim = 2, encoder.heads = 1, encoder.ffn = 2, encoder.memory = 2, encoder.max_length = 5, encoder.layer = tiny_layer();
+  if (which == CLASSIFIER_LINFORMER) encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2, encoder.tied_layers = true;
+  if (which == CLASSIFIER_PAIR) encoder.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true, encoder.layer.sharing = LUNA_FULL;
+  if (which == MASKED_LM || which == SEQ2SEQ) encoder.positions = LUNA_LEARNED, encoder.first_position = 1, encoder.layer.pre_norm = true;
+  classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
+  classifier.vocab = masked_lm.vocab = seq2seq.vocab = 3, classifier.classes = 2;
+  if (which == CLASSIFIER_PAIR) classifier.pair = true, classifier.pre_logits = 2;
+  if (which == SEQ2SEQ) seq2seq.target_vocab = 4, seq2seq.separate_output = true;
+  if (which == SEQ2SEQ_SHARED) seq2seq.share_embeddings = true;
+  if (which <= CLASSIFIER_PAIR) status = luna_classifier_init(&model.classifier, params, &classifier);
+  else if (which == MASKED_LM) status = luna_masked_lm_init(&model.masked_lm, params, &masked_lm);
+  else status = luna_seq2seq_init(&model.seq2seq, params, &seq2seq);
+  if (status != LUNA_OK) {
+    printf("seed %d: %s\n", which, luna_error(ctx));
+    exit(2);
+  }
+  buffer file = saved(params, NULL);
+  luna_close(ctx);
+  return file;
+}
+static buffer training_file(int adam) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h, 0);
+  luna_params *params = set_open(ctx);
+  luna_optimizer *optimizer = optimizer_open(params, adam);
+  train(ctx, params, optimizer), train(ctx, params, optimizer);
+  luna_params_set(params, "data", "batch 2");
+  buffer file = saved(params, optimizer);
+  ctx_close(ctx, &h);
+  return file;
+}
+static buffer state_file(int which) {
+  const int32_t tokens[2] = {0, 1};
+  luna_stream *stream = fixed_stream(which)->stream;
+  buffer b = {NULL, 0, 0};
+  luna_stream_reset(stream);
+  luna_stream_prefill(stream, tokens, 2);
+  b.size = b.room = luna_stream_state_size(stream);
+  b.at = (uint8_t *)malloc(b.size);
+  luna_stream_state_save(stream, b.at, b.size);
+  return b;
+}
+/* a state that says it has seen so many tokens */
+static buffer late_state(int which, int64_t position) {
+  buffer b = state_file(which);
+  memcpy(b.at + offsetof(lunai_stream_head, position), &position, sizeof position);
+  return b;
+}
+/* a file of this header, which says it has `claim` bytes (0: as many as it has), and of data_size bytes of data */
+static buffer forged(const char *json, uint64_t claim, size_t data_size) {
+  buffer b = {NULL, 0, 0};
+  const size_t text = strlen(json), size = (text + 7) / 8 * 8;
+  if (claim == 0) claim = size;
+  for (int i = 0; i < 8; i++) buffer_write(&b, &(uint8_t){(uint8_t)(claim >> 8 * i)}, 1);
+  buffer_write(&b, json, text);
+  for (size_t i = text; i < size; i++) buffer_write(&b, " ", 1);
+  for (size_t i = 0; i < data_size; i++) buffer_write(&b, &(uint8_t){(uint8_t)(i % 4 == 3 ? 0x3F : i)}, 1);
+  return b;
+}
+/* The file with data_offsets that fit its dtypes and shapes, in their order, and as much data; false when there would be too much or the
+   header is not written as luna.h writes it. */
+static bool repaired(const uint8_t *file, size_t size, size_t most, buffer *out) {
+  static const char *const with[2] = {"{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[%159[0-9,]],\"data_offsets\":[%*[0-9,]]}%n",
+                                      "{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[],\"data_offsets\":[%*[0-9,]]}%n"};
+  const size_t header = size < 8 ? 0 : (size_t)(file[0] | file[1] << 8 | file[2] << 16);
+  buffer text = {NULL, 0, 0};
+  double total = 0; /* exact, as far as it may go */
+  if (size < 8 || header > size - 8) return false;
+  char *copy = (char *)common_alloc(header + 1), *at = copy;
+  memcpy(copy, file + 8, header);
+  while (*at && total >= 0) {
+    char dtype[8] = "", shape[160] = "", offsets[400];
+    int used = 0, format = 0;
+    if (*at == '{' && sscanf(at, with[0], dtype, shape, &used) < 2 && sscanf(at, with[1], dtype, &used) < 1) used = 0;
+    if (used == 0) {
+      buffer_write(&text, at++, 1);
+      continue;
+    }
+    while (format < LUNAI_ST_DTYPES && strcmp(lunai_st_formats[format].name, dtype) != 0) format++;
+    double count = format < LUNAI_ST_DTYPES ? lunai_st_formats[format].size : 1;
+    for (char *number = shape; *number; number += strcspn(number, ","), number += *number == ',') count *= strtod(number, NULL);
+    snprintf(offsets, sizeof offsets, "{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%.0f,%.0f]}", dtype, shape, total, total + count);
+    buffer_write(&text, offsets, strlen(offsets));
+    total = total + count <= (double)most ? total + count : -1;
+    at += used;
+  }
+  free(copy);
+  const bool fits = total >= 0 && 8 + (double)text.size + total <= (double)most;
+  for (int i = 0; i < 8 && fits; i++) buffer_write(out, &(uint8_t){(uint8_t)((uint64_t)text.size >> 8 * i)}, 1);
+  if (fits) buffer_write(out, text.at, text.size);
+  for (size_t i = 0; fits && i < (size_t)total; i++) buffer_write(out, i < size - 8 - header ? file + 8 + header + i : (const uint8_t *)"", 1);
+  free(text.at);
+  return fits;
+}
+/* the file with texts of its header replaced, "from", "to", ..., null, and repaired */
+static buffer edited(buffer file, const char *const *edits) {
+  buffer whole = {NULL, 0, 0};
+  for (; *edits; edits += 2) {
+    buffer b = {NULL, 0, 0};
+    const size_t header = (size_t)(file.at[0] | file.at[1] << 8), nf = strlen(edits[0]), nt = strlen(edits[1]), size = header - nf + nt;
+    size_t at = 8;
+    while (at + nf <= 8 + header && memcmp(file.at + at, edits[0], nf) != 0) at++;
+    if (at + nf > 8 + header) {
+      printf("the seed has no %s\n", edits[0]);
+      exit(2);
+    }
+    for (int i = 0; i < 8; i++) buffer_write(&b, &(uint8_t){(uint8_t)((uint64_t)size >> 8 * i)}, 1);
+    buffer_write(&b, file.at + 8, at - 8);
+    buffer_write(&b, edits[1], nt);
+    buffer_write(&b, file.at + at + nf, file.size - at - nf);
+    free(file.at);
+    file = b;
+  }
+  if (!repaired(file.at, file.size, 1 << 20, &whole)) exit(2);
+  free(file.at);
+  return whole;
+}
+static buffer deep_file(void) { /* a header that nests 500 deep */
+  char json[1100] = "{\"a\":";
+  memset(json + strlen(json), '[', 500), memset(json + strlen(json), ']', 500);
+  return forged(strcat(json, "}"), 0, 0);
+}
+static buffer cut_file(buffer file, size_t left_out) {
+  file.size -= left_out;
+  return file;
+}
+
+static buffer set_file(void) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h, 0);
+  buffer file = saved(set_open(ctx), NULL);
+  ctx_close(ctx, &h);
+  return file;
+}
+
+#define T(name, dtype, shape, begin, end) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" #begin "," #end "]}"
+#define FIRST T("first", "F32", "2,3", 0, 24)
+#define BOTH FIRST "," T("second", "F32", "4", 24, 40)
+#define SHAPE(name, shape) name "\":{\"dtype\":\"F32\",\"shape\":[" shape "]"
+#define EDIT(...) ((const char *const[]){__VA_ARGS__, NULL})
+/* seed number i = 0, 1, ... and its name; false when there are no more */
+TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
+#define SEED(text, ...) \
+  if (i-- == 0) { \
+    *name = text, *out = __VA_ARGS__; \
+    return true; \
+  }
+  SEED("lm_learned.safetensors", lm_file(LM_LEARNED))
+  SEED("lm_plain.safetensors", lm_file(LM_PLAIN))
+  SEED("lm_softmax.safetensors", lm_file(LM_SOFTMAX))
+  SEED("classifier.safetensors", model_file(CLASSIFIER))
+  SEED("classifier_linformer.safetensors", model_file(CLASSIFIER_LINFORMER))
+  SEED("classifier_pair.safetensors", model_file(CLASSIFIER_PAIR))
+  SEED("masked_lm.safetensors", model_file(MASKED_LM))
+  SEED("seq2seq.safetensors", model_file(SEQ2SEQ))
+  SEED("seq2seq_shared.safetensors", model_file(SEQ2SEQ_SHARED))
+  SEED("training_sgd.safetensors", training_file(0))
+  SEED("training_adamw.safetensors", training_file(1))
+  SEED("set.safetensors", set_file())
+  SEED("set_mixed.safetensors", forged("{\"__metadata__\":{\"a\\u00e9\\ud83d\\ude00\":\"\\\"\\n\"}," T("second", "F64", "4", 0, 32) "," T("first", "F16", "2,3", 32, 44) "}", 0, 44))
+  SEED("set_half.safetensors", forged("{" T("first", "BF16", "2,3", 8, 20) "," T("second", "F16", "4", 0, 8) "}", 0, 20))
+  SEED("set_partly.safetensors", forged("{" FIRST "," T("third", "I64", "1", 24, 32) "}", 0, 32))
+  SEED("stream_learned.state", state_file(LM_LEARNED))
+  SEED("stream_plain.state", state_file(LM_PLAIN))
+  SEED("stream_past_positions.state", late_state(LM_LEARNED, 8))
+  SEED("stream_end_of_time_learned.state", late_state(LM_LEARNED, INT64_MAX))
+  SEED("stream_end_of_time_plain.state", late_state(LM_PLAIN, INT64_MAX))
+  SEED("stream_negative.state", late_state(LM_PLAIN, -1))
+  SEED("cut_header.safetensors", cut_file(forged("{" BOTH "}", 0, 40), 80))
+  SEED("cut_data.safetensors", cut_file(forged("{" BOTH "}", 0, 40), 1))
+  SEED("overlapping.safetensors", forged("{" FIRST "," T("second", "F32", "4", 20, 36) "}", 0, 40))
+  SEED("hole.safetensors", forged("{" FIRST "," T("second", "F32", "4", 28, 44) "}", 0, 44))
+  SEED("twice.safetensors", forged("{" FIRST "," T("fir\\u0073t", "F32", "2,3", 24, 48) "}", 0, 48))
+  SEED("key_twice.safetensors", forged("{\"__metadata__\":{\"a\":\"b\",\"\\u0061\":\"c\"}," BOTH "}", 0, 40))
+  SEED("zero_in_name.safetensors", forged("{" FIRST "," T("first\\u0000", "F32", "2,3", 24, 48) "}", 0, 48))
+  SEED("escaped_pair.safetensors", forged("{\"__metadata__\":{\"\\u006cuna.kind\":\"causal_lm\"}," BOTH "}", 0, 40))
+  SEED("escaped_training.safetensors", edited(training_file(1), EDIT("\"luna.step\"", "\"\\u006cuna.step\"")))
+  SEED("deep.safetensors", deep_file())
+  SEED("header_claim.safetensors", forged("{" BOTH "}", 99999999, 40))
+  SEED("header_claim_most.safetensors", forged("{" BOTH "}", UINT64_MAX, 40))
+  SEED("shape_claim.safetensors", forged("{" T("first", "F32", "4294967296,4294967296", 0, 0) "}", 0, 0))
+  SEED("no_rows.safetensors", forged("{" T("first", "F32", "0,9223372036854775807", 0, 0) "," T("second", "F32", "4", 0, 16) "}", 0, 16))
+  SEED("lm_memory_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "2,2"), SHAPE("projected_embeddings", "1048576,0"))))
+  SEED("lm_positions_claim.safetensors", edited(lm_file(LM_LEARNED), EDIT("\"luna.max_length\":\"8\"", "\"luna.max_length\":\"67108864\"", SHAPE("embed_positions.weight", "8,2"), SHAPE("embed_positions.weight", "67108864,0"))))
+  SEED("lm_dim_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.dim\":\"2\"", "\"luna.dim\":\"600\"", "\"luna.vocab\":\"3\"", "\"luna.vocab\":\"1\"", SHAPE("embed_tokens.weight", "3,2"), SHAPE("embed_tokens.weight", "1,600"))))
+  SEED("classifier_claim.safetensors", edited(model_file(CLASSIFIER), EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "2,2"), SHAPE("projected_embeddings", "1048576,0"))))
+  SEED("training_step.safetensors", edited(training_file(0), EDIT("\"luna.step\":\"0000000000000002\"", "\"luna.step\":\"ffffffffffffffff\"")))
+#undef SEED
+  return false;
+}
+
+#ifdef FUZZ_LIBFUZZER
+/* ---- libFuzzer: a third of its changes go to the header, a third to a number in it, and then offsets and sizes are made to fit ---- */
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
+size_t LLVMFuzzerMutate(uint8_t *bytes, size_t size, size_t most);
+size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t most, unsigned int seed);
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
+  uint8_t *copy = (uint8_t *)malloc(size ? size : 1); /* aligned, and of its own size */
+  if (size) memcpy(copy, bytes, size);
+  try_all(copy, size);
+  free(copy);
+  return 0;
+}
+
+/* a number of the header becomes another; returns the header's new size */
+static size_t change_number(char *header, size_t size, size_t most, uint64_t random) {
+  static const char *const numbers[] = {"0", "1", "2", "3", "4", "5", "8", "16", "64", "255", "256", "1024", "4095", "65536", "1048576", "16777216", "67108864", "2147483647", "4294967296", "9223372036854775807"};
+  const char *number = numbers[random / 65536 % (sizeof numbers / sizeof numbers[0])];
+  const size_t n = strlen(number);
+  size_t digits = 0, at, end, which;
+  for (at = 0; at < size; at++) digits += header[at] >= '0' && header[at] <= '9' && (at == 0 || header[at - 1] < '0' || header[at - 1] > '9');
+  if (digits == 0) return size;
+  which = (size_t)(random % 65536) % digits;
+  for (at = 0;; at++)
+    if (header[at] >= '0' && header[at] <= '9' && (at == 0 || header[at - 1] < '0' || header[at - 1] > '9') && which-- == 0) break;
+  for (end = at; end < size && header[end] >= '0' && header[end] <= '9'; end++) {}
+  if (size - (end - at) + n > most) return size;
+  memmove(header + at + n, header + end, size - end);
+  memcpy(header + at, number, n);
+  return size - (end - at) + n;
+}
+size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t most, unsigned int number) {
+  const uint64_t random = common_hash(number, size);
+  const size_t header = size < 8 ? 0 : (size_t)(bytes[0] | bytes[1] << 8 | bytes[2] << 16), way = (size_t)(random % 3);
+  buffer whole = {NULL, 0, 0};
+  if (way == 0 || size < 16 || header == 0 || header > size - 8) return LLVMFuzzerMutate(bytes, size, most);
+  const size_t data = size - 8 - header, room = most - 8 - data;
+  char *text = (char *)common_alloc(most);
+  memcpy(text, bytes + 8, header);
+  size_t now = header;
+  if (way == 1) now = LLVMFuzzerMutate((uint8_t *)text, header, room);
+  else for (uint64_t i = 0; i <= random / 4 % 3; i++) now = change_number(text, now, room, common_hash(number, size + 1 + i));
+  memmove(bytes + 8 + now, bytes + 8 + header, data);
+  memcpy(bytes + 8, text, now);
+  for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)((uint64_t)now >> 8 * i);
+  free(text);
+  size = 8 + now + data;
+  if (random / 65536 % 4 && repaired(bytes, size, most, &whole)) {
+    memcpy(bytes, whole.at, whole.size);
+    size = whole.size;
+  }
+  free(whole.at);
+  return size;
+}
+#else
+/* ---- the corpus, one file after another ---- */
+static uint8_t *file_read(const char *path, size_t *size) {
+  FILE *file = fopen(path, "rb");
+  long length = -1;
+  uint8_t *bytes = NULL;
+  if (file && fseek(file, 0, SEEK_END) == 0) length = ftell(file);
+  if (length >= 0 && length < LONG_MAX) {
+    rewind(file);
+    bytes = (uint8_t *)malloc(length ? (size_t)length : 1); /* of its own size, so that a sanitizer sees what reads beyond */
+    *size = (size_t)length;
+    if (bytes && fread(bytes, 1, *size, file) != *size) free(bytes), bytes = NULL;
+  }
+  if (file) fclose(file);
+  return bytes;
+}
+static void replay_file(const char *path) {
+  size_t size = 0;
+  uint8_t *bytes = file_read(path, &size);
+  current = path;
+  if (CHECK(bytes != NULL, "%s cannot be read", path)) try_all(bytes, size);
+  free(bytes);
+}
+static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+static void replay(const char *path) {
+  char *names[1024], full[600];
+  int count = 0;
+  struct dirent *entry;
+  DIR *dir = opendir(path);
+  if (!dir) {
+    replay_file(path);
+    return;
+  }
+  while ((entry = readdir(dir)) != NULL && count < 1024)
+    if (entry->d_name[0] != '.') names[count++] = strcpy((char *)common_alloc(strlen(entry->d_name) + 1), entry->d_name);
+  closedir(dir);
+  qsort(names, (size_t)count, sizeof names[0], by_name);
+  CHECK(count > 0, "%s has no files", path);
+  for (int i = 0; i < count; i++) {
+    snprintf(full, sizeof full, "%s/%s", path, names[i]);
+    replay_file(full);
+    free(names[i]);
+  }
+}
+/* the seeds as they are made here, into the folder */
+static void write_seeds(const char *folder) {
+  char path[600];
+  const char *name;
+  buffer b;
+  for (int i = 0; seed(i, &name, &b); i++) {
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "wb");
+    CHECK(file && fwrite(b.at, 1, b.size, file) == b.size, "%s cannot be written", path);
+    if (file) fclose(file);
+    free(b.at);
+  }
+}
+/* the corpus may be older than luna.h: the seeds as they would be made now */
+static void try_seeds(void) {
+  const char *name;
+  buffer b;
+  for (int i = 0; seed(i, &name, &b); i++) {
+    uint8_t *bytes = (uint8_t *)malloc(b.size);
+    memcpy(bytes, b.at, b.size);
+    current = name;
+    try_all(bytes, b.size);
+    free(bytes), free(b.at);
+  }
+}
+
+int main(int argc, char **argv) {
+  if (argc == 3 && strcmp(argv[1], "--seeds") == 0) {
+    write_seeds(argv[2]);
+    return test_report("fuzz_safetensors");
+  }
+  for (int i = 1; i < argc; i++) replay(argv[i]);
+  if (argc == 1) {
+    replay("tests/data/fuzz");
+    try_seeds();
+  }
+  for (int i = 0; i < 2; i++) free(fixed_stream(i)->memory), free(fixed_stream(i)->file.at);
+  return test_report("fuzz_safetensors");
+}
+#endif

@@ -1,0 +1,499 @@
+/* Exact resume: a run stopped after any step, saved, loaded in a context of another seed and another number of threads, goes on with
+   the bits of the run that never stopped; what is no checkpoint of this run is refused and changes nothing; a save that fails, or whose
+   process is killed, leaves the old file whole. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { STEPS = 12, BATCH = 3, N = 11, VOCAB = 13, BAD_STEP = 5, SLOW_STEP = 7 };
+static const char *const kind_names[4] = {"SGD", "Adam", "AdamW", "Apollo"};
+
+/* ---- files in memory; limit: how many bytes a writer takes ---- */
+typedef struct buffer {
+  uint8_t *at;
+  size_t size, room, limit;
+} buffer;
+static bool buffer_write(void *user, const void *bytes, size_t size) {
+  buffer *b = (buffer *)user;
+  if (b->size + size > b->limit) return false;
+  if (b->size + size > b->room) {
+    b->room = 2 * (b->size + size);
+    b->at = (uint8_t *)realloc(b->at, b->room);
+    if (!b->at) exit(2);
+  }
+  memcpy(b->at + b->size, bytes, size);
+  b->size += size;
+  return true;
+}
+static buffer saved(const luna_optimizer *optimizer) {
+  buffer b = {NULL, 0, 0, SIZE_MAX};
+  const luna_io io = {NULL, buffer_write, &b, 0};
+  CHECK(luna_save_training_io(optimizer, &io) == LUNA_OK, "luna_save_training_io fails");
+  return b;
+}
+static buffer saved_params(const luna_params *params) {
+  buffer b = {NULL, 0, 0, SIZE_MAX};
+  const luna_io io = {NULL, buffer_write, &b, 0};
+  CHECK(luna_save_io(params, &io) == LUNA_OK, "luna_save_io fails");
+  return b;
+}
+static bool same(const buffer *a, const buffer *b) { return a->size == b->size && memcmp(a->at, b->at, a->size) == 0; }
+/* does the optimiser, saved, still make these bytes? */
+static bool unchanged(const luna_optimizer *optimizer, const buffer *before) {
+  buffer now = saved(optimizer);
+  const bool result = same(&now, before);
+  free(now.at);
+  return result;
+}
+
+static char folder[200], path[300], temporary[320];
+static bool holds(const char *name, const buffer *want) {
+  FILE *file = fopen(name, "rb");
+  uint8_t *bytes = (uint8_t *)common_alloc(want->size + 1);
+  const bool result = file && fread(bytes, 1, want->size + 1, file) == want->size && memcmp(bytes, want->at, want->size) == 0;
+  if (file) fclose(file);
+  free(bytes);
+  return result;
+}
+static void paths_open(void) {
+  const char *build = getenv("BUILD");
+  if (!build) build = "build";
+  mkdir(build, 0777);
+  snprintf(folder, sizeof folder, "%s/resume_test", build);
+  mkdir(folder, 0777);
+  snprintf(path, sizeof path, "%s/training.safetensors", folder);
+  snprintf(temporary, sizeof temporary, "%s.tmp", path);
+  remove(path), remove(temporary);
+}
+
+/* ---- a run: a language model or a classifier, both with dropout; schedule, clipping, a group, a step that is skipped, a rate that is set ---- */
+typedef struct run {
+  luna_ctx *ctx;
+  luna_params *params;
+  luna_lm lm;
+  luna_classifier classifier;
+  luna_optimizer *optimizer;
+  bool classifies;
+} run;
+
+static luna_optimizer *optimizer_open(luna_params *params, int kind, float momentum) {
+  luna_sgd_config sgd = {0};
+  luna_adamw_config adam = {0};
+  luna_apollo_config apollo = {0};
+  sgd.lr = 0.1f, sgd.momentum = momentum;
+  adam.lr = 0.01f, apollo.lr = 0.2f;
+  sgd.weight_decay = adam.weight_decay = apollo.weight_decay = 0.1f;
+  sgd.clip = adam.clip = apollo.clip = 0.5f;
+  sgd.schedule.decay = LUNA_COSINE, sgd.schedule.warmup = 3, sgd.schedule.total = 2 * STEPS, sgd.schedule.warmup_from = 0.1f;
+  adam.schedule = apollo.schedule = sgd.schedule;
+  return kind == LUNA_SGD ? luna_sgd(params, &sgd) : kind == LUNA_ADAM ? luna_adam(params, &adam) : kind == LUNA_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
+}
+static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threads) {
+  const luna_group group = {NULL, 1, 0.5f, 0, false};
+  luna_options options = {0};
+  luna_layer_config layer;
+  memset(r, 0, sizeof *r);
+  memset(&layer, 0, sizeof layer);
+  options.seed = seed, options.threads = threads;
+  r->ctx = luna_open(&options), r->params = luna_params_open(r->ctx), r->classifies = classifies;
+  layer.dropout = 0.2f, layer.attention_dropout = 0.1f, layer.activation_dropout = 0.1f;
+  if (classifies) {
+    luna_classifier_config config;
+    memset(&config, 0, sizeof config);
+    config.vocab = VOCAB, config.classes = 3, config.encoder.layers = 2, config.encoder.dim = 8, config.encoder.heads = 2;
+    config.encoder.ffn = 12, config.encoder.memory = 4, config.encoder.layer = layer;
+    CHECK(luna_classifier_init(&r->classifier, r->params, &config) == LUNA_OK, "%s", luna_error(r->ctx));
+  } else {
+    luna_lm_config config;
+    memset(&config, 0, sizeof config);
+    layer.dim = 8, layer.heads = 2, layer.ffn = 12, layer.convolution = 3;
+    config.vocab = VOCAB, config.memory = 3, config.layer = layer;
+    CHECK(luna_lm_init(&r->lm, r->params, &config) == LUNA_OK, "%s", luna_error(r->ctx));
+  }
+  r->optimizer = optimizer_open(r->params, kind, 0.9f);
+  CHECK(r->optimizer && luna_optimizer_group(r->optimizer, &group) == LUNA_OK, "%s", luna_error(r->ctx));
+}
+static luna_tensor *run_logits(const run *r, int step) {
+  int32_t *tokens = common_tokens(BATCH * N, (uint64_t)step, VOCAB), lengths[BATCH];
+  for (int b = 0; b < BATCH; b++) lengths[b] = 2 + (5 * b + step) % (N - 2);
+  luna_tensor *logits = r->classifies ? luna_classify(&r->classifier, tokens, lengths, BATCH, N) : luna_lm_forward(&r->lm, tokens, BATCH, N);
+  free(tokens);
+  return logits;
+}
+/* step 1, 2, ...; returns the loss */
+static float run_step(run *r, int step) {
+  char text[32];
+  int32_t *labels = common_tokens(BATCH * N, 100 + (uint64_t)step, r->classifies ? 3 : VOCAB);
+  snprintf(text, sizeof text, "batch %d", step);
+  if (step == SLOW_STEP) luna_optimizer_set_lr(r->optimizer, 0.003f);
+  luna_begin_step(r->ctx);
+  luna_tensor *loss = luna_cross_entropy(run_logits(r, step), labels);
+  if (step == BAD_STEP) loss = luna_scale(loss, INFINITY);
+  CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r->optimizer) == LUNA_OK && luna_params_set(r->params, "data", text) == LUNA_OK, "%s", luna_error(r->ctx));
+  free(labels);
+  return luna_item(loss);
+}
+
+/* ---- stopped after each step ---- */
+static void check_resume(bool classifies, int kind) {
+  const char *what = classifies ? "classifier" : "language model";
+  float losses[STEPS + 1];
+  buffer files[STEPS + 1];
+  run whole, saving;
+  run_open(&whole, classifies, kind, 5, 1), run_open(&saving, classifies, kind, 5, 2);
+  for (int step = 1; step <= STEPS; step++) {
+    const float loss = run_step(&saving, step);
+    losses[step] = run_step(&whole, step);
+    files[step] = saved(saving.optimizer); /* in the step that made them, as a program would */
+    CHECK(memcmp(&loss, &losses[step], sizeof loss) == 0, "%s, %s: saving, or two threads, change the loss of step %d", what, kind_names[kind], step);
+  }
+  CHECK(unchanged(whole.optimizer, &files[STEPS]), "%s, %s: saving, or two threads, change the run", what, kind_names[kind]);
+  CHECK(luna_optimizer_skipped(whole.optimizer) == 1 && luna_optimizer_steps(whole.optimizer) == STEPS - 1, "%s, %s: %lld skipped", what, kind_names[kind],
+        (long long)luna_optimizer_skipped(whole.optimizer));
+  for (int stop = 1; stop < STEPS; stop++) {
+    run again;
+    char text[32];
+    int wrong = 0;
+    run_open(&again, classifies, kind, 77 + (uint64_t)stop, 1 + stop % 3);
+    if (stop % 4 == 0) run_step(&again, 1), run_step(&again, 2); /* whatever it did before is forgotten */
+    if (stop % 2) {
+      CHECK(luna_load_training_bytes(again.optimizer, files[stop].at, files[stop].size) == LUNA_OK, "%s, %s: %s", what, kind_names[kind], luna_error(again.ctx));
+    } else {
+      FILE *file = fopen(path, "wb");
+      CHECK(file && fwrite(files[stop].at, 1, files[stop].size, file) == files[stop].size, "%s cannot be written", path);
+      if (file) fclose(file);
+      CHECK(luna_load_training(again.optimizer, path) == LUNA_OK && luna_save_training(again.optimizer, path) == LUNA_OK && holds(path, &files[stop]),
+            "%s, %s: loaded from a file and saved to it, it has other bytes: %s", what, kind_names[kind], luna_error(again.ctx));
+    }
+    snprintf(text, sizeof text, "batch %d", stop);
+    CHECK(luna_params_get(again.params, "data") && strcmp(luna_params_get(again.params, "data"), text) == 0, "%s, %s: the pair says %s", what, kind_names[kind],
+          luna_params_get(again.params, "data"));
+    CHECK(luna_optimizer_skipped(again.optimizer) == (stop >= BAD_STEP) && luna_optimizer_steps(again.optimizer) == stop - (stop >= BAD_STEP),
+          "%s, %s: after step %d there were %lld, %lld skipped", what, kind_names[kind], stop, (long long)luna_optimizer_steps(again.optimizer),
+          (long long)luna_optimizer_skipped(again.optimizer));
+    CHECK(unchanged(again.optimizer, &files[stop]), "%s, %s: loaded and saved again, step %d has other bytes", what, kind_names[kind], stop);
+    for (int step = stop + 1; step <= STEPS; step++) {
+      const float loss = run_step(&again, step);
+      wrong += memcmp(&loss, &losses[step], sizeof loss) != 0;
+    }
+    CHECK(wrong == 0, "%s, %s: stopped after step %d, %d losses are others", what, kind_names[kind], stop, wrong);
+    CHECK(unchanged(again.optimizer, &files[STEPS]), "%s, %s: stopped after step %d it ends elsewhere", what, kind_names[kind], stop);
+    luna_close(again.ctx);
+  }
+  for (int step = 1; step <= STEPS; step++) free(files[step].at);
+  luna_close(whole.ctx), luna_close(saving.ctx), remove(path);
+}
+
+/* ---- the file is a checkpoint of the model as well ---- */
+static void check_plain(bool classifies) {
+  run r;
+  luna_model model;
+  float *expected = common_floats(BATCH * N * VOCAB), *got = common_floats(BATCH * N * VOCAB);
+  run_open(&r, classifies, LUNA_ADAMW, 5, 1);
+  for (int step = 1; step <= 3; step++) run_step(&r, step);
+  buffer plain = saved_params(r.params), training = saved(r.optimizer);
+  luna_begin_inference(r.ctx);
+  luna_tensor *logits = run_logits(&r, 1);
+  CHECK(luna_read(logits, expected) == LUNA_OK, "%s", luna_error(r.ctx));
+  CHECK(luna_save_training(r.optimizer, path) == LUNA_OK, "%s", luna_error(r.ctx));
+  for (int way = 0; way < (classifies ? 3 : 4); way++) {
+    run other;
+    memset(&other, 0, sizeof other);
+    other.ctx = luna_open(NULL), other.params = luna_params_open(other.ctx), other.classifies = classifies;
+    const luna_status status = way == 0   ? luna_load_model(&model, other.params, path)
+                               : way == 1 ? luna_load_model_bytes(&model, other.params, training.at, training.size)
+                               : way == 2 ? luna_load_model_bytes(&model, other.params, plain.at, plain.size)
+                                          : luna_lm_load(&model.lm, other.params, path);
+    CHECK(status == LUNA_OK, "way %d: a training file is no model: %s", way, luna_error(other.ctx));
+    if (classifies) other.classifier = model.classifier;
+    else other.lm = model.lm;
+    luna_begin_inference(other.ctx);
+    CHECK(luna_read(run_logits(&other, 1), got) == LUNA_OK && memcmp(got, expected, (size_t)luna_count(logits) * sizeof(float)) == 0,
+          "way %d: the model loaded from a training file has other logits: %s", way, luna_error(other.ctx));
+    buffer again = saved_params(other.params);
+    CHECK(same(&again, &plain), "way %d: loaded from a training file and saved, it has other bytes", way);
+    free(again.at);
+    luna_close(other.ctx);
+  }
+  run set; /* and into a set that is there already */
+  run_open(&set, classifies, LUNA_SGD, 9, 1);
+  CHECK(luna_load(set.params, path) == LUNA_OK, "luna_load: %s", luna_error(set.ctx));
+  buffer again = saved_params(set.params);
+  CHECK(same(&again, &plain), "a training file loaded by luna_load makes another checkpoint");
+  luna_close(set.ctx), luna_close(r.ctx), remove(path);
+  free(again.at), free(plain.at), free(training.at), free(expected), free(got);
+}
+
+/* ---- refusals ---- */
+static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
+typedef struct small {
+  luna_ctx *ctx;
+  luna_params *params;
+  luna_optimizer *optimizer;
+} small;
+/* two parameters, and an optimiser that has made two steps */
+static void small_open(small *s, int kind, float momentum, uint64_t seed) {
+  const luna_init normal = {LUNA_NORMAL, 1};
+  luna_options options = {0};
+  options.seed = seed, options.threads = 1;
+  s->ctx = luna_open(&options), s->params = luna_params_open(s->ctx);
+  CHECK(luna_param(s->params, "first", 2, matrix, normal) && luna_param(s->params, "second", 1, vector, normal), "%s", luna_error(s->ctx));
+  s->optimizer = optimizer_open(s->params, kind, momentum);
+  for (int step = 0; step < 2; step++) {
+    luna_begin_step(s->ctx);
+    CHECK(luna_backward(luna_add(common_loss(luna_params_find(s->params, "first"), seed), common_loss(luna_params_find(s->params, "second"), seed))) == LUNA_OK &&
+              luna_optimizer_step(s->optimizer) == LUNA_OK,
+          "%s", luna_error(s->ctx));
+  }
+}
+static void small_refuses(small *s, const void *bytes, size_t size, luna_status want, const char *part, const char *what) {
+  const buffer before = saved(s->optimizer);
+  const luna_status got = luna_load_training_bytes(s->optimizer, bytes, size);
+  CHECK(got == want && luna_error(s->ctx)[0] && strstr(luna_error(s->ctx), part), "%s: %s, \"%s\", not %s with \"%s\"", what, luna_status_text(got), luna_error(s->ctx),
+        luna_status_text(want), part);
+  CHECK(unchanged(s->optimizer, &before), "%s: refused, but something has changed", what);
+  free(before.at);
+  luna_begin_inference(s->ctx);
+}
+/* the file with the first `from` in its header replaced by `to` */
+static buffer edited(const buffer *file, const char *from, const char *to) {
+  buffer b = {NULL, 0, 0, SIZE_MAX};
+  const size_t header = (size_t)(file->at[0] | file->at[1] << 8 | file->at[2] << 16), nf = strlen(from), nt = strlen(to);
+  size_t at = 8;
+  while (at + nf <= 8 + header && memcmp(file->at + at, from, nf) != 0) at++;
+  CHECK(at + nf <= 8 + header, "the file's header has no %s", from);
+  const size_t size = header - nf + nt;
+  for (int i = 0; i < 8; i++) buffer_write(&b, &(uint8_t){(uint8_t)((uint64_t)size >> 8 * i)}, 1);
+  buffer_write(&b, file->at + 8, at - 8);
+  buffer_write(&b, to, nt);
+  buffer_write(&b, file->at + at + nf, file->size - at - nf);
+  return b;
+}
+#define ZEROS "0000000000000000"
+static const struct {
+  const char *from, *to;
+  luna_status status;
+  const char *part;
+} claims[] = {
+    {"\"luna.optimizer\":\"" "0000000000000002", "\"luna.optimizer\":\"0000000000000001", LUNA_MISMATCH, "kind"},
+    {"\"luna.optimizer\":\"" "0000000000000002", "\"luna.optimizer\":\"8000000000000002", LUNA_MISMATCH, "kind"},
+    {"\"luna.optimizer\":\"" "0000000000000002", "\"luna.optimizer\":\"000000000000000G", LUNA_BAD_FILE, "luna.optimizer"},
+    {"\"luna.optimizer\":\"" "0000000000000002", "\"luna.optimizer\":\"2", LUNA_BAD_FILE, "luna.optimizer"},
+    {"\"luna.optimizer\":\"" "0000000000000002", "\"luna.optimizer\":\"00000000000000002", LUNA_BAD_FILE, "luna.optimizer"},
+    {"luna.optimizer", "luna.optimiser", LUNA_BAD_FILE, "luna.optimizer"},
+    {"luna.attempts", "luna.attempt", LUNA_BAD_FILE, "luna.attempts"},
+    {"luna.updates", "luna.update", LUNA_BAD_FILE, "luna.updates"},
+    {"luna.skipped", "luna.skip", LUNA_BAD_FILE, "luna.skipped"},
+    {"luna.lr", "luna.rate", LUNA_BAD_FILE, "luna.lr"},
+    {"luna.step", "luna.stop", LUNA_BAD_FILE, "luna.step"},
+    {"luna.seed", "luna.weed", LUNA_BAD_FILE, "luna.seed"},
+    {"\"luna.attempts\":\"0000000000000002", "\"luna.attempts\":\"8000000000000002", LUNA_BAD_FILE, "counters"},
+    {"\"luna.attempts\":\"0000000000000002", "\"luna.attempts\":\"ffffffffffffffff", LUNA_BAD_FILE, "counters"},
+    {"\"luna.attempts\":\"0000000000000002", "\"luna.attempts\":\"0000000000000003", LUNA_BAD_FILE, "counters"},
+    {"\"luna.updates\":\"0000000000000002", "\"luna.updates\":\"0000000000000003", LUNA_BAD_FILE, "counters"},
+    {"\"luna.updates\":\"0000000000000002\",\"luna.skipped\":\"" ZEROS, "\"luna.updates\":\"0000000000000003\",\"luna.skipped\":\"ffffffffffffffff", LUNA_BAD_FILE, "counters"},
+    {"\"luna.skipped\":\"" ZEROS, "\"luna.skipped\":\"0000000000000001", LUNA_BAD_FILE, "counters"},
+    {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"000000007fc00000", LUNA_BAD_FILE, "learning rate"}, /* NaN; the file's own lr is set to 0 for these */
+    {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"000000007f800000", LUNA_BAD_FILE, "learning rate"}, /* Inf */
+    {"\"luna.lr\":\"" ZEROS, "\"luna.lr\":\"00000000bf800000", LUNA_BAD_FILE, "learning rate"}, /* -1 */
+    {"luna.moment1.first", "luna.moment3.first", LUNA_MISMATCH, "moment 1 of first"},
+    {"luna.moment2.second", "luna.moment2.secund", LUNA_MISMATCH, "moment 2 of second"},
+    {"luna.moment2.second", "luna_moment2.second", LUNA_MISMATCH, "3 moments"},
+    {"\"luna.moment2.first\":{\"dtype\":\"F32\",\"shape\":[2,3]", "\"luna.moment2.first\":{\"dtype\":\"F32\",\"shape\":[3,2]", LUNA_MISMATCH, "moment 2 of first"},
+    {"\"luna.moment2.first\":{\"dtype\":\"F32\"", "\"luna.moment2.first\":{\"dtype\":\"I32\"", LUNA_MISMATCH, "not F32"},
+    {"\"second\"", "\"luna.second\"", LUNA_MISMATCH, "5 moments"},
+    {"\"second\"", "\"third\"", LUNA_MISMATCH, "third"},
+    {"\"first\":{\"dtype\":\"F32\",\"shape\":[2,3]", "\"first\":{\"dtype\":\"F32\",\"shape\":[6]", LUNA_MISMATCH, "first"},
+    {"\"first\":{\"dtype\":\"F32\"", "\"first\":{\"dtype\":\"U32\"", LUNA_MISMATCH, "first"},
+    {"{\"__metadata__\"", "{\"__metadata__\":{},\"x\"", LUNA_BAD_FILE, ""},
+};
+static void check_refusals(void) {
+  small from, to;
+  small_open(&from, LUNA_ADAMW, 0, 3);
+  luna_optimizer_set_lr(from.optimizer, 0);
+  const buffer file = saved(from.optimizer), plain = saved_params(from.params);
+  for (int kind = LUNA_SGD; kind <= LUNA_APOLLO; kind++) {
+    small_open(&to, kind, 0.9f, 8);
+    if (kind != LUNA_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, "kind", "another kind of optimiser");
+    small_refuses(&to, plain.at, plain.size, LUNA_BAD_FILE, "luna.optimizer", "a checkpoint of a model alone");
+    small_refuses(&to, "", 0, LUNA_BAD_FILE, "not a safetensors", "an empty file");
+    small_refuses(&to, NULL, 0, LUNA_BAD_FILE, "not a safetensors", "no file");
+    luna_close(to.ctx);
+  }
+  small_open(&to, LUNA_ADAMW, 0, 8);
+  for (size_t i = 0; i < sizeof claims / sizeof claims[0]; i++) {
+    const buffer wrong = edited(&file, claims[i].from, claims[i].to);
+    small_refuses(&to, wrong.at, wrong.size, claims[i].status, claims[i].part, claims[i].to);
+    free(wrong.at);
+  }
+  for (size_t cut = 0; cut < file.size; cut++) {
+    uint8_t *half = (uint8_t *)common_alloc(cut);
+    memcpy(half, file.at, cut);
+    small_refuses(&to, half, cut, LUNA_BAD_FILE, "not a safetensors", "a file cut short");
+    free(half);
+  }
+  CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_OK && unchanged(to.optimizer, &file), "the file itself does not load: %s", luna_error(to.ctx));
+  CHECK(luna_load_training(to.optimizer, folder) == LUNA_CANNOT_READ && luna_load_training(to.optimizer, path) == LUNA_CANNOT_READ && unchanged(to.optimizer, &file),
+        "a folder, or a file that is not there, is loaded: %s", luna_error(to.ctx));
+  CHECK(luna_load_training_bytes(NULL, file.at, file.size) == LUNA_BAD_ARGUMENT && luna_load_training(to.optimizer, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_load_training(NULL, path) == LUNA_BAD_ARGUMENT && luna_save_training(NULL, path) == LUNA_BAD_ARGUMENT &&
+            luna_save_training(to.optimizer, NULL) == LUNA_BAD_ARGUMENT && luna_save_training_io(to.optimizer, NULL) == LUNA_BAD_ARGUMENT,
+        "null arguments");
+  luna_close(to.ctx);
+  /* of one kind, but of another number of moments */
+  for (int moving = 0; moving < 2; moving++) {
+    small other;
+    small_open(&to, LUNA_SGD, moving ? 0.9f : 0, 8), small_open(&other, LUNA_SGD, moving ? 0 : 0.9f, 3);
+    const buffer sgd = saved(other.optimizer);
+    small_refuses(&to, sgd.at, sgd.size, LUNA_MISMATCH, "moments", "SGD with momentum and without");
+    free(sgd.at);
+    luna_close(to.ctx), luna_close(other.ctx);
+  }
+  /* a set that has been borrowed since */
+  small_open(&to, LUNA_ADAMW, 0, 8);
+  CHECK(luna_load_borrowed(to.params, plain.at, plain.size) == LUNA_OK, "%s", luna_error(to.ctx));
+  const buffer copy = saved_params(to.params);
+  CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_BAD_ARGUMENT && strstr(luna_error(to.ctx), "borrows"), "into a borrowed set: %s", luna_error(to.ctx));
+  buffer after = saved_params(to.params);
+  CHECK(same(&copy, &after), "loading into a borrowed set changes it");
+  luna_close(to.ctx), luna_close(from.ctx);
+  free(file.at), free(plain.at), free(copy.at), free(after.at);
+}
+
+/* ---- saves that fail, at each byte and in each way ---- */
+static void check_failed_saves(void) {
+  small s;
+  char below[400];
+  small_open(&s, LUNA_APOLLO, 0, 3);
+  const buffer file = saved(s.optimizer);
+  for (size_t limit = 0; limit < file.size; limit++) {
+    buffer half = {NULL, 0, 0, limit};
+    const luna_io io = {NULL, buffer_write, &half, 0};
+    luna_begin_inference(s.ctx);
+    CHECK(luna_save_training_io(s.optimizer, &io) == LUNA_CANNOT_WRITE && strstr(luna_error(s.ctx), "could not be written") && half.size <= limit,
+          "a writer that fails at %d: \"%s\"", (int)limit, luna_error(s.ctx));
+    CHECK(half.size == 0 || memcmp(half.at, file.at, half.size) == 0, "a writer that fails at %d has got other bytes", (int)limit);
+    free(half.at);
+  }
+  CHECK(unchanged(s.optimizer, &file), "saves that fail change the run");
+  CHECK(luna_save_training(s.optimizer, path) == LUNA_OK && holds(path, &file) && access(temporary, F_OK) != 0, "luna_save_training: %s", luna_error(s.ctx));
+  luna_begin_step(s.ctx);
+  CHECK(luna_backward(common_loss(luna_params_find(s.params, "first"), 4)) == LUNA_OK && luna_optimizer_step(s.optimizer) == LUNA_OK && !unchanged(s.optimizer, &file), "%s", luna_error(s.ctx));
+  mkdir(temporary, 0777); /* the temporary file cannot be made */
+  CHECK(luna_save_training(s.optimizer, path) == LUNA_CANNOT_WRITE && strstr(luna_error(s.ctx), temporary) && holds(path, &file), "a folder in the temporary file's place: \"%s\"", luna_error(s.ctx));
+  rmdir(temporary);
+  snprintf(below, sizeof below, "%s/none/training.safetensors", folder);
+  CHECK(luna_save_training(s.optimizer, below) == LUNA_CANNOT_WRITE && strstr(luna_error(s.ctx), below), "a folder that is not there: \"%s\"", luna_error(s.ctx));
+  CHECK(luna_save_training(s.optimizer, folder) == LUNA_CANNOT_WRITE && strstr(luna_error(s.ctx), folder), "a folder in the file's place: \"%s\"", luna_error(s.ctx));
+  snprintf(below, sizeof below, "%s.tmp", folder);
+  CHECK(access(below, F_OK) != 0, "a save that failed leaves its temporary file");
+  luna_close(s.ctx), remove(path);
+  free(file.at);
+}
+
+/* A process that saves and may write only so many bytes: the system kills it in the middle, or fails the write. Its status. */
+static int save_limited(const luna_optimizer *optimizer, size_t limit, bool killed) {
+  int status = 0;
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    const struct rlimit file = {limit, limit}, core = {0, 0};
+    signal(SIGXFSZ, killed ? SIG_DFL : SIG_IGN);
+    if (setrlimit(RLIMIT_CORE, &core) != 0 || setrlimit(RLIMIT_FSIZE, &file) != 0) _exit(99);
+    _exit((int)luna_save_training(optimizer, path));
+  }
+  if (child < 0 || waitpid(child, &status, 0) != child) return -1;
+  return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+}
+static void check_killed_saves(void) {
+  run r, again;
+  run_open(&r, true, LUNA_ADAMW, 5, 1);
+  run_step(&r, 1);
+  CHECK(luna_save_training(r.optimizer, path) == LUNA_OK, "%s", luna_error(r.ctx));
+  const buffer old = saved(r.optimizer);
+  run_step(&r, 2);
+  const buffer next = saved(r.optimizer);
+  for (size_t limit = 0; limit < next.size; limit += limit == 0 ? 1 : next.size / 9) {
+    int status = save_limited(r.optimizer, limit, false);
+    CHECK(status == LUNA_CANNOT_WRITE && holds(path, &old) && access(temporary, F_OK) != 0, "a disk that is full after %d bytes: status %d", (int)limit, status);
+    status = save_limited(r.optimizer, limit, true);
+    CHECK(status == -SIGXFSZ && holds(path, &old), "killed after %d bytes: status %d", (int)limit, status);
+    run_open(&again, true, LUNA_ADAMW, 9, 1);
+    CHECK(luna_load_training(again.optimizer, path) == LUNA_OK && unchanged(again.optimizer, &old), "killed after %d bytes: the old file does not load: %s", (int)limit, luna_error(again.ctx));
+    luna_close(again.ctx);
+  }
+  CHECK(save_limited(r.optimizer, next.size, true) == LUNA_OK && holds(path, &next) && access(temporary, F_OK) != 0, "after killed saves the next does not work");
+  luna_close(r.ctx), remove(path);
+  free(old.at), free(next.at);
+}
+
+/* ---- what must not spoil a run's file ---- */
+static void check_pitfalls(void) {
+  small s, other;
+  luna_options options = {0};
+  /* a pair with the name of one of luna.h's own: refused, or the file still loads */
+  small_open(&s, LUNA_ADAMW, 0, 3);
+  luna_params_set(s.params, "luna.step", "7");
+  buffer file = saved(s.optimizer);
+  CHECK(luna_load_training_bytes(s.optimizer, file.at, file.size) == LUNA_OK, "a pair luna.step makes a file that does not load: %s", luna_error(s.ctx));
+  free(file.at);
+  /* gradients and a NaN that wait when a run is loaded are not the run's */
+  small_open(&other, LUNA_ADAMW, 0, 3);
+  file = saved(other.optimizer);
+  for (int bad = 0; bad < 2; bad++) {
+    luna_begin_step(s.ctx);
+    CHECK(luna_backward(luna_scale(common_loss(luna_params_find(s.params, "first"), 9), bad ? NAN : 1)) == LUNA_OK, "%s", luna_error(s.ctx));
+    CHECK(luna_load_training_bytes(s.optimizer, file.at, file.size) == LUNA_OK, "%s", luna_error(s.ctx));
+    for (int i = 0; i < 2; i++) {
+      const small *run = i ? &other : &s;
+      if (i) luna_load_training_bytes(other.optimizer, file.at, file.size);
+      luna_begin_step(run->ctx);
+      luna_backward(common_loss(luna_params_find(run->params, "first"), 10));
+      CHECK(luna_optimizer_step(run->optimizer) == LUNA_OK, "%s", luna_error(run->ctx));
+    }
+    buffer a = saved(s.optimizer), b = saved(other.optimizer);
+    CHECK(same(&a, &b), "a run loaded over %s goes on with other bits", bad ? "a NaN that waits" : "gradients that wait");
+    free(a.at), free(b.at);
+    luna_params_zero_grad(s.params);
+  }
+  luna_close(s.ctx), luna_close(other.ctx);
+  /* a rate that can be set can be loaded */
+  small_open(&s, LUNA_ADAMW, 0, 3);
+  luna_optimizer_set_lr(s.optimizer, INFINITY);
+  buffer rate = saved(s.optimizer);
+  CHECK(luna_load_training_bytes(s.optimizer, rate.at, rate.size) == LUNA_OK, "a learning rate that can be set makes a file that does not load: %s", luna_error(s.ctx));
+  luna_close(s.ctx), free(rate.at);
+  /* a context that measures writes nothing */
+  FILE *old = fopen(path, "wb");
+  CHECK(old && fwrite(file.at, 1, file.size, old) == file.size, "%s cannot be written", path);
+  if (old) fclose(old);
+  options.measure = true;
+  s.ctx = luna_open(&options), s.params = luna_params_open(s.ctx);
+  const luna_init normal = {LUNA_NORMAL, 1};
+  luna_param(s.params, "first", 2, matrix, normal);
+  s.optimizer = optimizer_open(s.params, LUNA_ADAMW, 0);
+  CHECK(luna_save(s.params, path) == LUNA_OK && holds(path, &file), "luna_save in a context that measures overwrites the file");
+  old = fopen(path, "wb");
+  if (old) fwrite(file.at, 1, file.size, old), fclose(old);
+  CHECK(luna_save_training(s.optimizer, path) == LUNA_OK && holds(path, &file), "luna_save_training in a context that measures overwrites the file");
+  luna_close(s.ctx), remove(path);
+  free(file.at);
+}
+
+int main(void) {
+  paths_open();
+  for (int kind = LUNA_SGD; kind <= LUNA_APOLLO; kind++) check_resume(false, kind), check_resume(true, kind);
+  check_plain(false), check_plain(true);
+  check_refusals();
+  check_failed_saves();
+  check_killed_saves();
+  check_pitfalls();
+  rmdir(folder);
+  return test_report("resume");
+}
