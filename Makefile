@@ -26,7 +26,7 @@ PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/bench_%,$(shel
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 TSAN = -O1 -g1 -fsanitize=thread
-FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER
+FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER -DLUNA_NO_SIMD
 
 run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors

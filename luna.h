@@ -472,7 +472,7 @@ typedef enum luna_attention_kind { LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTM
 typedef enum luna_linformer_sharing { LUNA_HEADWISE = 0, LUNA_KEY_VALUE, LUNA_LAYERWISE } luna_linformer_sharing; /* E and F; E = F; one E for all layers */
 typedef enum luna_linformer_projection { LUNA_PROJECT_LINEAR = 0, LUNA_PROJECT_MEAN, LUNA_PROJECT_MAX, LUNA_PROJECT_CONVOLUTION } luna_linformer_projection;
 typedef struct luna_linformer_config {
-  int64_t k;                         /* projected length; 0 = 64 */
+  int64_t k;                         /* projected length; 0 = 64, or max_length where that is less */
   int64_t k_last_layer, k_last_head; /* k falls (or rises) evenly to these; 0 = k */
   int64_t max_length;                /* m, the longest sequence; 0 = 512 (in an encoder: its max_length) */
   luna_linformer_sharing sharing;
@@ -8027,8 +8027,8 @@ LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, cons
   return *e != NULL;
 }
 LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
-  if (c->k == 0) c->k = 64;
   if (c->max_length == 0) c->max_length = 512;
+  if (c->k == 0) c->k = lunai_min(64, c->max_length);
   if (c->k >= 1 && c->k_last_layer >= 0 && c->k_last_head >= 0 && c->max_length >= 1 && c->max_length <= 1 << 26 && c->k <= c->max_length && c->k_last_layer <= c->max_length &&
       c->k_last_head <= c->max_length && (unsigned)c->sharing <= LUNA_LAYERWISE && (unsigned)c->projection <= LUNA_PROJECT_CONVOLUTION) return true;
   lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "Linformer: k %d, in the last layer %d, in the last head %d must be at most max_length %d", c->k, c->k_last_layer, c->k_last_head, c->max_length);
@@ -8624,15 +8624,46 @@ LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const char *name, const lunai_fie
   }
   return true;
 }
-LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const lunai_field *fields, int count, void *sizes) {
+LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, void *sizes) {
   char text[24];
   int f;
-  bool good = lunai_params_put(params, "luna.kind", kind) == LUNA_OK;
+  bool good = true;
   for (f = 0; f < count && good; f++) {
     lunai_print(text, sizeof text, "%d", *lunai_field_of(&fields[f], sizes));
     good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
   return good;
+}
+/* Dropout is no size, but training goes on with it: in parts of 10^9, which give the same float again. */
+#define LUNAI_DROPOUT_FIELDS(F) F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
+typedef struct lunai_dropouts {
+#define LUNAI_FIELD(name, least, most) int64_t name;
+  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+} lunai_dropouts;
+static const lunai_field lunai_dropout_fields[] = {
+#define LUNAI_FIELD(name, least, most) { "luna." #name, offsetof(lunai_dropouts, name), least, most },
+  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+};
+LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *c) {
+  lunai_dropouts d;
+  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
+  if (wrong) return wrong;
+#define LUNAI_FIELD(name, least, most) c->name = (float)((double)d.name * 1e-9);
+  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+  return NULL;
+}
+/* the model's pairs: its kind, its sizes, its dropouts */
+LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c, const lunai_field *fields, int count, void *sizes) {
+  lunai_dropouts d;
+  if (c->hook) return true;          /* nothing that a file could bring back */
+#define LUNAI_FIELD(name, least, most) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), most);
+  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
+         lunai_fields_put(params, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
 }
 /* memory for a model's layers, zeroed */
 LUNAI_FN bool lunai_layers_memory(luna_params *params, const char *name, int64_t count, size_t size, void **out) {
@@ -8696,7 +8727,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
   lunai_lm_to_sizes(&c, &sizes);
-  if (!c.layer.hook) good = good && lunai_fields_describe(params, LUNAI_LM_KIND, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &sizes);
+  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &sizes);
   model->config = c;
   model->params = params;
   return lunai_params_end(params, mark, good);
@@ -8760,7 +8791,7 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
 }
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, const char *name, lunai_model_sizes *s) { return lunai_fields_good(ctx, name, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s); }
 LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
-  return layer->hook || lunai_fields_describe(params, kind, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s); /* a hook is nothing a file could bring back */
+  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s);
 }
 
 /* --- encoder --- */
@@ -9623,17 +9654,20 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   if (status != LUNA_OK) return status;
   wrong = lunai_lm_read(&st, &sizes);
   if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong);
-  mark = lunai_fill_begin(params, &st);
   lunai_lm_from_sizes(&sizes, &config);
+  wrong = lunai_dropouts_read(&st, &config.layer);
+  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_lm_load: %s is out of range", wrong);
+  mark = lunai_fill_begin(params, &st);
   return lunai_fill_end(params, &st, mark, luna_lm_init(model, params, &config));
 }
 
-LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind, const lunai_model_sizes *s) {
+LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind, const lunai_model_sizes *s, const luna_layer_config *dropouts) {
   luna_classifier_config classifier;
   luna_masked_lm_config masked_lm;
   luna_seq2seq_config seq2seq;
   luna_encoder_config encoder;
   lunai_encoder_from_sizes(s, &encoder);
+  encoder.layer.dropout = dropouts->dropout; encoder.layer.attention_dropout = dropouts->attention_dropout; encoder.layer.activation_dropout = dropouts->activation_dropout;
   memset(&classifier, 0, sizeof classifier);
   memset(&masked_lm, 0, sizeof masked_lm);
   memset(&seq2seq, 0, sizeof seq2seq);
@@ -9652,6 +9686,7 @@ LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *param
   lunai_st st;
   lunai_st_text kind;
   lunai_params_mark mark;
+  luna_layer_config dropouts;
   luna_status status;
   const char *wrong;
   int64_t count;
@@ -9670,11 +9705,12 @@ LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *param
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == 3) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file holds a kind of model that luna.h does not know");
   wrong = lunai_fields_read(&st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
+  if (!wrong) wrong = lunai_dropouts_read(&st, &dropouts);
   if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: %s is missing from the metadata, or out of range", wrong);
   count = lunai_st_tensors(&st);
   if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the metadata claims other layers than the file has tensors for");
   mark = lunai_fill_begin(params, &st);
-  status = lunai_fill_end(params, &st, mark, lunai_model_init(model, params, (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k), &sizes));
+  status = lunai_fill_end(params, &st, mark, lunai_model_init(model, params, (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k), &sizes, &dropouts));
   if (status == LUNA_OK) model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   return status;
 }

@@ -695,8 +695,40 @@ static void check_inspect(void) {
   ctx_close(ctx, &h);
 }
 
+/* dropout comes back with the model, to the bit */
+static bool memory_write(void *user, const void *bytes, size_t size) {
+  uint8_t **at = (uint8_t **)user;
+  memcpy(*at, bytes, size);
+  *at += size;
+  return true;
+}
+static void check_dropout(void) {
+  static const float values[4] = {0.1f, 0.05f, 0.3f, 0.999f};
+  static uint8_t bytes[1 << 17];
+  for (int i = 0; i < 4; i++) {
+    heap h = {0};
+    luna_ctx *ctx = ctx_open(&h);
+    luna_params *params = luna_params_open(ctx);
+    luna_masked_lm model;
+    luna_masked_lm_config config = {0};
+    luna_model loaded;
+    luna_io io = {0};
+    uint8_t *at = bytes;
+    io.write = memory_write, io.user = &at;
+    config.vocab = 5, config.encoder.layers = 1, config.encoder.dim = 8, config.encoder.heads = 2;
+    config.encoder.layer.dropout = values[i], config.encoder.layer.attention_dropout = values[(i + 1) % 4], config.encoder.layer.activation_dropout = values[(i + 2) % 4];
+    CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "saving: %s", luna_error(ctx));
+    CHECK(luna_load_model_bytes(&loaded, luna_params_open(ctx), bytes, (size_t)(at - bytes)) == LUNA_OK, "loading: %s", luna_error(ctx));
+    const luna_layer_config *a = &model.config.encoder.layer, *b = &loaded.masked_lm.config.encoder.layer;
+    CHECK(loaded.kind == LUNA_MODEL_MASKED_LM && a->dropout == b->dropout && a->attention_dropout == b->attention_dropout && a->activation_dropout == b->activation_dropout,
+          "dropout %.9g comes back as %.9g", (double)a->dropout, (double)b->dropout);
+    ctx_close(ctx, &h);
+  }
+}
+
 int main(void) {
   check_inspect();
+  check_dropout();
   paths_open();
   check_round_trip();
   check_dtypes();

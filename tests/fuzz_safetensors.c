@@ -539,7 +539,7 @@ static buffer set_file(void) {
 #define T(name, dtype, shape, begin, end) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" #begin "," #end "]}"
 #define FIRST T("first", "F32", "2,3", 0, 24)
 #define BOTH FIRST "," T("second", "F32", "4", 24, 40)
-#define SHAPE(name, shape) name "\":{\"dtype\":\"F32\",\"shape\":[" shape "]"
+#define SHAPE(name, dtype, shape) name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "]"
 #define EDIT(...) ((const char *const[]){__VA_ARGS__, NULL})
 /* seed number i = 0, 1, ... and its name; false when there are no more */
 TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
@@ -583,10 +583,10 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
   SEED("header_claim_most.safetensors", forged("{" BOTH "}", UINT64_MAX, 40))
   SEED("shape_claim.safetensors", forged("{" T("first", "F32", "4294967296,4294967296", 0, 0) "}", 0, 0))
   SEED("no_rows.safetensors", forged("{" T("first", "F32", "0,9223372036854775807", 0, 0) "," T("second", "F32", "4", 0, 16) "}", 0, 16))
-  SEED("lm_memory_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "2,2"), SHAPE("projected_embeddings", "1048576,0"))))
-  SEED("lm_positions_claim.safetensors", edited(lm_file(LM_LEARNED), EDIT("\"luna.max_length\":\"8\"", "\"luna.max_length\":\"67108864\"", SHAPE("embed_positions.weight", "8,2"), SHAPE("embed_positions.weight", "67108864,0"))))
-  SEED("lm_dim_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.dim\":\"2\"", "\"luna.dim\":\"600\"", "\"luna.vocab\":\"3\"", "\"luna.vocab\":\"1\"", SHAPE("embed_tokens.weight", "3,2"), SHAPE("embed_tokens.weight", "1,600"))))
-  SEED("classifier_claim.safetensors", edited(model_file(CLASSIFIER), EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "2,2"), SHAPE("projected_embeddings", "1048576,0"))))
+  SEED("lm_memory_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "F32", "2,2"), SHAPE("projected_embeddings", "F32", "1048576,0"))))
+  SEED("lm_positions_claim.safetensors", edited(lm_file(LM_LEARNED), EDIT("\"luna.max_length\":\"8\"", "\"luna.max_length\":\"67108864\"", SHAPE("embed_positions.weight", "F32", "8,2"), SHAPE("embed_positions.weight", "F32", "67108864,0"))))
+  SEED("lm_dim_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.vocab\":\"3\"", "\"luna.vocab\":\"1\"", "\"luna.dim\":\"2\"", "\"luna.dim\":\"1200\"", "\"luna.heads\":\"2\"", "\"luna.heads\":\"1200\"", "\"luna.memory\":\"2\"", "\"luna.memory\":\"1\"", "\"luna.ffn\":\"2\"", "\"luna.ffn\":\"1\"", SHAPE("embed_tokens.weight", "F32", "3,2"), SHAPE("embed_tokens.weight", "U8", "1,1200"), SHAPE("projected_embeddings", "F32", "2,2"), SHAPE("projected_embeddings", "U8", "1,1200"), SHAPE("fc1.weight", "F32", "2,2"), SHAPE("fc1.weight", "U8", "1,1200"))))
+  SEED("lm_omega.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.omega\":\"5\"", "\"luna.omega\":\"2\"")))
   SEED("training_step.safetensors", edited(training_file(0), EDIT("\"luna.step\":\"0000000000000002\"", "\"luna.step\":\"ffffffffffffffff\"")))
 #undef SEED
   return false;
@@ -600,8 +600,10 @@ size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t most, unsigne
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   uint8_t *copy = (uint8_t *)malloc(size ? size : 1); /* aligned, and of its own size */
+  lunai_st st;
   if (size) memcpy(copy, bytes, size);
-  try_all(copy, size);
+  if (!lunai_st_open(&st, copy, size)) try_all(copy, size);
+  else try_inspection(copy, size), try_state(copy, size); /* what does not open all doors refuse alike */
   free(copy);
   return 0;
 }

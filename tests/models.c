@@ -198,6 +198,25 @@ static void check_alone(int v, luna_form form, luna_pooling pooling) {
   luna_close(c.ctx);
 }
 
+/* what comes out of padded places: zeros, unless they are kept */
+static void check_padding(int v) {
+  luna_classifier_config config = {0};
+  classifier c;
+  if (classifier_open(&c, v, LUNA_FORM_CHEAPEST, config)) {
+    int32_t *tokens = common_tokens(BATCH * N, 1, VOCAB);
+    const bool kept = c.model.encoder.config.keep_padding;
+    luna_begin_inference(c.ctx);
+    float *x = values_of(c.ctx, luna_encoder_forward(&c.model.encoder, tokens, lengths_of_5, BATCH, N, NULL), "luna_encoder_forward");
+    for (int64_t i = 0; i < BATCH * N; i++) {
+      const bool padding = i % N >= lengths_of_5[i / N];
+      CHECK((length_of(x + i * DIM, DIM) == 0) == (padding && !kept), "%s: place %d of sequence %d, %s, holds %.3g", encoder_names[v],
+            (int)(i % N), (int)(i / N), padding ? "padding" : "a token", length_of(x + i * DIM, DIM));
+    }
+    free(tokens), free(x);
+  }
+  luna_close(c.ctx);
+}
+
 /* ---- classifier: features and logits by their definition, in double, from what luna_encoder_forward gives ---- */
 static double *hand_features(classifier *c, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   double *f = (double *)common_alloc((size_t)(batch * DIM) * sizeof(double));
@@ -397,6 +416,7 @@ static void check_own_memory(void) {
 static void check_classifiers(void) {
   for (int v = 0; v < ENCODERS; v++) {
     const bool memory = has_memory(v);
+    check_padding(v);
     for (luna_form form = LUNA_FORM_CHEAPEST; form <= (memory ? LUNA_FORM_FOLDED : LUNA_FORM_CHEAPEST); form = (luna_form)(form + 1))
       check_alone(v, form, LUNA_POOL_DEFAULT);
     check_alone(v, LUNA_FORM_CHEAPEST, LUNA_POOL_CLS);
@@ -1474,26 +1494,34 @@ static bool model_exists(luna_model_kind kind, int v) {
   if (kind == LUNA_MODEL_LM) return v < 3 || v == 6 || v == 9 || v == 10;
   return kind == LUNA_MODEL_SEQ2SEQ ? v < 8 && v != 5 : true;
 }
-/* logits for fixed tokens; of an encoder-decoder, of fixed targets */
-static luna_tensor *model_logits(const luna_model *m) {
-  static int32_t tokens[BATCH * N], targets[BATCH * TARGET];
-  for (int i = 0; i < BATCH * N; i++) tokens[i] = (int32_t)(common_hash(70, (uint64_t)i) % VOCAB);
-  for (int i = 0; i < BATCH * TARGET; i++) targets[i] = (int32_t)(common_hash(71, (uint64_t)i) % VOCAB);
+/* what the models are given: always the same */
+typedef struct texts {
+  int32_t tokens[BATCH * N], targets[BATCH * TARGET], labels[BATCH * N], lengths[BATCH];
+} texts;
+static texts texts_make(void) {
+  texts t;
+  for (int i = 0; i < BATCH * N; i++) t.tokens[i] = (int32_t)(common_hash(70, (uint64_t)i) % VOCAB);
+  for (int i = 0; i < BATCH * TARGET; i++) t.targets[i] = (int32_t)(common_hash(71, (uint64_t)i) % VOCAB);
+  for (int i = 0; i < BATCH * N; i++) t.labels[i] = (int32_t)(common_hash(72, (uint64_t)i) % 3);
+  memcpy(t.lengths, lengths_of_5, sizeof t.lengths);
+  return t;
+}
+static luna_tensor *model_logits(const luna_model *m, const texts *t) {
   switch (m->kind) {
-    case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, tokens, BATCH, N);
+    case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, t->tokens, BATCH, N);
     case LUNA_MODEL_CLASSIFIER:
-      return m->classifier.config.pair ? luna_classify_pair(&m->classifier, tokens, lengths_of_5, N, targets, NULL, TARGET, BATCH)
-                                       : luna_classify(&m->classifier, tokens, lengths_of_5, BATCH, N);
-    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, tokens, lengths_of_5, BATCH, N);
-    default: return luna_seq2seq_forward(&m->seq2seq, tokens, lengths_of_5, N, targets, NULL, TARGET, BATCH);
+      return m->classifier.config.pair ? luna_classify_pair(&m->classifier, t->tokens, t->lengths, N, t->targets, NULL, TARGET, BATCH)
+                                       : luna_classify(&m->classifier, t->tokens, t->lengths, BATCH, N);
+    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, t->tokens, t->lengths, BATCH, N);
+    default: return luna_seq2seq_forward(&m->seq2seq, t->tokens, t->lengths, N, t->targets, NULL, TARGET, BATCH);
   }
 }
-/* two accumulated steps with dropout everywhere: loss and gradients, [1 + parameters], to be freed */
+/* Two accumulated steps with dropout everywhere: loss and gradients, [1 + parameters], to be freed. What the model was given is overwritten
+   before luna_backward, which needs none of it. */
 static float *recomputed(luna_model_kind kind, int v, luna_recomputing recompute, int threads, int64_t *count) {
   luna_options options = plain_options();
   luna_encoder_config encoder = encoder_config(v);
   luna_model m;
-  int32_t labels[BATCH * N];
   float loss = NAN;
   options.threads = threads;
   encoder.layer.recompute = recompute;
@@ -1502,11 +1530,12 @@ static float *recomputed(luna_model_kind kind, int v, luna_recomputing recompute
   luna_params *params = luna_params_open(ctx);
   CHECK(model_init(&m, params, kind, encoder) == LUNA_OK, "%s: %s", model_names[kind], luna_error(ctx));
   common_params(params, 66);
-  for (int i = 0; i < BATCH * N; i++) labels[i] = (int32_t)(common_hash(72, (uint64_t)i) % 3);
   for (int step = 0; step < 2; step++) {
+    texts t = texts_make();
     luna_begin_step(ctx);
-    luna_tensor *y = luna_cross_entropy(model_logits(&m), labels);
+    luna_tensor *y = luna_cross_entropy(model_logits(&m, &t), t.labels);
     loss = luna_item(y);
+    memset(&t, 0, sizeof t);
     CHECK(luna_backward(y) == LUNA_OK, "%s, %s, recompute %d: %s", model_names[kind], encoder_names[v], recompute, luna_error(ctx));
   }
   float *gradients = all_gradients(params), *out;
@@ -2199,8 +2228,9 @@ static luna_status open_bytes(opened *o, const bytes *file) {
 }
 static bool comes_back(const opened *a, const opened *b) { /* the same kind, with the same logits bit for bit */
   if (a->model.kind != b->model.kind || luna_params_size(a->params) != luna_params_size(b->params)) return false;
+  const texts t = texts_make();
   luna_begin_inference(a->ctx), luna_begin_inference(b->ctx);
-  luna_tensor *x = model_logits(&a->model), *y = model_logits(&b->model);
+  luna_tensor *x = model_logits(&a->model, &t), *y = model_logits(&b->model, &t);
   return (x && y && luna_count(x) == luna_count(y) && same_bits(x->data, y->data, luna_count(x))) ||
          (!x && !y && luna_error(a->ctx)[0] && luna_error(b->ctx)[0]);
 }
