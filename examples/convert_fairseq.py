@@ -135,6 +135,8 @@ def configuration(t, args, flags):
         "first_position": first, "embedding_scale": (1 if args.get("no_scale_embedding") else 2) if seq2seq else 0,
         "norm_embedding": int("encoder.emb_layer_norm.weight" in t), "tied_layers": int(tied), "keep_padding": int(seq2seq),
     }
+    for name, theirs in (("dropout", "dropout"), ("attention_dropout", "attention_dropout"), ("activation_dropout", "act_dropout")):
+        c[name] = round(1e9 * float(args.get(name) or args.get(theirs) or 0))  # luna.h keeps billionths
     if args.get("fix_projection_length"):
         print("note: trained with --fix-projection-length; luna.h uses no more memory slots than the longest sequence has tokens")
     if seq2seq:

@@ -159,7 +159,6 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
   luna_classifier model;
   luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOL_MEAN, .encoder = *encoder };
   luna_match match = { .tell = tell };
-  config.encoder.layer.dropout = (float)set.dropout;
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (path && luna_load_matching(params, path, &match) != LUNA_OK) return failed(ctx);
   if (path) printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_size(params), path);

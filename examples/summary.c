@@ -48,6 +48,7 @@ static void print_pair(void *user, const char *key, const char *value) {
   if (sum->column > 0 && (!own || sum->column > 100)) printf("\n"), sum->column = 0;
   sum->column += printf(sum->column ? ", " : "  ") + print_text(own ? key + 5 : key, 100) + printf(" ");
   if (name) sum->column += printf("%.*s", length, name);
+  else if (own && strstr(key, "dropout")) sum->column += printf("%g", strtod(value, NULL) * 1e-9);
   else if (hexadecimal && strcmp(key, "luna.lr") != 0) sum->column += printf("%llu", strtoull(value, NULL, 16));
   else sum->column += print_text(value, 100);
   if (!own && strlen(value) > 100) printf("... (%lld bytes)", (long long)strlen(value));
