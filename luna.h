@@ -8521,6 +8521,7 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
   if (s->positions == LUNA_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
   if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
   if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
+  if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim)) return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
   return NULL;
 }
 

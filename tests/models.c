@@ -2264,8 +2264,8 @@ static void check_comes_back(luna_model_kind kind, int v) {
   if (!opened_init(&a, kind, v)) return;
   luna_params_set(a.params, "note", "kept");
   bytes file = saved(a.params);
-  CHECK(open_bytes(&b, &file) == LUNA_OK && comes_back(&a, &b), "%s %d does not come back from its file: %s", model_names[kind], v,
-        luna_error(b.ctx));
+  const luna_status status = open_bytes(&b, &file);
+  CHECK(status == LUNA_OK && comes_back(&a, &b), "%s %d does not come back from its file: %s", model_names[kind], v, luna_error(b.ctx));
   const char *note = luna_params_get(b.params, "note");
   CHECK(note && strcmp(note, "kept") == 0, "%s %d: a text pair is lost", model_names[kind], v);
   bytes again = saved(b.params);
@@ -2298,8 +2298,8 @@ static bool check_claim(const bytes *file, int64_t tensors, const char *what) {
     bytes copy = saved(o.params);
     CHECK(luna_params_size(o.params) == tensors, "%s: a model of %d tensors is loaded from %d", what, (int)luna_params_size(o.params),
           (int)tensors);
-    CHECK(open_bytes(&again, &copy) == LUNA_OK && comes_back(&o, &again), "%s: it is loaded, but not what was saved of that: %s", what,
-          luna_error(again.ctx));
+    const luna_status second = open_bytes(&again, &copy);
+    CHECK(second == LUNA_OK && comes_back(&o, &again), "%s: it is loaded, but not what was saved of that: %s", what, luna_error(again.ctx));
     luna_close(again.ctx);
     free(copy.at);
   }
