@@ -27,6 +27,7 @@ static const flag flags[] = {
   { "--window", "pt", WHOLE(own.window, 2, 65536), "bytes of a text that are read at once" },
   { "--rows", "t", WHOLE(own.rows, 0, 1e9), "lines to learn from, at most; 0 for all" },
   FLAGS_MODEL_OF("p"),
+  { "--attention", "p", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" },
   FLAG_SEED("pt"),
   FLAG_THREADS("pt"),
   { 0 }
@@ -76,7 +77,7 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   luna_params *params = luna_params_open(ctx);
   luna_masked_lm model;
   luna_masked_lm_config config = { .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-    .layer = { .activation = LUNA_GELU, .dropout = (float)set.dropout } } };
+    .layer = { .attention = (luna_attention_kind)set.attention, .activation = LUNA_GELU, .dropout = (float)set.dropout, .pre_norm = true } } };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);
   printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size, (long long)luna_params_count(params));

@@ -89,7 +89,7 @@ static luna_status job_lm(luna_ctx *ctx, const job *j, double *result) {
 }
 
 /* the other models, with padding, dropout, every kind of position and optimiser */
-static luna_status job_model_init(const job *j, luna_model *model, luna_params *params, luna_optimizer **optimizer) {
+static luna_status job_model_init(luna_ctx *ctx, const job *j, luna_model *model, luna_params *params, luna_optimizer **optimizer) {
   luna_classifier_config classifier = {0};
   luna_masked_lm_config masked_lm = {0};
   luna_seq2seq_config seq2seq = {0};
@@ -109,7 +109,7 @@ static luna_status job_model_init(const job *j, luna_model *model, luna_params *
                                               : luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
   if (status != LUNA_OK || j->inference) return status;
   *optimizer = j->model == LUNA_MODEL_CLASSIFIER ? luna_adam(params, NULL) : luna_apollo(params, NULL);
-  return *optimizer ? LUNA_OK : luna_state(params->ctx);
+  return *optimizer ? LUNA_OK : luna_state(ctx);
 }
 static luna_status job_model(luna_ctx *ctx, const job *j, double *result) {
   luna_model model;
@@ -119,7 +119,7 @@ static luna_status job_model(luna_ctx *ctx, const job *j, double *result) {
   const int32_t lengths[2] = {(int32_t)j->n, 3};
   luna_params *params = luna_params_open(ctx);
   luna_status status = params ? LUNA_OK : luna_state(ctx);
-  if (status == LUNA_OK) status = job_model_init(j, &model, params, &optimizer);
+  if (status == LUNA_OK) status = job_model_init(ctx, j, &model, params, &optimizer);
   for (int step = 0; step < j->steps && status == LUNA_OK; step++) {
     if (j->inference) luna_begin_inference(ctx);
     else luna_begin_step(ctx);
