@@ -10669,7 +10669,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   lunai_stream_head head;
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_refuse(s, "luna_stream_state_load: the bytes are not as many as this stream's state has");
   memcpy(&head, bytes, sizeof head);
-  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_refuse(s, "luna_stream_state_load: the bytes are no state of a stream of this model and batch");
   memcpy(s->state, (const char *)bytes + sizeof head, s->state_size);
   s->position = head.position;

@@ -673,7 +673,9 @@ static void replay_file(const char *path) {
 }
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 static void replay(const char *path) {
-  char *names[1024], full[600];
+  enum { MOST = 8192 };
+  static char *names[MOST];
+  char full[600];
   int count = 0;
   struct dirent *entry;
   DIR *dir = opendir(path);
@@ -681,7 +683,7 @@ static void replay(const char *path) {
     replay_file(path);
     return;
   }
-  while ((entry = readdir(dir)) != NULL && count < 1024)
+  while ((entry = readdir(dir)) != NULL && count < MOST)
     if (entry->d_name[0] != '.') names[count++] = strcpy((char *)common_alloc(strlen(entry->d_name) + 1), entry->d_name);
   closedir(dir);
   qsort(names, (size_t)count, sizeof names[0], by_name);

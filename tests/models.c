@@ -183,16 +183,17 @@ static void check_alone(int v, luna_form form, luna_pooling pooling) {
             pooling, form);
       free(other), free(got);
     }
+    float all[2][BATCH * 3]; /* each by itself; each by itself with padding */
     for (int b = 0; b < BATCH; b++) {
       const int32_t length = lengths_of_5[b], more = length < N ? 1 : 0;
       float *alone = classified(&c, tokens + b * N, NULL, 1, length), *longer = classified(&c, tokens + b * N, &length, 1, length + more);
-      snprintf(what, sizeof what, "%s, pooling %d, form %d: %d tokens, alone and in a batch", encoder_names[v], pooling, form, length);
-      test_close(what, batch + 3 * b, alone, 3, 2e-6);
-      snprintf(what, sizeof what, "%s, pooling %d, form %d: %d tokens, in a batch and alone with padding", encoder_names[v], pooling, form,
-               length);
-      test_close(what, batch + 3 * b, longer, 3, 2e-6);
+      memcpy(all[0] + 3 * b, alone, 3 * sizeof(float)), memcpy(all[1] + 3 * b, longer, 3 * sizeof(float));
       free(alone), free(longer);
     }
+    snprintf(what, sizeof what, "%s, pooling %d, form %d: sequences alone and in a batch", encoder_names[v], pooling, form);
+    test_close(what, batch, all[0], BATCH * 3, 2e-6);
+    snprintf(what, sizeof what, "%s, pooling %d, form %d: sequences in a batch and alone with padding", encoder_names[v], pooling, form);
+    test_close(what, batch, all[1], BATCH * 3, 2e-6);
     free(tokens), free(batch);
   }
   luna_close(c.ctx);
@@ -772,6 +773,84 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
   free(got), free(expected), free(a);
   luna_close(ctx);
 }
+/* Luna attention in its four sharing modes, eqs. 3-5: pack, then unpack */
+enum { PACK_HEADS = 2, MEMORY = 5 };
+static void naive_softmax(double q[][DIM], double k[][DIM], double v[][DIM], double y[][DIM], int64_t rows, int64_t keys, int heads) {
+  for (int64_t t = 0; t < rows; t++)
+    for (int h = 0; h < heads; h++) {
+      double weight[KEYS], sum = 0;
+      for (int64_t j = 0; j < keys; j++) {
+        weight[j] = 0;
+        for (int i = h * (DIM / heads); i < (h + 1) * (DIM / heads); i++) weight[j] += q[t][i] * k[j][i] / sqrt(DIM / heads);
+        sum += weight[j] = exp(weight[j]);
+      }
+      for (int i = h * (DIM / heads); i < (h + 1) * (DIM / heads); i++) {
+        y[t][i] = 0;
+        for (int64_t j = 0; j < keys; j++) y[t][i] += weight[j] / sum * v[j][i];
+      }
+    }
+}
+static void naive_rows(const luna_linear_layer *layer, double x[][DIM], int64_t rows, double y[][DIM]) {
+  for (int64_t t = 0; t < rows; t++) naive_linear(layer, x[t], y[t]);
+}
+static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], double p[][DIM], double context[][DIM], int64_t rows,
+                         int64_t real, float *out, float *packed) {
+  const luna_sharing sharing = l->config.sharing;
+  double q[KEYS][DIM], k[KEYS][DIM], v[KEYS][DIM], y[KEYS][DIM], yp[MEMORY][DIM];
+  naive_rows(&l->pq, p, MEMORY, q);
+  naive_rows(&l->pv, context, KEYS, v);
+  if (sharing == LUNA_NO_KEY) memcpy(k, context, sizeof k);
+  else naive_rows(sharing == LUNA_TIED ? &l->pv : sharing == LUNA_SHARED_QK ? &l->pq : &l->pk, context, KEYS, k);
+  naive_softmax(q, k, v, yp, MEMORY, real, PACK_HEADS);
+  naive_rows(&l->q, x, rows, q);
+  naive_rows(&l->v, yp, MEMORY, v);
+  if (sharing == LUNA_NO_KEY) memcpy(k, yp, sizeof yp);
+  else naive_rows(sharing == LUNA_TIED ? &l->v : sharing == LUNA_SHARED_QK ? &l->q : &l->k, yp, MEMORY, k);
+  naive_softmax(q, k, v, y, rows, real < MEMORY ? real : MEMORY, HEADS);
+  naive_rows(&l->out, y, rows, q);
+  for (int64_t i = 0; i < rows * DIM; i++) out[i] = (float)q[i / DIM][i % DIM];
+  for (int64_t i = 0; i < MEMORY * DIM; i++) packed[i] = (float)yp[i / DIM][i % DIM];
+}
+static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool lengths) {
+  const int64_t rows = cross ? QUERIES : KEYS;
+  luna_options options = plain_options();
+  luna_nested_attention_layer layer;
+  luna_nested_attention_config config = {0};
+  luna_tensor *packed = NULL;
+  char what[100];
+  options.form = form;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  config.dim = DIM, config.heads = HEADS, config.pack_heads = PACK_HEADS, config.sharing = sharing;
+  CHECK(luna_nested_attention_layer_init(&layer, params, "", &config) == LUNA_OK, "sharing %d: %s", sharing, luna_error(ctx));
+  CHECK(luna_params_size(params) == 2 * (sharing == LUNA_FULL ? 7 : 5), "sharing %d has %d parameters", sharing,
+        (int)luna_params_size(params));
+  common_params(params, 68);
+  luna_begin_inference(ctx);
+  luna_tensor *x = common_tensor(ctx, 14, SOURCES - 1, rows, DIM, 0), *p = common_tensor(ctx, 15, SOURCES - 1, MEMORY, DIM, 0),
+              *context = cross ? common_tensor(ctx, 16, SOURCES - 1, KEYS, DIM, 0) : NULL;
+  float *got = values_of(ctx, luna_nested_attention_layer_forward(&layer, x, p, context, lengths ? key_lengths : NULL, &packed),
+                         "Luna attention"),
+        *got_packed = values_of(ctx, packed, "Y_P");
+  for (int b = 0; b < SOURCES - 1; b++) {
+    double row[3][KEYS][DIM];
+    float expected[KEYS * DIM], expected_packed[MEMORY * DIM];
+    for (int64_t i = 0; i < KEYS * DIM; i++) {
+      row[0][i / DIM][i % DIM] = i < rows * DIM ? parameter(x, b * rows * DIM + i) : 0;
+      row[1][i / DIM][i % DIM] = i < MEMORY * DIM ? parameter(p, b * MEMORY * DIM + i) : 0;
+      row[2][i / DIM][i % DIM] = parameter(cross ? context : x, b * KEYS * DIM + i);
+    }
+    naive_nested(&layer, row[0], row[1], row[2], rows, lengths ? key_lengths[b] : KEYS, expected, expected_packed);
+    snprintf(what, sizeof what, "sharing %d, form %d%s%s, sequence %d: Y_X by eqs. 3-5", sharing, form, cross ? ", context" : "",
+             lengths ? ", lengths" : "", b);
+    test_close(what, got + b * rows * DIM, expected, (size_t)(rows * DIM), 2e-6);
+    snprintf(what, sizeof what, "sharing %d, form %d%s%s, sequence %d: Y_P by eqs. 3-5", sharing, form, cross ? ", context" : "",
+             lengths ? ", lengths" : "", b);
+    test_close(what, got_packed + b * MEMORY * DIM, expected_packed, MEMORY * DIM, 2e-6);
+  }
+  free(got), free(got_packed);
+  luna_close(ctx);
+}
 static void check_naives(void) {
   static const char *const projections[] = {"linear", "mean", "max", "convolution"}, *const sharings[] = {"headwise", "key-value",
                                                                                                           "layerwise"};
@@ -857,7 +936,7 @@ static void check_classifier_trains(int v) {
   config.encoder = encoder_config(v), config.encoder.max_length = TASK_N;
   if (CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx))) {
     float *before = parameters_of(params);
-    const double loss = train_classifier(params, &model, 120, 1e-2f);
+    const double loss = train_classifier(params, &model, 120, 6e-3f);
     CHECK(loss < 0.5, "%s: the loss falls to %.3f of ln 2 only", encoder_names[v], loss);
     check_moved(params, before, encoder_names[v]);
     free(before);
@@ -945,6 +1024,7 @@ static void check_linformer_refusals(void) {
 }
 static void check_attentions(void) {
   check_naives();
+  for (int i = 0; i < 32; i++) check_sharing((luna_sharing)(i / 8), i & 4 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, i & 1, i & 2);
   for (int v = 0; v < ENCODERS; v++) check_classifier_trains(v);
   for (int kind = LUNA_ATTENTION_LUNA; kind <= LUNA_ATTENTION_LINEAR; kind++) check_lm_trains((luna_attention_kind)kind);
   check_linformer_refusals();
@@ -1087,17 +1167,17 @@ static void check_hook_classifier(luna_recomputing recompute) {
   CHECK(state.causal == 0 && state.with_lengths == state.forwards,
         "recompute %d: an encoder's hook is called causal %d times, with lengths %d times of %d", recompute, state.causal,
         state.with_lengths, state.forwards);
-  for (int i = 0; i < 2; i++) { /* the gradient, and what the loss does when a decay changes: a central difference in float, to 1% */
+  for (int i = 0; i < 2; i++) { /* the gradient, and what the loss does when a decay changes: a central difference in float, to 3% */
     luna_tensor *decay = state.layers[i].decay;
     float side[2], *g = gradient_of(decay);
     for (int s = 0; s < 2; s++) {
-      decay->data[0] = s ? -0.02f : 0.02f;
+      decay->data[0] = s ? -0.005f : 0.005f;
       luna_begin_step(ctx);
       side[s] = luna_item(luna_cross_entropy(luna_classify(&model[0], tokens, lengths, TASK_BATCH, TASK_N), labels));
     }
     decay->data[0] = 0;
-    const double difference = ((double)side[0] - (double)side[1]) / 0.04;
-    CHECK(fabs(difference - (double)g[0]) <= 1e-2 * fabs(difference) + 1e-5 && g[0] != 0,
+    const double difference = ((double)side[0] - (double)side[1]) / 0.01;
+    CHECK(fabs(difference - (double)g[0]) <= 3e-2 * fabs(difference) + 1e-4 && g[0] != 0,
           "hook, layer %d: the loss %.4f changes by %.5f a decay, the gradient is %.5f", i, value, difference, (double)g[0]);
     free(g);
   }
