@@ -5527,7 +5527,7 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, size_t size) {
   lunai_chunk *chunk = ctx->step;
   while (chunk && chunk->size - chunk->used < size) chunk = chunk->next;
   if (!chunk) {
-    const size_t grown = ctx->step_bytes > least ? ctx->step_bytes : least;
+    const size_t grown = ctx->step_bytes > least && !ctx->options.measure ? ctx->step_bytes : least;
     lunai_chunk **last = &ctx->steps;
     chunk = lunai_chunk_open(&ctx->options.allocator, size > grown ? size : grown);
     if (!chunk) chunk = lunai_chunk_open(&ctx->options.allocator, size);
@@ -5559,7 +5559,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   lunai_mark nothing;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
-  if (!ctx->steps || !ctx->steps->next) return;
+  if (!ctx->steps || !ctx->steps->next || ctx->options.measure) return; /* what a context that measures counts it does not have */
   while (ctx->steps) {
     lunai_chunk *chunk = ctx->steps;
     ctx->steps = chunk->next;

@@ -1758,8 +1758,10 @@ static void check_recomputed_long(void) {
 static size_t measured(int64_t dim, int64_t n, luna_recomputing recompute) {
   luna_options options = plain_options();
   options.measure = true;
+  heap_most = heap_live;
   luna_ctx *ctx = luna_open(&options);
   CHECK(long_classifier(ctx, dim, n, recompute, NULL) == LUNA_OK, "measuring: %s", luna_error(ctx));
+  CHECK(heap_most <= 4 << 20, "measuring what takes %zu bytes takes %lld itself", luna_memory(ctx).peak, (long long)heap_most);
   const size_t peak = luna_memory(ctx).peak;
   luna_close(ctx);
   return peak;
@@ -2222,6 +2224,12 @@ static void check_search_refusals(void) {
     CHECK(!luna_seq2seq_stream_open(NULL, source, NULL, 1, SOURCE, 1), "a stream of no model");
     CHECK(luna_translate(&t.model, &good, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
+    const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
+    float empty = NAN;
+    CHECK(luna_translate(&t.model, &good, source, nothing, 1, SOURCE, out, &length, &score) == LUNA_OK && isfinite(score),
+          "a length of 0: %s", luna_error(t.ctx));
+    CHECK(luna_translate(&t.model, &good, source, NULL, 1, 0, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
+          "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score, luna_error(t.ctx));
     static const float odd[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 6; i++) { /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
       float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].fc1.weight->data[5];
