@@ -347,7 +347,8 @@ typedef struct luna_custom {
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
 
 /* Gradient checkpointing (arXiv 1604.06174): runs block(state, in), keeps nothing but its one or two results, and computes it again in backward:
-   less memory, the same gradients bit for bit. state is copied; what it points to must last until luna_backward. second: null for one result. */
+   less memory, the same gradients bit for bit. state is copied; what it points to must last until luna_backward. Activations that want a gradient must
+   come by `in`. second: null for one result. */
 typedef luna_tensor *(*luna_block)(const void *state, luna_tensor *const *in, luna_tensor **second);
 LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second);
 
@@ -5776,7 +5777,7 @@ LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_ru
 LUNAI_FN luna_status lunai_repeat_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   int64_t i;
-  for (i = 0; i < op->size[0]; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
+  for (i = 0; i < op->size[0] && n > 0; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_repeat_backward(luna_op *op) {
@@ -10423,8 +10424,8 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   k = cross->config.sharing == LUNA_TIED || !packed ? v : lunai_project(&cross->k, packed);
   *p = lunai_residual(c, *p, packed, &layer->memory_norm);
   if (!k || !v || !*p) return false;
-  memcpy(w->keys, k->data, bytes);
-  memcpy(w->values, v->data, bytes);
+  if (bytes) memcpy(w->keys, k->data, bytes);
+  if (bytes) memcpy(w->values, v->data, bytes);
   return true;
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam) {
