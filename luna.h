@@ -1036,6 +1036,7 @@ typedef struct lunai_gemm {
   float alpha;
   int activation;                    /* luna_activation */
   bool accumulate;
+  bool dots;                         /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
 } lunai_gemm;
 
 /* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0 shares.
@@ -1536,6 +1537,19 @@ LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
 }
 #endif
 
+static const float LUNAI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* the vector at p of which `left` > 0 floats exist; the rest of it is 0, or `fill` */
+LUNAI_INLINE vf LUNAI_K(get)(const float *p, int64_t left) { return left >= VF ? vf_load(p) : vf_load_part(p, left); }
+LUNAI_INLINE vf LUNAI_K(get_filled)(const float *p, int64_t left, vf fill) {
+  if (left >= VF) return vf_load(p);
+  return vf_select(vf_lt(vf_load(LUNAI_K(lanes)), vf_set((float)left)), vf_load_part(p, left), fill);
+}
+LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
+  if (left >= VF) vf_store(p, v);
+  else vf_store_part(p, v, left);
+}
+
 /* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
 LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to, int64_t step) {
 #if LUNAI_PASS == LUNAI_ISA_SCALAR
@@ -1719,6 +1733,7 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
 #define LUNAI_KC 256
+#define LUNAI_KA (LUNAI_KC + 16)               /* between gathered rows of A: no power of two, or they would share cache sets */
 #define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B packed at a time */
 #define LUNAI_SUM_ROWS 256                     /* rows of C whose partial sums are kept apart */
 
@@ -1759,35 +1774,36 @@ LUNAI_FN void LUNAI_K(pack_b)(int64_t n, int64_t k, const float *b, int64_t b_ro
     LUNAI_K(pack_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, packed + j * k);
 }
 
-/* `rows` <= MR rows of A as [k][MR]; what lies beyond `rows` is not read by a tile */
+/* `rows` <= MR rows of A where a tile likes them: as rows LUNAI_KA apart or, where A lies by columns, as [k][MR] */
 LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
-  const int64_t whole = a_column == 1 ? k / 4 * 4 : a_row == 1 && rows == LUNAI_MR ? k : 0;
   int64_t i, p;
   if (a_column == 1)
-    for (i = 0; i < rows; i += 4) {
-      const int64_t first = lunai_min(i, LUNAI_MR - 4), last = rows - 1; /* the last four rows may overlap those before */
-      const float *x = a + lunai_min(first, last) * a_row, *y = a + lunai_min(first + 1, last) * a_row;
-      const float *z = a + lunai_min(first + 2, last) * a_row, *w = a + lunai_min(first + 3, last) * a_row;
-      for (p = 0; p < whole; p += 4) LUNAI_K(turn4)(x + p, y + p, z + p, w + p, to + p * LUNAI_MR + first, LUNAI_MR);
-    }
+    for (i = 0; i < rows; i++) memcpy(to + i * LUNAI_KA, a + i * a_row, (size_t)k * sizeof(float));
+  else if (a_row == 1 && rows == LUNAI_MR)
+    for (p = 0; p < k; p++) memcpy(to + p * LUNAI_MR, a + p * a_column, LUNAI_MR * sizeof(float));
   else
-    for (p = 0; p < whole; p++) memcpy(to + p * LUNAI_MR, a + p * a_column, LUNAI_MR * sizeof(float));
-  for (p = whole; p < k; p++)
-    for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
+    for (p = 0; p < k; p++)
+      for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
 
+/* What becomes of a tile: c = max(lowest, alpha A B (+ c) + bias), columns one float apart; bias null: none */
+typedef struct LUNAI_K(ending) { const float *bias; float *c; int64_t c_row; float alpha, lowest; bool add; } LUNAI_K(ending);
+
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in every case below.
-   Rows of A are reached from every third one, for an x86 address adds a stride once or twice for nothing. */
+   Rows of A are reached from every third one, for an x86 address adds a stride once or twice for nothing. A narrow tile is half a panel wide
+   and has rows i and i + MR where a wide one has row i. */
 #undef LUNAI_ROWS
 #undef LUNAI_TILE_ZERO
 #undef LUNAI_TILE_STEP
 #undef LUNAI_TILE_STORE
 #undef LUNAI_TILE_CASE
+#undef LUNAI_NARROW_STEP
+#undef LUNAI_NARROW_STORE
 #define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define LUNAI_TILE_ZERO(i) \
   sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero(); \
-  if (rows > i) LUNAI_PREFETCH(c + i * c_row); \
-  if (rows > i) LUNAI_PREFETCH(c + i * c_row + LUNAI_NR - 1);
+  if (rows > i) LUNAI_PREFETCH(e->c + i * e->c_row); \
+  if (rows > i) LUNAI_PREFETCH(e->c + i * e->c_row + LUNAI_NR - 1);
 #define LUNAI_TILE_STEP(i) \
   if (rows > i) { \
     const vf x = vf_set(at[i / 3][i % 3 * a_row]); \
@@ -1798,26 +1814,28 @@ LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a
   }
 #define LUNAI_TILE_STORE(i) \
   if (rows > i) { \
-    LUNAI_K(tile_store)(sum[i][0], scale, c + i * c_row, add); \
-    LUNAI_K(tile_store)(sum[i][1], scale, c + i * c_row + VF, add); \
-    if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, c + i * c_row + 2 * VF, add); \
-    if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, c + i * c_row + 3 * VF, add); \
+    LUNAI_K(tile_store)(sum[i][0], scale, bias[0], lowest, e->c + i * e->c_row, e->add); \
+    LUNAI_K(tile_store)(sum[i][1], scale, bias[1], lowest, e->c + i * e->c_row + VF, e->add); \
+    if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e->c + i * e->c_row + 2 * VF, e->add); \
+    if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e->c + i * e->c_row + 3 * VF, e->add); \
   }
 #define LUNAI_TILE_CASE(i) \
   case i + 1: \
-    if (i < LUNAI_MR && a_packed) LUNAI_K(tile_rows)(i + 1, k, a, 1, LUNAI_MR, b, LUNAI_NR, alpha, c, c_row, add); \
-    else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, alpha, c, c_row, add); \
+    if (i < LUNAI_MR && a_row == 1 && a_column == LUNAI_MR && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, 1, LUNAI_MR, b, LUNAI_NR, e); \
+    else if (i < LUNAI_MR && a_row == LUNAI_KA && a_column == 1 && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, LUNAI_KA, 1, b, LUNAI_NR, e); \
+    else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
     break;
-LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, float *c, bool add) {
+LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, float *c, bool add) {
   vf v = vf_mul(scale, sum);
   if (add) v = vf_add(vf_load(c), v);
-  vf_store(c, v);
+  vf_store(c, vf_max(lowest, vf_add(v, bias)));
 }
 LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                     float alpha, float *c, int64_t c_row, bool add) {
-  const vf scale = vf_set(alpha);
+                                     const LUNAI_K(ending) *e) {
+  const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *at[5];
-  vf sum[14][4], panel[4];
+  vf sum[14][4], panel[4], bias[4];
+  int i;
   at[0] = a;
   at[1] = a + 3 * a_row;
   at[2] = a + 6 * a_row;
@@ -1837,10 +1855,45 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
     at[3] += a_column;
     at[4] += a_column;
   }
+  for (i = 0; i < LUNAI_NV; i++) bias[i] = e->bias ? vf_load(e->bias + i * VF) : vf_zero();
   LUNAI_ROWS(LUNAI_TILE_STORE)
 }
-LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, bool a_packed, const float *b,
-                            int64_t b_row, float alpha, float *c, int64_t c_row, bool add) {
+#define LUNAI_NARROW_STEP(i) \
+  if (LUNAI_MR > i) { \
+    sum[i][0] = vf_fma(vf_set(at[i / 3][i % 3 * a_row]), panel, sum[i][0]); \
+    sum[i][1] = vf_fma(vf_set(at[i / 3][(i % 3 + LUNAI_MR) * a_row]), panel, sum[i][1]); \
+  }
+#define LUNAI_NARROW_STORE(i) \
+  if (LUNAI_MR > i) { \
+    LUNAI_K(tile_store)(sum[i][0], scale, bias, lowest, e->c + i * e->c_row, e->add); \
+    LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e->c + (i + LUNAI_MR) * e->c_row, e->add); \
+  }
+LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+                                   const LUNAI_K(ending) *e) {
+  const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
+  const int rows = LUNAI_MR;
+  const float *at[5];
+  vf sum[14][4];
+  at[0] = a;
+  at[1] = a + 3 * a_row;
+  at[2] = a + 6 * a_row;
+  at[3] = a + 9 * a_row;
+  at[4] = a + 12 * a_row;
+  LUNAI_ROWS(LUNAI_TILE_ZERO)
+  for (; k > 0; k--) {
+    const vf panel = vf_load(b);
+    LUNAI_ROWS(LUNAI_NARROW_STEP)
+    b += b_row;
+    at[0] += a_column;
+    at[1] += a_column;
+    at[2] += a_column;
+    at[3] += a_column;
+    at[4] += a_column;
+  }
+  LUNAI_ROWS(LUNAI_NARROW_STORE)
+}
+LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+                            const LUNAI_K(ending) *e) {
   switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
 }
 
@@ -1854,6 +1907,7 @@ typedef struct LUNAI_K(target) {
   bool add, finish, late;            /* add to sum; this is the last block over k and has an epilogue; which adds C at the end */
 } LUNAI_K(target);
 
+/* what a tile cannot do at its end: edges, other activations than ReLU, two results */
 LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t j, int64_t rows, int64_t columns, const float *tile) {
   int64_t r, l;
   for (r = 0; r < rows; r++)
@@ -1874,37 +1928,54 @@ LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t 
     }
 }
 
-/* m rows of A by the panels of a block; a_packed, MR * k floats or null: where a tile's rows of A are gathered first. The tile's
-   rows stay in L1 while the panels stream by from L2, and C is met row by row. */
+/* how a tile at (row, column j) ends where it goes straight to C, or (`edge`) first to a place of its own */
+LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t row, int64_t j, float *edge) {
+  LUNAI_K(ending) e;
+  e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
+  e.c = edge ? edge : t->sum + row * t->sum_row + j;
+  e.c_row = edge ? LUNAI_NR : t->sum_row;
+  e.alpha = t->alpha;
+  e.lowest = !edge && t->finish && t->activation == LUNA_RELU ? 0 : -(float)INFINITY;
+  e.add = !edge && t->add;
+  return e;
+}
+
+/* m rows of A by the panels of a block; a_packed, room for a tile's rows of A, or null: where they are gathered first. The tile's
+   rows stay in L1 while the panels stream by from L2, the next tile's are fetched meanwhile, and C is met row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_packed,
                               const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
-  const int64_t tiles = lunai_divide_up(m, LUNAI_MR);
-  float edge[LUNAI_MR * LUNAI_NR];
-  int64_t i, j, p;
+  const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_NONE || t->activation == LUNA_RELU));
+  const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
+  const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
+  float edge[2 * LUNAI_MR * LUNAI_NR];
+  LUNAI_K(ending) e;
+  int64_t i, j, p, x;
+  for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
+    e = LUNAI_K(ending_at)(t, i, 0, simple && n == VF ? NULL : edge);
+    LUNAI_K(tile_narrow)(k, a + i * a_row, a_row, a_column, panel, b_row, &e);
+    if (e.c == edge) LUNAI_K(finish_tile)(t, i, 0, 2 * LUNAI_MR, n, edge);
+  }
   for (i = 0; i < tiles; i++) {
-    const int64_t row = lunai_share(m, i, tiles), rows = lunai_share(m, i + 1, tiles) - row;
-    const float *at = a + row * a_row, *b = panel;
+    const int64_t row = narrow + lunai_share(m - narrow, i, tiles), rows = narrow + lunai_share(m - narrow, i + 1, tiles) - row;
+    const float *at = a + row * a_row, *b = panel, *next = at + rows * a_row;
+    const int64_t coming = lunai_min(rows, m - row - rows);
+    int64_t at_row = a_row, at_column = a_column;
     if (a_packed) {
       LUNAI_K(pack_a)(rows, k, at, a_row, a_column, a_packed);
-      if (i + 1 < tiles) {
-        const int64_t last = m - 1 - row;
-        if (a_row == 1)
-          for (p = 0; p < k; p++) LUNAI_PREFETCH(at + lunai_min(2 * rows, last) + p * a_column);
-        else if (a_column == 1)
-          for (j = rows; j < 2 * rows; j++)
-            for (p = 0; p < k; p += 16) LUNAI_PREFETCH(at + lunai_min(j, last) * a_row + p);
-      }
+      at_row = a_column == 1 ? LUNAI_KA : 1;
+      at_column = a_column == 1 ? 1 : LUNAI_MR;
       at = a_packed;
     }
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
-      if (columns == LUNAI_NR && !t->finish) {
-        float *sum = t->sum + row * t->sum_row + j;
-        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed != NULL, b, b_row, t->alpha, sum, t->sum_row, t->add);
-      } else {
-        LUNAI_K(tile)(rows, k, at, a_row, a_column, a_packed != NULL, b, b_row, t->alpha, edge, LUNAI_NR, false);
-        LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
-      }
+      if (a_column == 1)
+        for (p = j / LUNAI_NR; p < coming; p += all)
+          for (x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
+      else if (a_row == 1 && coming > 0)
+        for (p = j / LUNAI_NR; p < k; p += all) LUNAI_PREFETCH(next + p * a_column + coming - 1);
+      e = LUNAI_K(ending_at)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
+      LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
+      if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
     }
   }
 }
@@ -1940,6 +2011,55 @@ LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, 
   LUNAI_K(product_packed)(m, n - whole, k, a, a_row, a_column, packed_scratch, alpha, c + whole, c_row, accumulate);
 }
 
+/* Few rows by the transpose of a matrix that lies by rows, as a linear layer's weight does when one token at a time is decoded: each element is a
+   dot product by lanes, so that the matrix is read once and in order, at the memory's pace. Four rows of each at a time. */
+LUNAI_INLINE void LUNAI_K(dots)(int rows, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, float alpha, float *out) {
+  const float *w[4];
+  vf sum[4][4];
+  int64_t p;
+  int i, j;
+  for (j = 0; j < 4; j++) w[j] = b + lunai_min(j, n - 1) * b_column;
+  for (i = 0; i < 4; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero();
+#undef LUNAI_DOT
+#undef LUNAI_DOTS
+#define LUNAI_DOT(i, load) \
+  if (rows > i) { \
+    const vf x = load(a + i * a_row + p, k - p); \
+    sum[i][0] = vf_fma(x, y0, sum[i][0]); \
+    sum[i][1] = vf_fma(x, y1, sum[i][1]); \
+    sum[i][2] = vf_fma(x, y2, sum[i][2]); \
+    sum[i][3] = vf_fma(x, y3, sum[i][3]); \
+  }
+#define LUNAI_DOTS(load) { \
+    const vf y0 = load(w[0] + p, k - p), y1 = load(w[1] + p, k - p), y2 = load(w[2] + p, k - p), y3 = load(w[3] + p, k - p); \
+    LUNAI_DOT(0, load) LUNAI_DOT(1, load) LUNAI_DOT(2, load) LUNAI_DOT(3, load) \
+  }
+#define LUNAI_WHOLE(p, left) vf_load(p)
+  for (p = 0; p + VF <= k; p += VF) LUNAI_DOTS(LUNAI_WHOLE)
+  if (p < k) LUNAI_DOTS(LUNAI_K(get))
+#undef LUNAI_WHOLE
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < 4 && j < n; j++) out[i * LUNAI_NR + j] = alpha * vf_sum(sum[i][j]);
+}
+LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, const LUNAI_K(target) *t) {
+  float edge[4 * LUNAI_NR];
+  int64_t i, j, l;
+  memset(edge, 0, sizeof edge);
+  for (j = 0; j < n; j += LUNAI_NR)
+    for (i = 0; i < m; i += 4) {
+      const int64_t columns = lunai_min(n - j, LUNAI_NR);
+      const float *x = a + i * a_row, *y = b + j * b_column;
+      for (l = 0; l < columns; l += 4, y += 4 * b_column)
+        switch (m - i) {
+          case 1: LUNAI_K(dots)(1, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
+          case 2: LUNAI_K(dots)(2, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
+          case 3: LUNAI_K(dots)(3, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
+          default: LUNAI_K(dots)(4, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
+        }
+      LUNAI_K(finish_tile)(t, i, j, lunai_min(m - i, 4), columns, edge);
+    }
+}
+
 /* How a gemm is shared out: each batch item in row_parts x column_parts, each part with its own packing, so that slots never
    wait for each other; and the scratch of a slot. `late`: C is added after the activation, so partial sums need their own place. */
 typedef struct LUNAI_K(gemm_plan) {
@@ -1947,7 +2067,7 @@ typedef struct LUNAI_K(gemm_plan) {
   char *scratch;
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
-  bool late;
+  bool late, dots;
 } LUNAI_K(gemm_plan);
 
 LUNAI_FN int64_t LUNAI_K(gemm_plan_slot)(const LUNAI_K(gemm_plan) *p) {
@@ -1968,10 +2088,11 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
     p.row_parts = lunai_min(parts / p.column_parts, tiles);
   }
   p.late = g->accumulate && (g->activation != LUNA_NONE || g->pre);
+  p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
   p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: what is packed is read at once, keep it near */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
   p.b_size = p.columns * block_k;
-  if (g->n > 2 * LUNAI_NR && g->m > 1) p.a_size = LUNAI_MR * block_k;
+  if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA;
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
@@ -1988,6 +2109,12 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
                                   const float *b, LUNAI_K(target) *t) {
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
+  if (plan->dots) {
+    t->add = g->accumulate && !plan->late;
+    t->finish = t->bias || t->pre || t->activation != LUNA_NONE || plan->late;
+    LUNAI_K(dot_rows)(m, n, g->k, a, g->a_row, b, g->b_column, t);
+    return;
+  }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
     const float *from = b + p * g->b_row;
@@ -2063,18 +2190,6 @@ LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel,
    Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
    not depend on which columns are computed with it. Guarded by tests/elementwise.c
    ---------------------------------------------------------------------------------------------------------------------- */
-static const float LUNAI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-/* the vector at p of which `left` > 0 floats exist; the rest of it is 0, or `fill` */
-LUNAI_INLINE vf LUNAI_K(get)(const float *p, int64_t left) { return left >= VF ? vf_load(p) : vf_load_part(p, left); }
-LUNAI_INLINE vf LUNAI_K(get_filled)(const float *p, int64_t left, vf fill) {
-  if (left >= VF) return vf_load(p);
-  return vf_select(vf_lt(vf_load(LUNAI_K(lanes)), vf_set((float)left)), vf_load_part(p, left), fill);
-}
-LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
-  if (left >= VF) vf_store(p, v);
-  else vf_store_part(p, v, left);
-}
 #undef LUNAI_GET
 #undef LUNAI_PUT
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
@@ -4251,6 +4366,7 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   g->alpha = args->alpha == 0 ? 1.0f : args->alpha;
   g->activation = (int)args->activation;
   g->accumulate = args->accumulate;
+  g->dots = g->m == 1 && args->transpose_b;
   return LUNA_OK;
 }
 
@@ -10017,6 +10133,7 @@ struct luna_stream {
   int64_t sources;                   /* whose memories are read: one for all, or a decoder's, for batch / sources sequences each */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
+  bool single;                       /* one row of each sequence is being computed: products go by dots, in a batch of any size */
   int32_t *slots, *source_slots;     /* a decoder's real memory slots: [batch], [sources] */
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
@@ -10045,6 +10162,7 @@ LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, 
 LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
   lunai_gemm g;
   lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
+  g.dots = s->single;
   s->kernels->gemm(&g, NULL, s->scratch);
 }
 LUNAI_FN void lunai_stream_attention_args(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_causal_luna *c) {
@@ -10598,11 +10716,13 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   if (*s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
+    s->single = rows == 1;
     for (b = 0; b < s->batch; b++)
       for (i = 0; i < rows; i++) lunai_stream_embed(s, tokens[b * n + at + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
     for (i = 0; i < s->sizes.layers; i++) lunai_stream_layer_run(s, &s->layers[i], rows);
     s->position += rows;
   }
+  s->single = true;
   for (b = 0; b < s->batch; b++) memmove(s->x + b * s->sizes.dim, s->x + (b * rows + rows - 1) * s->sizes.dim, row);
   if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
   lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_NONE, s->logits);

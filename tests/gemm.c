@@ -51,7 +51,7 @@ static float *operand(int64_t rows, int64_t columns, int64_t b0, int64_t b1, int
   return x;
 }
 
-enum { ALPHA = 1, BIAS = 2, ACCUMULATE = 4, ACTIVATION = 8, PRE = 16 };
+enum { ALPHA = 1, BIAS = 2, ACCUMULATE = 4, ACTIVATION = 8, PRE = 16, DOTS = 32 };
 
 static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int mode) {
   trial t;
@@ -71,6 +71,7 @@ static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1,
   g->bias = mode & BIAS ? t.bias : NULL;
   g->alpha = mode & ALPHA ? 0.37f : 1;
   g->accumulate = (mode & ACCUMULATE) != 0;
+  g->dots = (mode & DOTS) != 0;
   g->activation = mode & ACTIVATION ? (int)pick(LUNA_SOFTPLUS2 + 1) : LUNA_NONE;
   t.want = doubles(t.c_size), t.want_pre = doubles(t.c_size), t.scale = doubles(t.c_size);
   return t;
@@ -181,7 +182,7 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   if (m > 0 && n > 0 && b0 > 0 && b1 > 0) {
     check_alone(&t, first, false);
     check_alone(&t, first, true);
-    if (!(mode & (BIAS | ACTIVATION | PRE))) check_product(&t, first);
+    if (!(mode & (BIAS | ACTIVATION | PRE | DOTS))) check_product(&t, first);
   }
   drop(c), drop(pre), drop(first), trial_close(&t);
 }
@@ -220,7 +221,7 @@ static void check_random(int times, range m, range n, range k, range batch, int 
   while (times-- > 0) {
     const int64_t rows = m.least + pick(m.count), columns = n.least + pick(n.count), depth = k.least + pick(k.count);
     const int64_t b0 = 1 + pick(batch.least), b1 = 1 + pick(batch.count);
-    check(rows, columns, depth, b0, b1, modes < 0 ? (int)pick(32) : modes);
+    check(rows, columns, depth, b0, b1, modes < 0 ? (int)pick(64) : modes);
   }
 }
 
@@ -228,7 +229,7 @@ int main(void) {
   const range small = {0, 41}, batch = {3, 2}, one = {1, 1};
   const range high = {0, 80}, wide = {0, 300}, deep = {200, 500}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200}, next = {257, 50};
   for (int at = 0; kernels_next(&at);) {
-    check_random(200, small, small, small, batch, -1);
+    check_random(300, small, small, small, batch, -1);
     check_random(12, high, wide, deep, one, -1);
     check_random(4, tall, small, deep, one, -1);
     check_random(4, few, broad, wide, one, -1);
