@@ -38,7 +38,7 @@ static float *operand(int64_t rows, int64_t columns, int64_t b0, int64_t b1, int
   const int64_t size = rows > 0 && columns > 0 ? (rows - 1) * *row + (columns - 1) * *column + 1 : 0, step = size + gap;
   batch[0] = shared ? 0 : b1 * step;
   batch[1] = shared ? 0 : step;
-  const int64_t all = size == 0 ? 0 : shared ? size : (b0 * b1 - 1) * step + size;
+  const int64_t all = size == 0 || b0 * b1 == 0 ? 0 : shared ? size : (b0 * b1 - 1) * step + size;
   float *x = zeros(all);
   fill(x, all, (float)NAN);
   kernels_seed++;
