@@ -251,7 +251,7 @@ typedef enum luna_dtype { LUNA_F32 = 0, LUNA_F16, LUNA_BF16 } luna_dtype; /* F32
 
 typedef struct luna_tensor {
   float *data;                       /* null in a context that measures */
-  float *grad;                       /* null until backward has reached it */
+  float *grad;                       /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;
   luna_dtype dtype;
@@ -262,11 +262,14 @@ typedef struct luna_tensor {
   luna_ctx *ctx;
   struct luna_tensor *base;          /* a view's owner, else null */
   int64_t offset;                    /* a view's first element within base */
+  struct luna_op *maker;             /* the rest is luna.h's own: the op of the tape whose result this is, */
+  struct lunai_spare *data_spare, *grad_spare; /* memory of the step that is given back before the step ends, */
+  bool keep_grad, dropped, remade;   /* whether grad stays; whether data was given back; whether it was, and was made again */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape); /* a copy; zeros when null */
-LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a tensor just made as one whose gradient is wanted */
+LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a tensor as one whose gradient is wanted, and stays until the next begin */
 LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
@@ -290,6 +293,9 @@ LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
+/* act(x W1^T + b1) W2^T + b2 (+ residual [...,out]), by blocks of rows: the hidden layer [...,hidden] is kept for backward or, with recompute, computed
+   again there, to the same bits. w1 [hidden,in], w2 [out,hidden]; b1, b2, residual or null. */
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, luna_tensor *residual, luna_activation activation, bool recompute);
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
 LUNA_API luna_tensor *luna_relu(luna_tensor *x);
 LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) */
@@ -863,7 +869,7 @@ LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search
 #define LUNA_BACKEND_ROWS(R) \
   R(PERMUTE, 1) R(SLICE, 1) R(CONCAT, 1) R(REPEAT, 1) R(ADD, 1) R(MUL, 1) R(SCALE, 1) R(REDUCE, 1) R(MAX, 1) R(MATMUL, 1) R(LINEAR, 1) \
   R(ACTIVATION, 1) R(SOFTMAX, 1) R(MASK, 1) R(RATIO, 1) R(DROPOUT, 1) R(LAYER_NORM, 1) R(EMBEDDING, 1) R(CROSS_ENTROPY, 1) R(SOFTMAX_ATTENTION, 1) \
-  R(CAUSAL_PRODUCT, 1) R(SHORT_CONVOLUTION, 1) R(CUSTOM, 1) R(PACK, 2) R(UNPACK, 2) R(CAUSAL_LUNA, 2)
+  R(CAUSAL_PRODUCT, 1) R(SHORT_CONVOLUTION, 1) R(CUSTOM, 1) R(PACK, 2) R(UNPACK, 2) R(CAUSAL_LUNA, 2) R(FEED_FORWARD, 2)
 typedef enum luna_row_id {
 #define LUNAI_ROW(name, tier) LUNA_ROW_##name,
   LUNA_BACKEND_ROWS(LUNAI_ROW)
@@ -886,6 +892,8 @@ typedef struct luna_op {
   bool flag[2];
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
+  int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
+  int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -896,9 +904,10 @@ typedef struct luna_op {
 } luna_op;
 
 typedef struct luna_row {
-  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size */
+  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set` and `take` */
   luna_status (*forward)(luna_op *op);
-  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad */
+  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad; an input of `take` may have the
+                                        very gradient of out[0], which is then already in it */
 } luna_row;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -1036,6 +1045,7 @@ typedef struct lunai_gemm {
   float alpha;
   int activation;                    /* luna_activation */
   bool accumulate;
+  const float *residual;             /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
   bool dots;                         /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
 } lunai_gemm;
 
@@ -1060,14 +1070,14 @@ typedef struct lunai_attention {
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
    x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows, dim_out = dim], dense. */
 typedef struct lunai_unpack {
-  const float *x, *k, *bias, *v, *out_bias; /* out_bias [dim] or null */
+  const float *x, *k, *bias, *v, *out_bias, *residual; /* out_bias [dim], residual (out's shape, added): or null */
   float *out;
   float *lse;                        /* [batch, rows, heads]; forward writes it unless null, backward reads it */
   int64_t batch, rows, dim, heads, slots;
   const int32_t *lengths;            /* [batch] real slots; null: all */
   lunai_dropout dropout;             /* element ((b heads + head) rows + i) slots + j */
   const float *grad_out;
-  float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias; /* backward adds; any may be null */
+  float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias; /* backward adds; any may be null; grad_x may be grad_out: added in place */
 } lunai_unpack;
 
 /* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out [batch, rows, heads,
@@ -1124,6 +1134,7 @@ typedef struct lunai_update {
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
+  T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, mul_add, (int64_t n, const float *a, const float *b, float *y)) \
@@ -1786,8 +1797,8 @@ LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a
       for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
 
-/* What becomes of a tile: c = max(lowest, alpha A B (+ c) + bias), columns one float apart; bias null: none */
-typedef struct LUNAI_K(ending) { const float *bias; float *c; int64_t c_row; float alpha, lowest; bool add; } LUNAI_K(ending);
+/* What becomes of a tile: c = max(lowest, alpha A B + from + bias), columns one float apart; from, bias null: none */
+typedef struct LUNAI_K(ending) { const float *bias, *from; float *c; int64_t from_row, c_row; float alpha, lowest; } LUNAI_K(ending);
 
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in every case below.
    Rows of A are reached from every third one, for an x86 address adds a stride once or twice for nothing. A narrow tile is half a panel wide
@@ -1814,10 +1825,10 @@ typedef struct LUNAI_K(ending) { const float *bias; float *c; int64_t c_row; flo
   }
 #define LUNAI_TILE_STORE(i) \
   if (rows > i) { \
-    LUNAI_K(tile_store)(sum[i][0], scale, bias[0], lowest, e->c + i * e->c_row, e->add); \
-    LUNAI_K(tile_store)(sum[i][1], scale, bias[1], lowest, e->c + i * e->c_row + VF, e->add); \
-    if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e->c + i * e->c_row + 2 * VF, e->add); \
-    if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e->c + i * e->c_row + 3 * VF, e->add); \
+    LUNAI_K(tile_store)(sum[i][0], scale, bias[0], lowest, e, i, 0); \
+    LUNAI_K(tile_store)(sum[i][1], scale, bias[1], lowest, e, i, VF); \
+    if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e, i, 2 * VF); \
+    if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e, i, 3 * VF); \
   }
 #define LUNAI_TILE_CASE(i) \
   case i + 1: \
@@ -1825,10 +1836,10 @@ typedef struct LUNAI_K(ending) { const float *bias; float *c; int64_t c_row; flo
     else if (i < LUNAI_MR && a_row == LUNAI_KA && a_column == 1 && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, LUNAI_KA, 1, b, LUNAI_NR, e); \
     else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
     break;
-LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, float *c, bool add) {
+LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const LUNAI_K(ending) *e, int i, int j) {
   vf v = vf_mul(scale, sum);
-  if (add) v = vf_add(vf_load(c), v);
-  vf_store(c, vf_max(lowest, vf_add(v, bias)));
+  if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
+  vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
 }
 LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
                                      const LUNAI_K(ending) *e) {
@@ -1865,8 +1876,8 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
   }
 #define LUNAI_NARROW_STORE(i) \
   if (LUNAI_MR > i) { \
-    LUNAI_K(tile_store)(sum[i][0], scale, bias, lowest, e->c + i * e->c_row, e->add); \
-    LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e->c + (i + LUNAI_MR) * e->c_row, e->add); \
+    LUNAI_K(tile_store)(sum[i][0], scale, bias, lowest, e, i, 0); \
+    LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
   }
 LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
                                    const LUNAI_K(ending) *e) {
@@ -1900,11 +1911,11 @@ LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_r
 /* Where a block of columns goes: partial sums over k to `sum` (C itself where that does no harm), the finished ones to C */
 typedef struct LUNAI_K(target) {
   float *sum, *c, *pre;
-  const float *bias;
-  int64_t sum_row, c_row;
+  const float *bias, *from;          /* from: what is added, in rows of from_row; null: nothing */
+  int64_t sum_row, c_row, from_row;
   float alpha;
   int activation;
-  bool add, finish, late;            /* add to sum; this is the last block over k and has an epilogue; which adds C at the end */
+  bool finish, late;                 /* this is the last block over k and has an epilogue; which adds C at the end */
 } LUNAI_K(target);
 
 /* what a tile cannot do at its end: edges, other activations than ReLU, two results */
@@ -1915,7 +1926,7 @@ LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t 
       const int64_t lanes = lunai_min(columns - l, VF), at = (i + r) * t->c_row + j + l;
       float *sum = t->sum + (i + r) * t->sum_row + j + l;
       vf v = vf_load(tile + r * LUNAI_NR + l);
-      if (t->add) v = vf_add(vf_load_part(sum, lanes), v);
+      if (t->from) v = vf_add(vf_load_part(t->from + (i + r) * t->from_row + j + l, lanes), v);
       if (!t->finish) {
         vf_store_part(sum, v, lanes);
         continue;
@@ -1936,7 +1947,8 @@ LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t ro
   e.c_row = edge ? LUNAI_NR : t->sum_row;
   e.alpha = t->alpha;
   e.lowest = !edge && t->finish && t->activation == LUNA_RELU ? 0 : -(float)INFINITY;
-  e.add = !edge && t->add;
+  e.from = !edge && t->from ? t->from + row * t->from_row + j : NULL;
+  e.from_row = t->from_row;
   return e;
 }
 
@@ -1987,12 +1999,12 @@ LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const flo
   int64_t p = 0;
   memset(&t, 0, sizeof t);
   t.sum = c;
-  t.sum_row = c_row;
+  t.sum_row = t.from_row = c_row;
   t.alpha = alpha;
-  t.add = accumulate;
+  t.from = accumulate ? c : NULL;
   do {
     LUNAI_K(panels)(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, NULL, panel + p * b_row, panel_step, b_row, &t);
-    t.add = true;
+    t.from = c;
     p += LUNAI_KC;
   } while (p < k);
 }
@@ -2109,8 +2121,11 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
                                   const float *b, LUNAI_K(target) *t) {
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
+  if (g->accumulate && !plan->late) {
+    t->from = t->sum;
+    t->from_row = t->sum_row;
+  }
   if (plan->dots) {
-    t->add = g->accumulate && !plan->late;
     t->finish = t->bias || t->pre || t->activation != LUNA_NONE || plan->late;
     LUNAI_K(dot_rows)(m, n, g->k, a, g->a_row, b, g->b_column, t);
     return;
@@ -2122,9 +2137,10 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
     slot->held = from;
     slot->held_n = n;
     slot->held_k = k;
-    t->add = p > 0 || (g->accumulate && !plan->late);
     t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_NONE || plan->late);
     LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? slot->a : NULL, slot->b, LUNAI_NR * k, LUNAI_NR, t);
+    t->from = t->sum;
+    t->from_row = t->sum_row;
     p += LUNAI_KC;
   } while (p < g->k);
 }
@@ -2150,6 +2166,8 @@ LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_sl
       t.bias = g->bias ? g->bias + j : NULL;
       t.sum = plan->sum_size ? slot->sum : plan->late && t.pre ? t.pre : t.c;
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
+      t.from = g->residual ? g->residual + at : NULL;
+      t.from_row = g->c_row;
       LUNAI_K(gemm_block)(plan, slot, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), a + row * g->a_row,
                           b + j * g->b_column, &t);
     }
@@ -2205,6 +2223,8 @@ LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel,
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(activation1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
           vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), LUNAI_GET(dx)))
+LUNAI_MAP(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
+          vf_mul(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x))))
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul_add, (int64_t n, const float *a, const float *b, float *y), y, vf_fma(LUNAI_GET(a), LUNAI_GET(b), LUNAI_GET(y)))
@@ -3357,8 +3377,12 @@ LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_si
       LUNAI_K(dropout_mask)(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots, m->mask);
       for (j = 0; j < m->slots; j++) s[j] *= m->mask[j];
     }
-  for (i = 0; u->out_bias && i < rows; i++) memcpy(out + i * d, u->out_bias, (size_t)d * sizeof(float));
-  LUNAI_K(product_packed)(rows, d, m->n, m->scores, m->n, 1, m->packed_v, 1, out, d, u->out_bias != NULL);
+  for (i = 0; i < rows; i++) {
+    const float *residual = u->residual ? u->residual + (row + i) * d : NULL;
+    if (residual && u->out_bias) LUNAI_K(add)(d, residual, u->out_bias, out + i * d);
+    else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
+  }
+  LUNAI_K(product_packed)(rows, d, m->n, m->scores, m->n, 1, m->packed_v, 1, out, d, u->out_bias || u->residual);
 }
 
 LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t slot, int64_t slots) {
@@ -3419,9 +3443,9 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
     LUNAI_K(add)(n, bias, m->slopes + i * n, bias);
     LUNAI_K(add)(d, bias + n, grad + i * d, bias + n);
   }
-  if (u->grad_x) LUNAI_K(product_packed)(rows, d, n, m->slopes, n, 1, m->keys, 1, u->grad_x + row * d, d, true);
   if (u->grad_k) LUNAI_K(product)(n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
   if (u->grad_v) LUNAI_K(product)(n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
+  if (u->grad_x) LUNAI_K(product_packed)(rows, d, n, m->slopes, n, 1, m->keys, 1, u->grad_x + row * d, d, true); /* last: it may be grad_out */
 }
 
 LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t slot, int64_t slots) {
@@ -5465,6 +5489,8 @@ struct luna_ctx {
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
+  struct lunai_spare *spares;          /* memory of the step that comes and goes, newest first */
+  bool passing;                      /* results of ops now made go into such memory */
   size_t persistent_bytes, step_bytes, peak, step_peak;
   luna_step_state *state;
   luna_op *tape;
@@ -5623,12 +5649,13 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
   ctx->persistent_bytes = mark.bytes;
 }
 
-typedef struct lunai_mark { lunai_chunk *step; size_t used, bytes; } lunai_mark;
+typedef struct lunai_mark { lunai_chunk *step; size_t used, bytes; struct lunai_spare *spares; } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   mark.step = ctx->step;
   mark.used = ctx->step ? ctx->step->used : 0;
   mark.bytes = ctx->step_bytes;
+  mark.spares = ctx->spares;
   return mark;
 }
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
@@ -5637,6 +5664,7 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   ctx->step = mark.step ? mark.step : ctx->steps;
   if (mark.step) mark.step->used = mark.used;
   ctx->step_bytes = mark.bytes;
+  ctx->spares = mark.spares;
 }
 
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, size_t size) {
@@ -5669,6 +5697,30 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   ctx->step_bytes += size;
   lunai_count_peak(ctx);
   return true;
+}
+
+/* Memory of the step for a while: what was given back and is not much too large, else new. A spare stays in the list when it is given back. */
+typedef struct lunai_spare { struct lunai_spare *next; void *at; size_t size; bool taken; } lunai_spare;
+LUNAI_FN lunai_spare *lunai_spare_take(luna_ctx *ctx, size_t bytes) {
+  const size_t size = lunai_round(bytes);
+  lunai_spare *one, *best = NULL;
+  void *memory, *at;
+  for (one = ctx->spares; one; one = one->next)
+    if (!one->taken && one->size >= size && one->size / 2 <= size && (!best || one->size < best->size)) best = one;
+  if (!best) {
+    if (!lunai_step(ctx, sizeof(lunai_spare), false, &memory) || !lunai_step(ctx, size, true, &at)) return NULL;
+    best = (lunai_spare *)memory;
+    best->next = ctx->spares;
+    best->at = at;
+    best->size = size;
+    ctx->spares = best;
+  }
+  best->taken = true;
+  return best;
+}
+LUNAI_FN void lunai_spare_give(lunai_spare **spare) {
+  if (*spare) (*spare)->taken = false;
+  *spare = NULL;
 }
 
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
@@ -5772,7 +5824,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
-  ctx->paused = false;
+  ctx->paused = ctx->passing = false;
   ctx->status = LUNA_OK;
   ctx->error[0] = 0;
   if (ctx->stepped) ctx->state->nonfinite = 0;
@@ -5820,6 +5872,7 @@ LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body
 LUNAI_INLINE const lunai_kernels *lunai_k(const luna_op *op) { return op->ctx->kernels; }
 LUNAI_INLINE int64_t lunai_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
 LUNAI_INLINE int64_t lunai_rows(const luna_tensor *t) { return lunai_last(t) ? luna_count(t) / lunai_last(t) : 0; }
+LUNAI_INLINE const luna_tensor *lunai_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
 LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
 
@@ -6151,7 +6204,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- linear: y = act(x W^T + b). kept: the pre-activation --- */
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or x W^T + b + residual. kept: the pre-activation --- */
 LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
@@ -6160,14 +6213,17 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
     g->bias = op->in[2] ? op->in[2]->data : NULL;
     g->activation = (int)op->activation;
     g->pre = op->kept_size ? (float *)op->kept : NULL;
+    g->residual = op->in[3] ? op->in[3]->data : NULL;
   } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
-  g->accumulate = which != 0;
+  g->accumulate = which == 2 || (which == 1 && !(op->fresh & 1));
 }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
   size_t slope = 0;
+  op->set = 1;
+  op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
   if (op->activation != LUNA_NONE) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training) op->kept_size = slope;
   for (which = 0; which < 3; which++) {
@@ -6185,14 +6241,20 @@ LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
-  float *dy = (float *)op->workspace;
-  memset(dy + first, 0, (size_t)(last - first) * sizeof(float));
-  lunai_k(op)->activate_backward((int)op->activation, last - first, (const float *)op->kept + first, op->out[0]->grad + first, dy + first);
+  lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first, op->out[0]->grad + first, (float *)op->workspace + first);
 }
 LUNAI_FN const float *lunai_linear_dy(const luna_op *op) { return op->activation == LUNA_NONE ? op->out[0]->grad : (const float *)op->workspace; }
 LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const int64_t out = lunai_last(op->out[0]);
   lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
+}
+/* a residual input's gradient, where it is not out[0]'s very own */
+LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
+  float *to = op->in[op->inputs - 1]->grad + first;
+  lunai_k(op)->add(last - first, to, op->out[0]->grad + first, to);
+}
+LUNAI_FN void lunai_residual_backward(luna_op *op, int at) {
+  if (at < op->inputs && lunai_grad(op, at) && op->in[at]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->out[0]), 1, lunai_residual_add);
 }
 LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
@@ -6207,8 +6269,142 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
     if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, scratch);
   }
   if (lunai_grad(op, 2)) lunai_split(op, lunai_last(op->out[0]), lunai_rows(op->in[0]), lunai_linear_bias);
+  lunai_residual_backward(op, 3);
   return LUNA_OK;
 }
+
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = act(x W1^T + b1) W2^T + b2 + residual, by blocks of rows, so that the hidden layer of one stays
+   near; flag: keep nothing of it. kept: what ReLU makes of it, or what other activations are given --- */
+#define LUNAI_FFN_ROWS 512
+typedef struct lunai_ffn_work {
+  luna_op *op;
+  int64_t first, rows, in, hidden, out;
+  const float *given;                /* [rows, hidden]: what the slope is found from */
+  float *a, *dh;                     /* [rows, hidden]: activations; their gradient, then that of what they are given */
+  void *scratch;
+} lunai_ffn_work;
+LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
+  const luna_op *op = w->op;
+  const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
+  float *dx = op->in[0]->grad ? op->in[0]->grad + x : NULL;
+  const float *dy = op->out[0]->grad ? op->out[0]->grad + y : NULL;
+  switch (which) {
+    case 0: lunai_matrix(g, op->in[0]->data + x, in, 1, op->in[1]->data, 1, in, w->a, n, f, in); break;         /* h = x W1^T + b1 */
+    case 1: lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, op->out[0]->data + y, n, out, f); break;         /* y = a W2^T + b2 */
+    case 2: lunai_matrix(g, dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n); break;                          /* dW2 = dy^T a */
+    case 3: lunai_matrix(g, dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out); break;                         /* da = dy W2 */
+    case 4: lunai_matrix(g, w->dh, 1, f, op->in[0]->data + x, in, 1, op->in[1]->grad, f, in, n); break;          /* dW1 = dh^T x */
+    default: lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, dx, n, in, f); break;                          /* dx = dh W1 */
+  }
+  if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
+  if (which == 1 && op->in[5]) g->residual = op->in[5]->data + y;
+  g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
+}
+LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, const lunai_gemm *g) { if (g->c) lunai_k(w->op)->gemm(g, &w->op->ctx->parallel, w->scratch); }
+LUNAI_FN lunai_ffn_work lunai_ffn_sizes(luna_op *op) {
+  lunai_ffn_work w;
+  memset(&w, 0, sizeof w);
+  w.op = op;
+  w.rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]));
+  w.in = lunai_last(op->in[0]);
+  w.hidden = lunai_last(op->in[3]);
+  w.out = lunai_last(op->out[0]);
+  return w;
+}
+LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
+  lunai_ffn_work w = lunai_ffn_sizes(op);
+  const size_t hidden = lunai_round((size_t)(w.rows * w.hidden) * sizeof(float));
+  const bool relu = op->activation == LUNA_RELU;
+  size_t gemm = 0;
+  lunai_gemm g;
+  int which;
+  op->set = 1;
+  op->take = 1 << 5;
+  if (op->training && !op->flag[0]) op->kept_size = (size_t)(lunai_rows(op->in[0]) * w.hidden) * sizeof(float);
+  for (which = 0; which < 6; which++) {
+    lunai_ffn_product(&w, which, &g);
+    gemm = (size_t)lunai_max((int64_t)gemm, (int64_t)lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots));
+  }
+  op->workspace_size = gemm + hidden;
+  op->backward_workspace_size = gemm + (relu ? op->kept_size ? 1 : 2 : op->kept_size ? 2 : 3) * hidden;
+}
+LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
+  lunai_ffn_work w = lunai_ffn_sizes(op);
+  const int64_t rows = lunai_rows(op->in[0]);
+  char *scratch = (char *)op->workspace;
+  float *room = lunai_take(&scratch, w.rows * w.hidden), *kept = op->kept_size ? (float *)op->kept : NULL;
+  const bool relu = op->activation == LUNA_RELU;
+  lunai_gemm g;
+  w.scratch = scratch;
+  for (w.first = 0; w.first < rows; w.first += LUNAI_FFN_ROWS) {
+    w.rows = lunai_min(LUNAI_FFN_ROWS, rows - w.first);
+    w.a = kept && relu ? kept + w.first * w.hidden : room;
+    lunai_ffn_product(&w, 0, &g);
+    g.activation = (int)op->activation;
+    if (kept && !relu) g.pre = kept + w.first * w.hidden;
+    lunai_ffn_multiply(&w, &g);
+    lunai_ffn_product(&w, 1, &g);
+    lunai_ffn_multiply(&w, &g);
+  }
+  return LUNA_OK;
+}
+#ifndef LUNA_NO_TRAIN
+LUNAI_FN void lunai_ffn_slope(void *work, int64_t slot, int64_t slots) {
+  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
+  const int64_t first = lunai_share(w->rows, slot, slots) * w->hidden, count = lunai_share(w->rows, slot + 1, slots) * w->hidden - first;
+  lunai_k(w->op)->activate_slope((int)w->op->activation, count, w->given + first, w->dh + first, w->dh + first);
+}
+LUNAI_FN void lunai_ffn_activate(void *work, int64_t slot, int64_t slots) {
+  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
+  const int64_t first = lunai_share(w->rows, slot, slots) * w->hidden, count = lunai_share(w->rows, slot + 1, slots) * w->hidden - first;
+  lunai_k(w->op)->activate((int)w->op->activation, count, w->given + first, w->a + first);
+}
+/* by columns: the biases' gradients */
+LUNAI_FN void lunai_ffn_biases(void *work, int64_t slot, int64_t slots) {
+  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
+  const luna_op *op = w->op;
+  const int64_t f = w->hidden, out = w->out;
+  if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(w->rows, f, f, lunai_share(f, slot, slots), lunai_share(f, slot + 1, slots), 1.0f, w->dh, op->in[2]->grad);
+  if (lunai_grad(op, 4))
+    lunai_k(op)->sum_rows(w->rows, out, out, lunai_share(out, slot, slots), lunai_share(out, slot + 1, slots), 1.0f, op->out[0]->grad + w->first * out, op->in[4]->grad);
+}
+LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
+  lunai_ffn_work w = lunai_ffn_sizes(op);
+  const int64_t rows = lunai_rows(op->in[0]), size = w.rows * w.hidden;
+  const bool relu = op->activation == LUNA_RELU, again = !op->kept_size;
+  const lunai_parallel *parallel = &op->ctx->parallel;
+  char *scratch = (char *)op->workspace;
+  float *a = !relu || again ? lunai_take(&scratch, size) : NULL, *given = again && !relu ? lunai_take(&scratch, size) : NULL;
+  lunai_gemm g;
+  int which;
+  w.dh = lunai_take(&scratch, size);
+  w.scratch = scratch;
+  lunai_residual_backward(op, 5);
+  for (w.first = 0; w.first < rows; w.first += LUNAI_FFN_ROWS) {
+    float *kept = again ? NULL : (float *)op->kept + w.first * w.hidden;
+    w.rows = lunai_min(LUNAI_FFN_ROWS, rows - w.first);
+    w.a = relu && !again ? kept : a;
+    w.given = relu ? w.a : again ? given : kept;
+    if (again) {
+      lunai_ffn_product(&w, 0, &g);
+      g.activation = (int)op->activation;
+      g.pre = given;
+      lunai_ffn_multiply(&w, &g);
+    } else if (!relu) lunai_run(parallel, lunai_ffn_activate, &w);
+    for (which = 2; which < 4; which++) {
+      lunai_ffn_product(&w, which, &g);
+      lunai_ffn_multiply(&w, &g);
+    }
+    lunai_run(parallel, lunai_ffn_slope, &w);
+    lunai_run(parallel, lunai_ffn_biases, &w);
+    for (which = 4; which < 6; which++) {
+      lunai_ffn_product(&w, which, &g);
+      lunai_ffn_multiply(&w, &g);
+    }
+  }
+  return LUNA_OK;
+}
+#endif
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
@@ -6357,11 +6553,11 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
 }
 LUNAI_KERNEL_ROW(attention, lunai_rows(op->out[0]) * op->size[0])
 
-/* --- unpack: in x, k, bias, v, out_bias. kept: log-sum-exp of each row and head --- */
+/* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
   memset(u, 0, sizeof *u);
-  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = lunai_data(op, 4);
+  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = lunai_data(op, 4); u->residual = lunai_data(op, 5);
   u->out = op->out[0]->data;
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
@@ -6371,6 +6567,14 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
 }
 LUNAI_KERNEL_ROW(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
+LUNAI_FN void lunai_unpack_residual_query(luna_op *op) {
+  op->take = 1 << 5;
+  lunai_unpack_query(op);
+}
+LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
+  lunai_residual_backward(op, 5);
+  return lunai_unpack_backward(op);
+}
 
 /* --- causal product: in x, y, z; size heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -6593,8 +6797,9 @@ static const luna_backend lunai_cpu = {
     { lunai_query_nothing, lunai_convolution_forward, LUNAI_TRAIN(lunai_convolution_backward) },
     { lunai_query_nothing, lunai_custom_forward, LUNAI_TRAIN(lunai_custom_backward) },
     { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
-    { lunai_unpack_query, lunai_unpack_forward, LUNAI_TRAIN(lunai_unpack_backward) },
-    { lunai_causal_luna_query, lunai_causal_luna_forward, LUNAI_TRAIN(lunai_causal_luna_backward) }
+    { lunai_unpack_residual_query, lunai_unpack_forward, LUNAI_TRAIN(lunai_unpack_residual_backward) },
+    { lunai_causal_luna_query, lunai_causal_luna_forward, LUNAI_TRAIN(lunai_causal_luna_backward) },
+    { lunai_feed_forward_query, lunai_feed_forward_forward, LUNAI_TRAIN(lunai_feed_forward_backward) }
   }
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
@@ -6636,15 +6841,28 @@ LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const in
   t->ctx = ctx;
 }
 
-/* a tensor of the step, values not set; null without a sentence when there is no memory */
-LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
+/* a tensor of the step, values not set, its data in a spare when it is `passing`; null without a sentence when there is no memory */
+LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, bool passing) {
   const int64_t count = lunai_shape_count(rank, shape);
-  void *memory, *data;
+  const size_t bytes = (size_t)count * sizeof(float);
+  luna_tensor *t;
+  void *memory, *data = NULL;
   if (count < 0 || !lunai_step(ctx, sizeof(luna_tensor), false, &memory)) return NULL;
-  lunai_tensor_set((luna_tensor *)memory, ctx, rank, shape);
-  if (!lunai_step(ctx, (size_t)count * sizeof(float), true, &data)) return NULL;
-  ((luna_tensor *)memory)->data = (float *)data;
-  return (luna_tensor *)memory;
+  t = (luna_tensor *)memory;
+  lunai_tensor_set(t, ctx, rank, shape);
+  if (passing ? (t->data_spare = lunai_spare_take(ctx, bytes)) == NULL : !lunai_step(ctx, bytes, true, &data)) return NULL;
+  t->data = (float *)(passing ? t->data_spare->at : data);
+  return t;
+}
+LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) { return lunai_tensor_make(ctx, rank, shape, false); }
+
+/* Gives back the data of an op's result that nothing needs any more until backward, which makes it again. Only of ops that read no result of theirs in
+   backward. */
+LUNAI_FN void lunai_drop(luna_tensor *t) {
+  if (!t || !t->data_spare || !t->maker || t->dropped) return;
+  lunai_spare_give(&t->data_spare);
+  t->data = NULL;
+  t->dropped = true;
 }
 
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape) {
@@ -6668,7 +6886,8 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
 }
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
-  if (t) t->needs_grad = true;
+  if (t) t->needs_grad = t->keep_grad = true;
+  if (t && t->base) t->base->keep_grad = true;
   return t;
 }
 
@@ -6690,7 +6909,7 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
     memset(out, 0, bytes);
     return LUNA_OK;
   }
-  if (!from && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called?", t);
+  if (!from && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called? (an op's result keeps its own after luna_require_grad)", t);
   lunai_tell_skipped(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
@@ -6813,12 +7032,13 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   op->training = record;
   if (!ctx->training) op->dropout = 0;
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_take(ctx, rank, shape)) == NULL) return lunai_op_no_memory(s);
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, record && ctx->passing)) == NULL) return lunai_op_no_memory(s);
   if (extra && (op->out[op->outputs++] = lunai_tensor_take(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
   if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_give_up(s);
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
   if (extra) *extra = op->out[1];
   if (record) {
+    for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
     op->previous = ctx->tape;
     ctx->tape = op;
   }
@@ -6830,19 +7050,51 @@ LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { 
 /* --- backward --- */
 typedef struct lunai_recompute { luna_block block; const void *state; uint32_t dropout_ops; bool copy; } lunai_recompute;
 #ifndef LUNA_NO_TRAIN
-/* the gradient of a tensor that wants one: zeros when new; of a view, its part of the owner's */
-LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t) {
+/* the gradient of a tensor that wants one: when new, zeros unless `fresh`; of a view, its part of the owner's */
+LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
   luna_tensor *owner = t->base ? t->base : t;
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
-  void *memory;
+  void *memory = NULL;
   if (!owner->has_grad) {
-    if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
+    if (owner->maker && !owner->keep_grad && !t->keep_grad) {
+      if ((owner->grad_spare = lunai_spare_take(ctx, bytes)) == NULL) return false;
+      memory = owner->grad_spare->at;
+    } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
     owner->has_grad = true;
-    if (memory && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
+    if (memory && !fresh && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
   t->has_grad = true;
   if (t->base && owner->grad) t->grad = owner->grad + t->offset;
+  return true;
+}
+
+/* the data of an input, made again by its op when it was dropped; what had to be made again for that goes at once */
+LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
+  luna_tensor *owner = t->base ? t->base : t;
+  luna_op *op = owner->maker;
+  bool again[LUNA_MAX_INPUTS];
+  lunai_mark mark;
+  int i;
+  if (owner->dropped) {
+    for (i = 0; i < op->inputs; i++) {
+      luna_tensor *in = op->in[i] && op->in[i]->base ? op->in[i]->base : op->in[i];
+      again[i] = in && in->dropped;
+      if (in && !lunai_make_again(ctx, op->in[i], status)) return false;
+    }
+    if ((owner->data_spare = lunai_spare_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
+    owner->data = (float *)owner->data_spare->at;
+    owner->dropped = false;
+    owner->remade = true;
+    mark = lunai_step_mark(ctx);
+    if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return false;
+    *status = ctx->options.measure ? LUNA_OK : ctx->backend->row[op->row].forward(op);
+    lunai_step_rewind(ctx, mark);
+    if (*status != LUNA_OK) return false;
+    *status = LUNA_OUT_OF_MEMORY;
+    for (i = 0; i < op->inputs; i++) if (again[i]) lunai_drop(op->in[i]->base ? op->in[i]->base : op->in[i]);
+  }
+  if (t->base && owner->data) t->data = owner->data + t->offset;
   return true;
 }
 
@@ -6863,6 +7115,8 @@ LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
     leaf[i] = (luna_tensor *)memory;
     *leaf[i] = *op->in[i];
     leaf[i]->base = NULL;
+    leaf[i]->maker = NULL;
+    leaf[i]->data_spare = leaf[i]->grad_spare = NULL;
     leaf[i]->offset = 0;
   }
   ctx->tape = NULL;
@@ -6884,22 +7138,50 @@ LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
   return good;
 }
 
+/* an op's result whose gradient nothing has reached yet, and nobody keeps */
+LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
-  bool reached = false;
+  bool reached = false, good;
   int i;
   *status = LUNA_OUT_OF_MEMORY;
   for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
   if (!reached) return true;
-  for (i = 0; i < op->outputs && !op->recompute; i++) if (!lunai_grad_take(ctx, op->out[i])) return false;
-  for (i = 0; i < op->inputs; i++) if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i])) return false;
-  if (op->recompute) return lunai_block_backward(op, status);
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-  *status = ctx->options.measure ? LUNA_OK : ctx->backend->row[op->row].backward(op);
-  lunai_step_rewind(ctx, mark);
-  return *status == LUNA_OK;
+  for (i = 0; i < op->outputs && !op->recompute; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
+  for (i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_make_again(ctx, op->in[i], status)) return false;
+  op->fresh = 0;
+  for (i = 0; i < op->inputs; i++)
+    if ((op->take >> i & 1) && op->in[i] && op->out[0]->grad_spare && lunai_is_new(op->in[i])) {
+      op->in[i]->grad = op->out[0]->grad;
+      op->in[i]->grad_spare = op->out[0]->grad_spare;
+      op->in[i]->has_grad = true;
+      op->out[0]->grad_spare = NULL;
+    }
+  for (i = 0; i < op->inputs; i++) {
+    const bool fresh = op->in[i] && (op->set >> i & 1) && lunai_is_new(op->in[i]);
+    if (fresh) op->fresh |= 1 << i;
+    if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], fresh)) return false;
+  }
+  if (op->recompute) good = lunai_block_backward(op, status);
+  else {
+    mark = lunai_step_mark(ctx);
+    if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
+    *status = ctx->options.measure ? LUNA_OK : ctx->backend->row[op->row].backward(op);
+    lunai_step_rewind(ctx, mark);
+    good = *status == LUNA_OK;
+  }
+  for (i = 0; i < op->outputs; i++) {  /* nothing reads them any more */
+    luna_tensor *out = op->out[i];
+    if (out->maker == op && !out->keep_grad) {
+      lunai_spare_give(&out->grad_spare);
+      out->grad = NULL;
+      out->has_grad = false;
+    }
+    if (out->remade) lunai_drop(out);
+  }
+  return good;
 }
 
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
@@ -6912,7 +7194,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (luna_count(loss) != 1) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
-  if (!lunai_grad_take(ctx, loss)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
+  if (!lunai_grad_take(ctx, loss, true)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
   if (!ctx->options.measure && ((status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1)) != LUNA_OK || (status = ctx->backend->check(ctx, loss, ctx->state)) != LUNA_OK))
     return lunai_refuse(ctx, status, "luna_backward: the backend failed: %s", luna_status_text(status));
   for (op = ctx->tape; op; op = op->previous)
@@ -7459,8 +7741,8 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_finish(&s, a->rank, shape);
 }
 
-/* act(x W^T + b); the activation is fused into the product */
-LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
+/* act(x W^T + b), or x W^T + b + residual, all in the product */
+LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_LINEAR, "luna_linear", 2, x, weight, NULL)) return NULL;
@@ -7472,9 +7754,38 @@ LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1] = weight->shape[0];
   s.op.activation = activation;
+  if (residual) lunai_input(&s, residual);
   return lunai_finish(&s, x->rank, shape);
 }
+LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
+  return lunai_linear_with(x, weight, bias, activation, NULL);
+}
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_NONE); }
+
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, luna_tensor *residual, luna_activation activation, bool recompute) {
+  int64_t shape[LUNA_MAX_RANK];
+  bool good;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_ROW_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL)) return NULL;
+  if (!w2) return lunai_null(x->ctx, "luna_feed_forward", "w2");
+  good = x->rank >= 1 && w1->rank == 2 && w2->rank == 2 && w1->shape[1] == lunai_last(x) && w2->shape[1] == w1->shape[0] && lunai_is_activation(activation);
+  good = good && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
+  memcpy(shape, x->shape, sizeof shape);
+  if (good) shape[x->rank - 1] = w2->shape[0];
+  if (!good || (residual && (residual->rank != x->rank || memcmp(residual->shape, shape, sizeof shape) != 0)))
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_feed_forward: x %t, w1 %t, w2 %t: want [..., in], [hidden, in], [out, hidden], biases [hidden] and [out], a residual [..., out]", x, w1, w2);
+  if (!x->ctx->backend->row[LUNA_ROW_FEED_FORWARD].forward) {
+    x = luna_linear(lunai_linear_activated(x, w1, b1, activation), w2, b2);
+    return residual ? luna_add(residual, x) : x;
+  }
+  lunai_input(&s, b1);
+  lunai_input(&s, w2);
+  lunai_input(&s, b2);
+  if (residual) lunai_input(&s, residual);
+  s.op.activation = activation;
+  s.op.flag[0] = recompute;
+  return lunai_finish(&s, x->rank, shape);
+}
 
 /* --- rows --- */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
@@ -7707,7 +8018,7 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   return out_bias ? luna_add(s, out_bias) : s;
 }
 
-LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout) {
   bool good, failed = false;
   int a;
   lunai_build s;
@@ -7717,12 +8028,19 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
   if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d]", x, k, bias, v);
-  if (!lunai_has_row(x, LUNA_ROW_UNPACK)) return lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout);
+  if (!lunai_has_row(x, LUNA_ROW_UNPACK)) {
+    x = lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout);
+    return residual ? luna_add(residual, x) : x;
+  }
   lunai_input(&s, v);
   lunai_input(&s, out_bias);
+  if (residual) lunai_input(&s, residual);
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   s.op.dropout = dropout;
   return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+  return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout);
 }
 
 LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega,
@@ -7787,6 +8105,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   luna_op *op;
   lunai_mark mark;
   void *memory, *more, *kept;
+  int i;
   if (!ctx->training || ctx->paused) return block(state, in, second);
   if (!lunai_step(ctx, sizeof(luna_op), false, &memory) || !lunai_step(ctx, sizeof(lunai_recompute), false, &more) || !lunai_step(ctx, state_size, false, &kept))
     return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_recompute: no memory (%d bytes in use)", (int64_t)luna_memory(ctx).current);
@@ -7813,8 +8132,11 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   if (!both[1] || (second && !both[0])) return NULL;
   op->out[0] = both[1];
   op->out[1] = both[0];
-  both[1]->needs_grad = true;
-  if (second) (*second = both[0])->needs_grad = true;
+  if (second) *second = both[0];
+  for (i = 0; i < op->outputs; i++) {
+    op->out[i]->needs_grad = true;
+    op->out[i]->maker = op;
+  }
   op->previous = ctx->tape;
   return (ctx->tape = op)->out[0];
 }
@@ -7992,14 +8314,14 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
 }
 
 /* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, V'_h = v_h Wo_h^T */
-LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed, luna_tensor *residual, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.heads, b = packed->shape[0], l = packed->shape[1];
   luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed), (float)(1.0 / sqrt((double)(d / h)))), h);
   luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed), h);
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
   k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
-  return luna_unpack(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, lengths, layer->config.dropout);
+  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, residual, lengths, layer->config.dropout);
 }
 
 /* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of the long side and 4 l d */
@@ -8024,7 +8346,8 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   return luna_softmax_attention(pq, c->sharing == LUNA_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
+/* residual: added to Y_X, or null */
+LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, const int32_t *lengths, luna_tensor **packed) {
   const luna_nested_attention_config *c = &layer->config;
   luna_attention_config a;
   luna_tensor *both[2], *k, *v;
@@ -8048,16 +8371,19 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
   a.dropout = c->dropout;
   a.heads = c->heads;
   a.lengths = memory_lengths;
-  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], memory_lengths);
+  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], residual, memory_lengths);
   else {
     v = luna_linear_layer_forward(&layer->v, both[0]);
     k = c->sharing == LUNA_TIED ? v : lunai_project(&layer->k, both[0]);
-    both[1] = luna_linear_layer_forward(&layer->out, luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a));
+    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_NONE, residual);
   }
   if (!both[1]) return NULL;
   lunai_keep(ctx, mark, both, 2);
   if (packed) *packed = both[0];
   return both[1];
+}
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
+  return lunai_nested_attention(layer, x, p, context, NULL, lengths, packed);
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -8106,7 +8432,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, const int32_t *lengths) {
   const luna_causal_attention_config *c = &layer->config;
   luna_tensor *s, *q, *k, *v, *y;
   lunai_mark mark;
@@ -8122,9 +8448,12 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  y = luna_linear_layer_forward(&layer->out, luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout));
+  y = lunai_linear_with(luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout), layer->out.weight, layer->out.bias, LUNA_NONE, residual);
   if (y) lunai_keep(x->ctx, mark, &y, 1);
   return y;
+}
+LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+  return lunai_causal_attention(layer, x, p, NULL, lengths);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -8334,30 +8663,52 @@ LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, lun
   return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init);
 }
 
-/* x + y after y's dropout, normed when post-norm */
-LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, const luna_norm_layer *norm) {
-  luna_tensor *sum = luna_add(x, luna_dropout(y, c->dropout));
-  return c->pre_norm ? sum : luna_norm_layer_forward(norm, sum);
+/* A norm's result lives in memory that comes and goes: what reads it in backward gets it made again, from the sum it is the norm of */
+LUNAI_FN luna_tensor *lunai_passing_norm(const luna_norm_layer *norm, luna_tensor *x) {
+  luna_tensor *y;
+  if (!x) return NULL;
+  x->ctx->passing = true;
+  y = luna_norm_layer_forward(norm, x);
+  x->ctx->passing = false;
+  return y;
 }
-/* the input of a half-layer: normed when pre-norm */
+/* What a half-layer adds to its output inside its last product; null where dropout comes between */
+LUNAI_FN luna_tensor *lunai_inner_residual(const luna_layer_config *c, luna_tensor *x) { return c->dropout > 0 && x && x->ctx->training ? NULL : x; }
+/* x + y after y's dropout (y has x in it when `inner`), normed when post-norm */
+LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, bool inner, const luna_norm_layer *norm) {
+  luna_tensor *sum = inner ? y : luna_add(x, luna_dropout(y, c->dropout));
+  return c->pre_norm ? sum : lunai_passing_norm(norm, sum);
+}
+/* the input of a half-layer: normed when pre-norm; and its end, when nothing in forward reads that any more */
 LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
-  return c->pre_norm ? luna_norm_layer_forward(norm, x) : x;
+  return c->pre_norm ? lunai_passing_norm(norm, x) : x;
 }
+LUNAI_FN void lunai_normed_end(const luna_layer_config *c, luna_tensor *normed) { if (c->pre_norm) lunai_drop(normed); }
+
 typedef struct lunai_ffn_state { const luna_layer_config *config; const luna_linear_layer *fc1, *fc2; const luna_norm_layer *norm; } lunai_ffn_state;
 LUNAI_FN luna_tensor *lunai_ffn_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
   const lunai_ffn_state *s = (const lunai_ffn_state *)state;
-  luna_tensor *y = lunai_linear_activated(lunai_normed(s->config, in[0], s->norm), s->fc1->weight, s->fc1->bias, s->config->activation);
+  luna_tensor *x = lunai_normed(s->config, in[0], s->norm), *y;
   (void)second;
-  return lunai_residual(s->config, in[0], luna_linear_layer_forward(s->fc2, luna_dropout(y, s->config->activation_dropout)), s->norm);
+  y = lunai_linear_activated(x, s->fc1->weight, s->fc1->bias, s->config->activation);
+  return lunai_residual(s->config, in[0], luna_linear_layer_forward(s->fc2, luna_dropout(y, s->config->activation_dropout)), false, s->norm);
 }
 LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_norm_layer *norm) {
+  const bool again = c->recompute == LUNA_RECOMPUTE_FFN;
+  luna_tensor *in, *y;
   lunai_ffn_state s;
-  s.config = c;
-  s.fc1 = fc1;
-  s.fc2 = fc2;
-  s.norm = norm;
   if (!x) return NULL;
-  return c->recompute == LUNA_RECOMPUTE_FFN ? lunai_recompute_block(lunai_ffn_block, &s, sizeof s, &x, 1, NULL, false) : lunai_ffn_block(&s, &x, NULL);
+  if ((c->dropout > 0 || c->activation_dropout > 0) && x->ctx->training) {
+    s.config = c;
+    s.fc1 = fc1;
+    s.fc2 = fc2;
+    s.norm = norm;
+    return again ? lunai_recompute_block(lunai_ffn_block, &s, sizeof s, &x, 1, NULL, false) : lunai_ffn_block(&s, &x, NULL);
+  }
+  in = lunai_normed(c, x, norm);
+  y = luna_feed_forward(in, fc1->weight, fc1->bias, fc2->weight, fc2->bias, x, c->activation, again);
+  lunai_drop(in);
+  return lunai_residual(c, x, y, true, norm);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -8425,10 +8776,11 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
 /* Luna attention with both residuals: x and *p forward */
 LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
                                         const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
-  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm);
-  luna_tensor *y = luna_nested_attention_layer_forward(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, lengths, &packed);
-  x = lunai_residual(c, x, y, norm);
-  *p = lunai_residual(c, *p, packed, memory_norm);
+  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm), *inner = lunai_inner_residual(c, x);
+  luna_tensor *y = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, inner, lengths, &packed);
+  lunai_normed_end(c, in);
+  x = lunai_residual(c, x, y, inner != NULL, norm);
+  *p = lunai_residual(c, *p, packed, false, memory_norm);
   return x;
 }
 
@@ -8447,7 +8799,7 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
     x = both[0];                       /* made after X: older first */
     both[0] = both[1];
     both[1] = x;
-  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
+  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), false, &layer->attention_norm);
   if (!both[0]) return NULL;
   lunai_keep(ctx, mark, both, had);
   x = both[0];
@@ -8497,9 +8849,13 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   const lunai_layer_state *s = (const lunai_layer_state *)state;
   const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
-  luna_tensor *both[2], *x = in[0];
+  luna_tensor *both[2], *x = in[0], *y, *inner;
   const lunai_mark mark = lunai_step_mark(x->ctx);
-  x = lunai_residual(c, x, luna_causal_attention_layer_forward(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), in[1], s->lengths), &layer->self_norm);
+  inner = lunai_inner_residual(c, x);
+  y = lunai_normed(c, x, &layer->self_norm);
+  both[0] = lunai_causal_attention(&layer->self_attention, y, in[1], inner, s->lengths);
+  lunai_normed_end(c, y);
+  x = lunai_residual(c, x, both[0], inner != NULL, &layer->self_norm);
   both[1] = in[1];
   both[0] = lunai_nested_half(c, &layer->cross_attention, x, &both[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
   if (!both[0] || !both[1]) return NULL;
@@ -8554,11 +8910,12 @@ LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *c
   const luna_causal_layer *layer = (const luna_causal_layer *)((const lunai_layer_state *)state)->layer;
   const luna_layer_config *c = &layer->config;
   const lunai_mark mark = lunai_step_mark(in[0]->ctx);
-  luna_tensor *y = lunai_normed(c, in[0], &layer->attention_norm);
+  luna_tensor *normed = lunai_normed(c, in[0], &layer->attention_norm), *y = normed, *inner = lunai_is_luna(c) ? lunai_inner_residual(c, in[0]) : NULL;
   (void)second;
   if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
-  y = lunai_is_luna(c) ? luna_causal_attention_layer_forward(&layer->attention, y, layer->memory, NULL) : lunai_other(c, &layer->plain, layer->hooked, y, NULL, NULL, true);
-  y = lunai_residual(c, in[0], y, &layer->attention_norm);
+  y = lunai_is_luna(c) ? lunai_causal_attention(&layer->attention, y, layer->memory, inner, NULL) : lunai_other(c, &layer->plain, layer->hooked, y, NULL, NULL, true);
+  lunai_normed_end(c, normed);
+  y = lunai_residual(c, in[0], y, inner != NULL, &layer->attention_norm);
   if (!y) return NULL;
   lunai_keep(in[0]->ctx, mark, &y, 1);
   y = lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm);
@@ -10540,7 +10897,7 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   for (b = 0; b < s->sources; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
   v = luna_linear_layer_forward(&cross->v, packed);
   k = cross->config.sharing == LUNA_TIED || !packed ? v : lunai_project(&cross->k, packed);
-  *p = lunai_residual(c, *p, packed, &layer->memory_norm);
+  *p = lunai_residual(c, *p, packed, false, &layer->memory_norm);
   if (!k || !v || !*p) return false;
   if (bytes) memcpy(w->keys, k->data, bytes);
   if (bytes) memcpy(w->values, v->data, bytes);

@@ -1,0 +1,186 @@
+/* bench.h: what the benchmarks share. Cases that belong together are run in turn, A B A B ..., the machine's multiply-add peak is measured
+   beside every run, on as many threads, and medians are told: of the time, of the share of that peak. One line of JSON a case goes to the
+   file that the program's argument names. */
+#ifndef BENCH_H
+#define BENCH_H
+#include "luna.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define BENCH_MOST_RUNS 64
+#define BENCH_MOST_CASES 16
+
+static FILE *bench_json;
+static double bench_budget = 0.8;    /* seconds a case may take */
+
+static double bench_seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* --- the machine: multiply-adds in registers, and bytes read --- */
+#if defined(__x86_64__)
+#include <immintrin.h>
+/* twelve chains of x = x * y + z, kept apart and in registers by the empty asm */
+#define BENCH_CHAINS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#define BENCH_PEAK(name, isa, vector, width, set, step) \
+  __attribute__((target(isa), noinline)) static double name(int64_t rounds) { \
+    const vector y = set(0.999f), z = set(0.001f); \
+    vector x0 = z, x1 = z, x2 = z, x3 = z, x4 = z, x5 = z, x6 = z, x7 = z, x8 = z, x9 = z, x10 = z, x11 = z; \
+    const double start = bench_seconds(); \
+    for (int64_t r = 0; r < rounds; r++) { BENCH_CHAINS(step) } \
+    return (double)rounds * 24 * width / (bench_seconds() - start); \
+  }
+#define BENCH_SSE2(i) x##i = _mm_add_ps(_mm_mul_ps(x##i, y), z); __asm__ volatile("" : "+x"(x##i));
+#define BENCH_AVX2(i) x##i = _mm256_fmadd_ps(x##i, y, z); __asm__ volatile("" : "+x"(x##i));
+#define BENCH_AVX512(i) x##i = _mm512_fmadd_ps(x##i, y, z); __asm__ volatile("" : "+v"(x##i));
+BENCH_PEAK(bench_peak_sse2, "sse2", __m128, 4, _mm_set1_ps, BENCH_SSE2)
+BENCH_PEAK(bench_peak_avx2, "avx2,fma", __m256, 8, _mm256_set1_ps, BENCH_AVX2)
+BENCH_PEAK(bench_peak_avx512, "avx512f", __m512, 16, _mm512_set1_ps, BENCH_AVX512)
+static double bench_peak_one(luna_isa isa) {
+  switch (isa == LUNA_ISA_BEST ? luna_isa_best() : isa) {
+    case LUNA_ISA_SSE2: return bench_peak_sse2(500000);
+    case LUNA_ISA_AVX2: return bench_peak_avx2(500000);
+    case LUNA_ISA_AVX512: return bench_peak_avx512(500000);
+    default: return 0;
+  }
+}
+__attribute__((target("avx2"), noinline)) static double bench_read(const float *x, int64_t n, int64_t times) {
+  __m256 a = _mm256_setzero_ps(), b = a, c = a, d = a;
+  const double start = bench_seconds();
+  for (int64_t t = 0; t < times; t++)
+    for (int64_t i = 0; i + 32 <= n; i += 32) {
+      a = _mm256_or_ps(a, _mm256_loadu_ps(x + i));
+      b = _mm256_or_ps(b, _mm256_loadu_ps(x + i + 8));
+      c = _mm256_or_ps(c, _mm256_loadu_ps(x + i + 16));
+      d = _mm256_or_ps(d, _mm256_loadu_ps(x + i + 24));
+    }
+  a = _mm256_or_ps(_mm256_or_ps(a, b), _mm256_or_ps(c, d));
+  __asm__ volatile("" : : "x"(a));
+  return (double)n * 4 * (double)times / (bench_seconds() - start);
+}
+#else
+static double bench_peak_one(luna_isa isa) { return (void)isa, 0.0; }
+static double bench_read(const float *x, int64_t n, int64_t times) {
+  volatile float sum = 0;
+  const double start = bench_seconds();
+  for (int64_t t = 0; t < times; t++)
+    for (int64_t i = 0; i < n; i++) sum = sum + x[i];
+  return (double)n * 4 * (double)times / (bench_seconds() - start);
+}
+#endif
+
+typedef struct bench_worker { pthread_t thread; luna_isa isa; double rate; } bench_worker;
+static void *bench_worker_main(void *self) {
+  bench_worker *w = (bench_worker *)self;
+  w->rate = bench_peak_one(w->isa);
+  return NULL;
+}
+/* flops a second of `threads` cores at once; 0 where it is not known how to measure them */
+static double bench_peak(luna_isa isa, int threads) {
+  bench_worker others[64];
+  double sum;
+  int i, started = 0;
+  for (i = 1; i < threads && i < 64; i++) {
+    others[i].isa = isa;
+    if (pthread_create(&others[i].thread, NULL, bench_worker_main, &others[i]) != 0) break;
+    started = i;
+  }
+  sum = bench_peak_one(isa);
+  for (i = 1; i <= started; i++) {
+    pthread_join(others[i].thread, NULL);
+    sum += others[i].rate;
+  }
+  return sum;
+}
+
+/* --- cases --- */
+typedef struct bench_case {
+  char name[64];
+  int threads;                       /* 0 = 1 */
+  luna_isa isa;
+  double flops;                      /* of one run, or 0 */
+  double share_of;                   /* what `share` is a share of, in the runs' own unit a second; 0: the peak beside */
+  double unit;                       /* with share_of: units of one run */
+  void (*run)(void *arg);
+  void *arg;
+  size_t bytes;                      /* memory, for the record */
+  double least;                      /* share that is expected, or 0 */
+  /* found: */
+  double seconds, share;
+} bench_case;
+
+static int bench_by_size(const void *a, const void *b) {
+  const double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+static double bench_median(double *x, int count) {
+  qsort(x, (size_t)count, sizeof *x, bench_by_size);
+  return count % 2 ? x[count / 2] : 0.5 * (x[count / 2 - 1] + x[count / 2]);
+}
+
+/* runs the cases in turn until each had its time, and prints a line of each */
+static void bench_cases(bench_case *cases, int count) {
+  static double seconds[BENCH_MOST_CASES][BENCH_MOST_RUNS], shares[BENCH_MOST_CASES][BENCH_MOST_RUNS];
+  int64_t times[BENCH_MOST_CASES];
+  int runs = 0, i;
+  double spent = 0;
+  for (i = 0; i < count; i++) {
+    const double start = bench_seconds();
+    double once;
+    cases[i].run(cases[i].arg);      /* warm */
+    once = bench_seconds() - start;
+    times[i] = once > 0.005 ? 1 : (int64_t)(0.005 / (once + 1e-9)) + 1;
+  }
+  while (runs < BENCH_MOST_RUNS && (runs < 5 || spent < bench_budget * count)) {
+    const double begin = bench_seconds();
+    for (i = 0; i < count; i++) {
+      bench_case *c = &cases[i];
+      const int threads = c->threads ? c->threads : 1;
+      const double before = c->share_of > 0 ? 0 : bench_peak(c->isa, threads), start = bench_seconds();
+      double after;
+      for (int64_t t = 0; t < times[i]; t++) c->run(c->arg);
+      seconds[i][runs] = (bench_seconds() - start) / (double)times[i];
+      after = c->share_of > 0 ? 0 : bench_peak(c->isa, threads);
+      if (c->share_of > 0) shares[i][runs] = c->unit / seconds[i][runs] / c->share_of;
+      else shares[i][runs] = before > 0 ? c->flops / seconds[i][runs] / (0.5 * (before + after)) : 0;
+    }
+    spent += bench_seconds() - begin;
+    runs++;
+  }
+  for (i = 0; i < count; i++) {
+    bench_case *c = &cases[i];
+    const double rate = (c->seconds = bench_median(seconds[i], runs), c->flops / c->seconds * 1e-9);
+    c->share = bench_median(shares[i], runs);
+    printf("  %-46s %3d %10.3f", c->name, c->threads ? c->threads : 1, 1e3 * c->seconds);
+    if (c->flops > 0) printf(" %8.1f", rate);
+    else printf(" %8s", "");
+    if (c->share > 0) printf("  %5.1f%%", 100 * c->share);
+    else printf("  %6s", "");
+    if (c->least > 0) printf("  (at least %.0f%%)", 100 * c->least);
+    if (c->bytes) printf("  %.1f MB", (double)c->bytes * 1e-6);
+    puts("");
+    if (bench_json)
+      fprintf(bench_json, "{\"name\": \"%s\", \"threads\": %d, \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"bytes\": %zu}\n", c->name,
+              c->threads ? c->threads : 1, rate, c->share, 1e3 * c->seconds, c->bytes);
+  }
+  fflush(stdout);
+}
+
+static void bench_title(const char *title) { printf("\n%s\n  %-46s %3s %10s %8s  %6s\n", title, "", "thr", "ms", "GF/s", "share"); }
+
+static void bench_start(int argc, char **argv) {
+  if (argc > 1 && (bench_json = fopen(argv[1], "w")) == NULL) {
+    fprintf(stderr, "cannot write %s\n", argv[1]);
+    exit(1);
+  }
+}
+static void bench_end(void) {
+  if (bench_json) fclose(bench_json);
+}
+#endif

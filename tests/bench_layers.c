@@ -1,0 +1,165 @@
+/* bench_layers: layers and models against the machine's multiply-add peak. Flops a token, forward: folded Luna 8hld + 4d ffn, unfolded
+   6d^2 + 8ld + 4d ffn, causal 2hld + 6d^2 + 8ld + 2c(hl + d) + 4d ffn in chunks of c = 64; a training step counts three times that, and
+   what is computed twice counts once. */
+#include "bench.h"
+
+#define DIM 256
+#define HEADS 4
+#define FFN 1024
+
+/* one layer, its input a parameter so that no run copies it */
+typedef struct layer_bench {
+  luna_ctx *ctx;
+  luna_params *params, *inputs;
+  luna_optimizer *adam;
+  luna_encoder_layer encoder;
+  luna_causal_layer causal;
+  luna_tensor *x, *p;
+  bool is_causal, training;
+} layer_bench;
+
+static void layer_run(void *arg) {
+  layer_bench *b = (layer_bench *)arg;
+  luna_tensor *y, *p = b->p;
+  const int64_t flat[1] = {-1};
+  if (b->training) luna_begin_step(b->ctx);
+  else luna_begin_inference(b->ctx);
+  y = b->is_causal ? luna_causal_layer_forward(&b->causal, b->x) : luna_encoder_layer_forward(&b->encoder, b->x, &p, NULL);
+  if (b->training) {
+    luna_backward(luna_mean(luna_reshape(y, 1, flat), 0));
+    luna_optimizer_step(b->adam);
+  }
+  if (luna_state(b->ctx) != LUNA_OK) {
+    fprintf(stderr, "%s\n", luna_error(b->ctx));
+    exit(1);
+  }
+}
+
+static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, bool causal, bool training) {
+  luna_options options = {.threads = threads};
+  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN};
+  const luna_init normal = {LUNA_NORMAL, 1};
+  const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
+  memset(b, 0, sizeof *b);
+  b->ctx = luna_open(&options);
+  b->params = luna_params_open(b->ctx);
+  b->inputs = luna_params_open(b->ctx);
+  b->x = luna_param(b->inputs, "x", 3, x, normal);
+  b->p = luna_param(b->inputs, "p", 3, p, normal);
+  b->is_causal = causal;
+  b->training = training;
+  if (causal) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
+  else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
+  b->adam = luna_adam(b->params, &(luna_adamw_config){.lr = 1e-4f});
+  if (!b->adam) {
+    fprintf(stderr, "%s\n", luna_error(b->ctx));
+    exit(1);
+  }
+}
+
+static double folded_flops(double n, double l) { return n * (8 * HEADS * l * DIM + 4. * DIM * FFN); }
+static double plain_flops(double n, double l) { return n * (6. * DIM * DIM + 8 * l * DIM + 4. * DIM * FFN); }
+static double encoder_flops(double n, double l) { return folded_flops(n, l) < plain_flops(n, l) ? folded_flops(n, l) : plain_flops(n, l); }
+static double causal_flops(double n, double l) {
+  return n * (2 * HEADS * l * DIM + 6. * DIM * DIM + 8 * l * DIM + 2 * 64 * (HEADS * l + DIM) + 4. * DIM * FFN);
+}
+
+static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal, int threads, double forward, double training) {
+  layer_bench b[4];
+  bench_case c[4];
+  int i, count = 0;
+  memset(c, 0, sizeof c);
+  for (i = 0; i < 4; i++) {
+    const int t = i % 2 ? threads : 1;
+    if (i % 2 && threads == 1) continue;
+    layer_open(&b[i], t, n, memory, causal, i / 2);
+    snprintf(c[count].name, sizeof c[count].name, "%s, %s", name, i / 2 ? "training step" : "forward");
+    c[count].threads = t;
+    c[count].flops = (i / 2 ? 3 : 1) * (causal ? causal_flops((double)n, (double)memory) : encoder_flops((double)n, (double)memory));
+    c[count].run = layer_run;
+    c[count].arg = &b[i];
+    c[count].least = i / 2 ? training : forward;
+    count++;
+  }
+  bench_cases(c, count);
+  if (threads > 1) printf("    the second thread: forward %.2f, training %.2f times one\n", c[0].seconds / c[1].seconds, c[2].seconds / c[3].seconds);
+  for (i = 0; i < 4; i++)
+    if (i % 2 == 0 || threads > 1) luna_close(b[i].ctx);
+}
+
+/* a byte classifier's whole training step */
+typedef struct classifier_bench {
+  luna_ctx *ctx;
+  luna_classifier model;
+  luna_optimizer *adam;
+  int32_t *tokens, labels[8], lengths[8];
+  int64_t batch, n;
+} classifier_bench;
+static void classifier_run(void *arg) {
+  classifier_bench *b = (classifier_bench *)arg;
+  luna_begin_step(b->ctx);
+  luna_backward(luna_cross_entropy(luna_classify(&b->model, b->tokens, b->lengths, b->batch, b->n), b->labels));
+  luna_optimizer_step(b->adam);
+  if (luna_state(b->ctx) != LUNA_OK) {
+    fprintf(stderr, "%s\n", luna_error(b->ctx));
+    exit(1);
+  }
+}
+static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recomputing recompute) {
+  luna_options options = {.threads = threads};
+  luna_classifier_config config = {.classes = 2, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+  luna_params *params;
+  memset(b, 0, sizeof *b);
+  config.vocab = 256;
+  config.encoder.layer.recompute = recompute;
+  b->batch = batch;
+  b->n = n;
+  b->ctx = luna_open(&options);
+  params = luna_params_open(b->ctx);
+  if (luna_classifier_init(&b->model, params, &config) != LUNA_OK) fprintf(stderr, "%s\n", luna_error(b->ctx)), exit(1);
+  b->adam = luna_adam(params, &(luna_adamw_config){.lr = 1e-4f});
+  b->tokens = (int32_t *)malloc((size_t)(batch * n) * sizeof(int32_t));
+  for (int64_t i = 0; i < batch * n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
+  for (int64_t i = 0; i < batch; i++) b->labels[i] = (int32_t)(i % 2), b->lengths[i] = (int32_t)n;
+}
+static void classifier_rows(int64_t batch, int threads) {
+  static const luna_recomputing kinds[] = {LUNA_KEEP_ALL, LUNA_RECOMPUTE_FFN};
+  classifier_bench b[4];
+  bench_case c[4];
+  int count = 0, i;
+  memset(c, 0, sizeof c);
+  for (i = 0; i < 4; i++) {
+    const int t = i % 2 ? threads : 1;
+    if (i % 2 && threads == 1) continue;
+    classifier_open(&b[count], t, batch, 4096, kinds[i / 2]);
+    snprintf(c[count].name, sizeof c[count].name, "classifier, batch %d%s", (int)batch, i / 2 ? ", feed-forward recomputed" : "");
+    c[count].threads = t;
+    c[count].flops = 3 * 4 * folded_flops((double)(batch * 4096), 16);
+    c[count].run = classifier_run;
+    c[count].arg = &b[count];
+    classifier_run(&b[count]);
+    c[count].bytes = luna_memory(b[count].ctx).peak;
+    count++;
+  }
+  bench_cases(c, count);
+  for (i = 0; i < count; i++) {
+    free(b[i].tokens);
+    luna_close(b[i].ctx);
+  }
+}
+
+int main(int argc, char **argv) {
+  const int threads = 2;
+  bench_start(argc, argv);
+  bench_title("Luna encoder layer, n = 4096, d = 256, 4 heads, ffn 1024");
+  layer_rows("l = 16", 4096, 16, false, threads, 0.82, 0.78);
+  layer_rows("l = 128", 4096, 128, false, 1, 0.78, 0.74);
+  layer_rows("l = 256", 4096, 256, false, 1, 0.78, 0.74);
+  bench_title("Luna causal layer");
+  layer_rows("causal, l = 16", 4096, 16, true, threads, 0.74, 0.70);
+  bench_title("4-layer byte classifier, training step");
+  classifier_rows(1, threads);
+  classifier_rows(4, 1);
+  bench_end();
+  return 0;
+}
