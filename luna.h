@@ -293,9 +293,14 @@ LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
-/* act(x W1^T + b1) W2^T + b2 (+ residual [...,out]), by blocks of rows: the hidden layer [...,hidden] is kept for backward or, with recompute, computed
-   again there, to the same bits. w1 [hidden,in], w2 [out,hidden]; b1, b2, residual or null. */
-LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, luna_tensor *residual, luna_activation activation, bool recompute);
+/* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden], b1 and b2 or null */
+typedef struct luna_feed_forward_config {
+  luna_activation activation;        /* 0 = LUNA_RELU */
+  float activation_dropout, dropout; /* of the hidden layer; of the result */
+  luna_tensor *residual;             /* [...,out], added to the result, or null */
+  bool recompute;                    /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+} luna_feed_forward_config;
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config);
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
 LUNA_API luna_tensor *luna_relu(luna_tensor *x);
 LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) */
@@ -889,6 +894,8 @@ typedef struct luna_op {
   float number[2];                   /* the row's real numbers: factor, scale, smoothing */
   float dropout;                     /* 0 outside training */
   uint32_t dropout_op;               /* this op's number among those of the step that drop */
+  float last_dropout;                /* of the result, before a residual is added: a second drop of the same op, */
+  uint32_t last_dropout_op;          /* with a number of its own */
   bool flag[2];
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
@@ -1076,6 +1083,7 @@ typedef struct lunai_unpack {
   int64_t batch, rows, dim, heads, slots;
   const int32_t *lengths;            /* [batch] real slots; null: all */
   lunai_dropout dropout;             /* element ((b heads + head) rows + i) slots + j */
+  lunai_dropout last;                /* of the sum, before the residual is added: element of out */
   const float *grad_out;
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias; /* backward adds; any may be null; grad_x may be grad_out: added in place */
 } lunai_unpack;
@@ -3280,7 +3288,7 @@ typedef struct lunai_unpack_work {
 typedef struct lunai_unpack_side {
   int64_t slots, n;                     /* real slots; heads of them */
   float *k, *v, *bias, *packed_k, *packed_v, *keys, *values; /* packed_: for scores and for out; keys, values: for dX and dP */
-  float *scores, *slopes, *mask, *product;
+  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
 } lunai_unpack_side;
 
 LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
@@ -3301,6 +3309,7 @@ LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char 
   m->slopes = lunai_take(&scratch, back * LUNAI_TILE * n);
   m->mask = lunai_take(&scratch, u->dropout.threshold ? u->slots : 0);
   m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(u->dim, LUNAI_TILE));
+  m->grad = lunai_take(&scratch, u->last.threshold ? back * LUNAI_TILE * u->dim : 0);
   return scratch;
 }
 
@@ -3378,11 +3387,14 @@ LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_si
       for (j = 0; j < m->slots; j++) s[j] *= m->mask[j];
     }
   for (i = 0; i < rows; i++) {
-    const float *residual = u->residual ? u->residual + (row + i) * d : NULL;
+    const float *residual = u->residual && !u->last.threshold ? u->residual + (row + i) * d : NULL;
     if (residual && u->out_bias) LUNAI_K(add)(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
   }
-  LUNAI_K(product_packed)(rows, d, m->n, m->scores, m->n, 1, m->packed_v, 1, out, d, u->out_bias || u->residual);
+  LUNAI_K(product_packed)(rows, d, m->n, m->scores, m->n, 1, m->packed_v, 1, out, d, u->out_bias || (u->residual && !u->last.threshold));
+  if (!u->last.threshold) return;
+  LUNAI_K(dropout)(&u->last, row * d, rows * d, out, out, false);
+  if (u->residual) LUNAI_K(add)(rows * d, u->residual + row * d, out, out);
 }
 
 LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t slot, int64_t slots) {
@@ -3432,6 +3444,10 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
   const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
   float *bias = part + 2 * n * d;
   int64_t i, h;
+  if (u->last.threshold) {
+    LUNAI_K(dropout)(&u->last, row * d, rows * d, grad, m->grad, false);
+    grad = m->grad;
+  }
   LUNAI_K(product_packed)(rows, n, d, x, d, 1, m->packed_k, 1, m->scores, n, false);
   LUNAI_K(product_packed)(rows, n, d, grad, d, 1, m->values, 1, m->slopes, n, false);
   for (i = 0; i < rows; i++) {
@@ -6018,6 +6034,10 @@ LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
   const luna_step_state *state = op->ctx->state;
   return lunai_dropout_of(op->dropout, state->seed, op->dropout_op, (uint32_t)state->step);
 }
+LUNAI_FN lunai_dropout lunai_op_last_dropout(const luna_op *op) {
+  const luna_step_state *state = op->ctx->state;
+  return lunai_dropout_of(op->last_dropout, state->seed, op->last_dropout_op, (uint32_t)state->step);
+}
 LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
   const lunai_dropout d = lunai_op_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->in[0]->data + first, op->out[0]->data + first, false);
@@ -6204,7 +6224,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or x W^T + b + residual. kept: the pre-activation --- */
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation --- */
 LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
@@ -6213,19 +6233,21 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
     g->bias = op->in[2] ? op->in[2]->data : NULL;
     g->activation = (int)op->activation;
     g->pre = op->kept_size ? (float *)op->kept : NULL;
-    g->residual = op->in[3] ? op->in[3]->data : NULL;
+    g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
   } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
   g->accumulate = which == 2 || (which == 1 && !(op->fresh & 1));
 }
+/* whether something comes between the product and y */
+LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_NONE || op->last_dropout > 0; }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
-  size_t slope = 0;
+  size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
   op->set = 1;
   op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
-  if (op->activation != LUNA_NONE) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
-  if (op->training) op->kept_size = slope;
+  if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
+  if (op->training && op->activation != LUNA_NONE) op->kept_size = slope;
   for (which = 0; which < 3; which++) {
     size_t need;
     lunai_linear_product(op, which, NULL, &g);
@@ -6234,16 +6256,30 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
 }
+/* y = drop(y) + the residual, the last input */
+LUNAI_FN void lunai_drop_and_add(luna_op *op, int64_t first, int64_t last) {
+  const lunai_dropout d = lunai_op_last_dropout(op);
+  const luna_tensor *residual = op->in[op->inputs - 1];
+  float *y = op->out[0]->data + first;
+  lunai_k(op)->dropout(&d, first, last - first, y, y, false);
+  if (residual) lunai_k(op)->add(last - first, residual->data + first, y, y);
+}
 LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
   lunai_gemm g;
   lunai_linear_product(op, 0, NULL, &g);
   lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
+  if (op->last_dropout > 0) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
+  const lunai_dropout d = lunai_op_last_dropout(op);
+  if (op->last_dropout > 0) {
+    lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, (float *)op->workspace + first, false);
+    return;
+  }
   lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first, op->out[0]->grad + first, (float *)op->workspace + first);
 }
-LUNAI_FN const float *lunai_linear_dy(const luna_op *op) { return op->activation == LUNA_NONE ? op->out[0]->grad : (const float *)op->workspace; }
+LUNAI_FN const float *lunai_linear_dy(const luna_op *op) { return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad; }
 LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const int64_t out = lunai_last(op->out[0]);
   lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
@@ -6260,7 +6296,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
   lunai_gemm g;
   int which;
-  if (op->activation != LUNA_NONE) {
+  if (lunai_linear_changes(op)) {
     lunai_split(op, luna_count(op->out[0]), 1, lunai_linear_slope);
     (void)lunai_take(&scratch, luna_count(op->out[0]));
   }
@@ -6273,134 +6309,174 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = act(x W1^T + b1) W2^T + b2 + residual, by blocks of rows, so that the hidden layer of one stays
-   near; flag: keep nothing of it. kept: what ReLU makes of it, or what other activations are given --- */
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows, so that the hidden layer of
+   one stays near; flag: keep nothing of it. kept: what ReLU makes of it, or what another activation is given --- */
 #define LUNAI_FFN_ROWS 512
 typedef struct lunai_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
-  const float *given;                /* [rows, hidden]: what the slope is found from */
-  float *a, *dh;                     /* [rows, hidden]: activations; their gradient, then that of what they are given */
+  float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
+  float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   void *scratch;
 } lunai_ffn_work;
+/* 0 and 1: the two products forward, 2 to 5 their gradients */
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
-  float *dx = op->in[0]->grad ? op->in[0]->grad + x : NULL;
-  const float *dy = op->out[0]->grad ? op->out[0]->grad + y : NULL;
   switch (which) {
-    case 0: lunai_matrix(g, op->in[0]->data + x, in, 1, op->in[1]->data, 1, in, w->a, n, f, in); break;         /* h = x W1^T + b1 */
-    case 1: lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, op->out[0]->data + y, n, out, f); break;         /* y = a W2^T + b2 */
-    case 2: lunai_matrix(g, dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n); break;                          /* dW2 = dy^T a */
-    case 3: lunai_matrix(g, dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out); break;                         /* da = dy W2 */
-    case 4: lunai_matrix(g, w->dh, 1, f, op->in[0]->data + x, in, 1, op->in[1]->grad, f, in, n); break;          /* dW1 = dh^T x */
-    default: lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, dx, n, in, f); break;                          /* dx = dh W1 */
+    case 0: lunai_matrix(g, op->in[0]->data + x, in, 1, op->in[1]->data, 1, in, w->active, n, f, in); break;     /* h = x W1^T + b1 */
+    case 1: lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, op->out[0]->data + y, n, out, f); break;          /* y = a W2^T + b2 */
+    case 2: lunai_matrix(g, w->dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n); break;                        /* dW2 = dy^T a */
+    case 3: lunai_matrix(g, w->dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out); break;                       /* da = dy W2 */
+    case 4: lunai_matrix(g, w->dh, 1, f, op->in[0]->data + x, in, 1, op->in[1]->grad, f, in, n); break;           /* dW1 = dh^T x */
+    default: lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, op->in[0]->grad ? op->in[0]->grad + x : NULL, n, in, f); break; /* dx = dh W1 */
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
-  if (which == 1 && op->in[5]) g->residual = op->in[5]->data + y;
+  if (which == 0) {
+    g->activation = (int)op->activation;
+    g->pre = op->activation == LUNA_RELU ? NULL : w->given;
+  }
+  if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
 }
-LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, const lunai_gemm *g) { if (g->c) lunai_k(w->op)->gemm(g, &w->op->ctx->parallel, w->scratch); }
-LUNAI_FN lunai_ffn_work lunai_ffn_sizes(luna_op *op) {
-  lunai_ffn_work w;
-  memset(&w, 0, sizeof w);
-  w.op = op;
-  w.rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]));
-  w.in = lunai_last(op->in[0]);
-  w.hidden = lunai_last(op->in[3]);
-  w.out = lunai_last(op->out[0]);
-  return w;
+LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
+  lunai_gemm g;
+  lunai_ffn_product(w, which, &g);
+  if (g.c) lunai_k(w->op)->gemm(&g, &w->op->ctx->parallel, w->scratch);
+}
+/* The sizes, and where a block's parts lie in the workspace; the bytes of them */
+LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
+  char *at = workspace ? (char *)workspace : (char *)w; /* without one only distances count */
+  char *const start = at;
+  const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_RELU;
+  int64_t size;
+  memset(w, 0, sizeof *w);
+  w->op = op;
+  w->rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]));
+  w->in = lunai_last(op->in[0]);
+  w->hidden = lunai_last(op->in[3]);
+  w->out = lunai_last(op->out[0]);
+  size = w->rows * w->hidden;
+  if (!keeps || !relu) w->active = lunai_take(&at, size);
+  if (!keeps && !relu && backward) w->given = lunai_take(&at, size);
+  if (op->dropout > 0) w->a = lunai_take(&at, size);
+  if (backward) w->dh = lunai_take(&at, size);
+  if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
+  w->scratch = at;
+  return (size_t)(at - start);
+}
+/* to the block from row `first` on; false after the last */
+LUNAI_FN bool lunai_ffn_next(lunai_ffn_work *w, int64_t first) {
+  const luna_op *op = w->op;
+  const bool relu = op->activation == LUNA_RELU;
+  float *kept = op->kept_size ? (float *)op->kept + first * w->hidden : NULL;
+  w->first = first;
+  w->rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]) - first);
+  if (kept && relu) w->active = kept;
+  if (kept && !relu) w->given = kept;
+  if (relu) w->given = w->active;
+  if (!(op->dropout > 0)) w->a = w->active;
+  if (!(op->last_dropout > 0) && op->out[0]->grad) w->dy = op->out[0]->grad + first * w->out;
+  return w->rows > 0;
 }
 LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
-  lunai_ffn_work w = lunai_ffn_sizes(op);
-  const size_t hidden = lunai_round((size_t)(w.rows * w.hidden) * sizeof(float));
-  const bool relu = op->activation == LUNA_RELU;
+  lunai_ffn_work w;
   size_t gemm = 0;
   lunai_gemm g;
   int which;
   op->set = 1;
   op->take = 1 << 5;
-  if (op->training && !op->flag[0]) op->kept_size = (size_t)(lunai_rows(op->in[0]) * w.hidden) * sizeof(float);
+  op->kept_size = 0;
+  if (op->training && !op->flag[0]) op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
+  op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
+  op->backward_workspace_size = lunai_ffn_start(&w, op, true, NULL);
   for (which = 0; which < 6; which++) {
+    size_t need;
     lunai_ffn_product(&w, which, &g);
-    gemm = (size_t)lunai_max((int64_t)gemm, (int64_t)lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots));
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots);
+    if (need > gemm) gemm = need;
   }
-  op->workspace_size = gemm + hidden;
-  op->backward_workspace_size = gemm + (relu ? op->kept_size ? 1 : 2 : op->kept_size ? 2 : 3) * hidden;
+  op->workspace_size += gemm;
+  op->backward_workspace_size += gemm;
+}
+/* what lies between the products of a block, in shares: n from first on */
+LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t slot, int64_t slots, int64_t *first, int64_t *n) {
+  *first = lunai_share(w->rows, slot, slots) * width;
+  *n = lunai_share(w->rows, slot + 1, slots) * width - *first;
+}
+LUNAI_FN void lunai_ffn_drop(void *work, int64_t slot, int64_t slots) {
+  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
+  const lunai_dropout d = lunai_op_dropout(w->op);
+  int64_t at, n;
+  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
+  lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
+}
+LUNAI_FN void lunai_ffn_result(void *work, int64_t slot, int64_t slots) {
+  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
+  int64_t at, n;
+  lunai_ffn_part(w, w->out, slot, slots, &at, &n);
+  at += w->first * w->out;
+  lunai_drop_and_add(w->op, at, at + n);
 }
 LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
-  lunai_ffn_work w = lunai_ffn_sizes(op);
-  const int64_t rows = lunai_rows(op->in[0]);
-  char *scratch = (char *)op->workspace;
-  float *room = lunai_take(&scratch, w.rows * w.hidden), *kept = op->kept_size ? (float *)op->kept : NULL;
-  const bool relu = op->activation == LUNA_RELU;
-  lunai_gemm g;
-  w.scratch = scratch;
-  for (w.first = 0; w.first < rows; w.first += LUNAI_FFN_ROWS) {
-    w.rows = lunai_min(LUNAI_FFN_ROWS, rows - w.first);
-    w.a = kept && relu ? kept + w.first * w.hidden : room;
-    lunai_ffn_product(&w, 0, &g);
-    g.activation = (int)op->activation;
-    if (kept && !relu) g.pre = kept + w.first * w.hidden;
-    lunai_ffn_multiply(&w, &g);
-    lunai_ffn_product(&w, 1, &g);
-    lunai_ffn_multiply(&w, &g);
+  const lunai_parallel *parallel = &op->ctx->parallel;
+  lunai_ffn_work w;
+  int64_t first;
+  lunai_ffn_start(&w, op, false, op->workspace);
+  for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
+    lunai_ffn_multiply(&w, 0);
+    if (op->dropout > 0) lunai_run(parallel, lunai_ffn_drop, &w);
+    lunai_ffn_multiply(&w, 1);
+    if (op->last_dropout > 0) lunai_run(parallel, lunai_ffn_result, &w);
   }
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
+/* before the products of the gradients: a and dy */
+LUNAI_FN void lunai_ffn_before(void *work, int64_t slot, int64_t slots) {
+  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
+  const luna_op *op = w->op;
+  const lunai_dropout d = lunai_op_last_dropout(op);
+  int64_t at, n;
+  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
+  if (op->kept_size && w->given != w->active) lunai_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
+  if (op->dropout > 0) lunai_ffn_drop(work, slot, slots);
+  if (!(op->last_dropout > 0)) return;
+  lunai_ffn_part(w, w->out, slot, slots, &at, &n);
+  lunai_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
+}
+/* from the gradient of a to that of h */
 LUNAI_FN void lunai_ffn_slope(void *work, int64_t slot, int64_t slots) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
-  const int64_t first = lunai_share(w->rows, slot, slots) * w->hidden, count = lunai_share(w->rows, slot + 1, slots) * w->hidden - first;
-  lunai_k(w->op)->activate_slope((int)w->op->activation, count, w->given + first, w->dh + first, w->dh + first);
+  const lunai_dropout d = lunai_op_dropout(w->op);
+  int64_t at, n;
+  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
+  if (w->op->dropout > 0) lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->dh + at, w->dh + at, false);
+  lunai_k(w->op)->activate_slope((int)w->op->activation, n, w->given + at, w->dh + at, w->dh + at);
 }
-LUNAI_FN void lunai_ffn_activate(void *work, int64_t slot, int64_t slots) {
-  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
-  const int64_t first = lunai_share(w->rows, slot, slots) * w->hidden, count = lunai_share(w->rows, slot + 1, slots) * w->hidden - first;
-  lunai_k(w->op)->activate((int)w->op->activation, count, w->given + first, w->a + first);
-}
-/* by columns: the biases' gradients */
+/* by columns: the gradients of the biases */
 LUNAI_FN void lunai_ffn_biases(void *work, int64_t slot, int64_t slots) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
   if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(w->rows, f, f, lunai_share(f, slot, slots), lunai_share(f, slot + 1, slots), 1.0f, w->dh, op->in[2]->grad);
-  if (lunai_grad(op, 4))
-    lunai_k(op)->sum_rows(w->rows, out, out, lunai_share(out, slot, slots), lunai_share(out, slot + 1, slots), 1.0f, op->out[0]->grad + w->first * out, op->in[4]->grad);
+  if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(w->rows, out, out, lunai_share(out, slot, slots), lunai_share(out, slot + 1, slots), 1.0f, w->dy, op->in[4]->grad);
 }
+/* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
 LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
-  lunai_ffn_work w = lunai_ffn_sizes(op);
-  const int64_t rows = lunai_rows(op->in[0]), size = w.rows * w.hidden;
-  const bool relu = op->activation == LUNA_RELU, again = !op->kept_size;
   const lunai_parallel *parallel = &op->ctx->parallel;
-  char *scratch = (char *)op->workspace;
-  float *a = !relu || again ? lunai_take(&scratch, size) : NULL, *given = again && !relu ? lunai_take(&scratch, size) : NULL;
-  lunai_gemm g;
+  lunai_ffn_work w;
+  int64_t first;
   int which;
-  w.dh = lunai_take(&scratch, size);
-  w.scratch = scratch;
+  lunai_ffn_start(&w, op, true, op->workspace);
   lunai_residual_backward(op, 5);
-  for (w.first = 0; w.first < rows; w.first += LUNAI_FFN_ROWS) {
-    float *kept = again ? NULL : (float *)op->kept + w.first * w.hidden;
-    w.rows = lunai_min(LUNAI_FFN_ROWS, rows - w.first);
-    w.a = relu && !again ? kept : a;
-    w.given = relu ? w.a : again ? given : kept;
-    if (again) {
-      lunai_ffn_product(&w, 0, &g);
-      g.activation = (int)op->activation;
-      g.pre = given;
-      lunai_ffn_multiply(&w, &g);
-    } else if (!relu) lunai_run(parallel, lunai_ffn_activate, &w);
-    for (which = 2; which < 4; which++) {
-      lunai_ffn_product(&w, which, &g);
-      lunai_ffn_multiply(&w, &g);
-    }
+  for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
+    if (!op->kept_size) lunai_ffn_multiply(&w, 0);
+    lunai_run(parallel, lunai_ffn_before, &w);
+    for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
     lunai_run(parallel, lunai_ffn_biases, &w);
-    for (which = 4; which < 6; which++) {
-      lunai_ffn_product(&w, which, &g);
-      lunai_ffn_multiply(&w, &g);
-    }
+    for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
 }
@@ -6563,6 +6639,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
   u->lengths = op->lengths;
   u->dropout = lunai_op_dropout(op);
+  u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
 }
@@ -7032,6 +7109,8 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   op->training = record;
   if (!ctx->training) op->dropout = 0;
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
+  if (!ctx->training) op->last_dropout = 0;
+  if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, record && ctx->passing)) == NULL) return lunai_op_no_memory(s);
   if (extra && (op->out[op->outputs++] = lunai_tensor_take(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
   if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_give_up(s);
@@ -7150,6 +7229,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
   if (!reached) return true;
   for (i = 0; i < op->outputs && !op->recompute; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
+  for (i = 0; i < op->outputs; i++) if (op->out[i]->remade) lunai_drop(op->out[i]); /* those that read it are done, and its own op never does */
   for (i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_make_again(ctx, op->in[i], status)) return false;
   op->fresh = 0;
   for (i = 0; i < op->inputs; i++)
@@ -7179,7 +7259,6 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
       out->grad = NULL;
       out->has_grad = false;
     }
-    if (out->remade) lunai_drop(out);
   }
   return good;
 }
@@ -7741,8 +7820,8 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_finish(&s, a->rank, shape);
 }
 
-/* act(x W^T + b), or x W^T + b + residual, all in the product */
-LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual) {
+/* act(x W^T + b), or drop(x W^T + b) + residual */
+LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_LINEAR, "luna_linear", 2, x, weight, NULL)) return NULL;
@@ -7754,36 +7833,43 @@ LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, lun
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1] = weight->shape[0];
   s.op.activation = activation;
-  if (residual) lunai_input(&s, residual);
+  s.op.last_dropout = dropout;
+  lunai_input(&s, residual);
   return lunai_finish(&s, x->rank, shape);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
-  return lunai_linear_with(x, weight, bias, activation, NULL);
+  return lunai_linear_with(x, weight, bias, activation, NULL, 0);
 }
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_NONE); }
 
-LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, luna_tensor *residual, luna_activation activation, bool recompute) {
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
+  static const luna_feed_forward_config plain = { LUNA_NONE, 0, 0, NULL, false };
+  const luna_feed_forward_config *c = config ? config : &plain;
+  const luna_activation activation = c->activation == LUNA_NONE ? LUNA_RELU : c->activation;
   int64_t shape[LUNA_MAX_RANK];
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_ROW_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_null(x->ctx, "luna_feed_forward", "w2");
   good = x->rank >= 1 && w1->rank == 2 && w2->rank == 2 && w1->shape[1] == lunai_last(x) && w2->shape[1] == w1->shape[0] && lunai_is_activation(activation);
   good = good && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
   memcpy(shape, x->shape, sizeof shape);
   if (good) shape[x->rank - 1] = w2->shape[0];
-  if (!good || (residual && (residual->rank != x->rank || memcmp(residual->shape, shape, sizeof shape) != 0)))
+  if (!good || (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, shape, sizeof shape) != 0)))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_feed_forward: x %t, w1 %t, w2 %t: want [..., in], [hidden, in], [out, hidden], biases [hidden] and [out], a residual [..., out]", x, w1, w2);
   if (!x->ctx->backend->row[LUNA_ROW_FEED_FORWARD].forward) {
-    x = luna_linear(lunai_linear_activated(x, w1, b1, activation), w2, b2);
-    return residual ? luna_add(residual, x) : x;
+    x = luna_dropout(lunai_linear_activated(x, w1, b1, activation), c->activation_dropout);
+    x = luna_dropout(luna_linear(x, w2, b2), c->dropout);
+    return c->residual ? luna_add(c->residual, x) : x;
   }
   lunai_input(&s, b1);
   lunai_input(&s, w2);
   lunai_input(&s, b2);
-  if (residual) lunai_input(&s, residual);
+  lunai_input(&s, c->residual);
   s.op.activation = activation;
-  s.op.flag[0] = recompute;
+  s.op.dropout = c->activation_dropout;
+  s.op.last_dropout = c->dropout;
+  s.op.flag[0] = c->recompute;
   return lunai_finish(&s, x->rank, shape);
 }
 
@@ -7798,10 +7884,12 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
 }
 
 LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float fill) {
-  bool failed = false;
+  int64_t b;
+  bool failed = false, full = true;
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (!lengths) return x;
+  for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
+  if (!lengths || (full && x->rank >= 2)) return x;
   if (x->rank < 2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_mask: %t has no rows; want [batch, n, ...]", x);
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   s.op.size[0] = x->shape[2] * x->shape[3];
@@ -8018,7 +8106,7 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   return out_bias ? luna_add(s, out_bias) : s;
 }
 
-LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
   bool good, failed = false;
   int a;
   lunai_build s;
@@ -8029,18 +8117,19 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d]", x, k, bias, v);
   if (!lunai_has_row(x, LUNA_ROW_UNPACK)) {
-    x = lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout);
+    x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
   lunai_input(&s, v);
   lunai_input(&s, out_bias);
-  if (residual) lunai_input(&s, residual);
+  lunai_input(&s, residual);
+  s.op.last_dropout = last_dropout;
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   s.op.dropout = dropout;
   return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
-  return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout);
+  return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout, 0);
 }
 
 LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega,
@@ -8314,14 +8403,14 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
 }
 
 /* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, V'_h = v_h Wo_h^T */
-LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed, luna_tensor *residual, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed, luna_tensor *residual, float dropout, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.heads, b = packed->shape[0], l = packed->shape[1];
   luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed), (float)(1.0 / sqrt((double)(d / h)))), h);
   luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed), h);
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
   k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
-  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, residual, lengths, layer->config.dropout);
+  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, residual, lengths, layer->config.dropout, dropout);
 }
 
 /* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of the long side and 4 l d */
@@ -8346,8 +8435,8 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   return luna_softmax_attention(pq, c->sharing == LUNA_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
-/* residual: added to Y_X, or null */
-LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, const int32_t *lengths, luna_tensor **packed) {
+/* Y_X + residual, or null, after a dropout */
+LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed) {
   const luna_nested_attention_config *c = &layer->config;
   luna_attention_config a;
   luna_tensor *both[2], *k, *v;
@@ -8371,11 +8460,11 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   a.dropout = c->dropout;
   a.heads = c->heads;
   a.lengths = memory_lengths;
-  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], residual, memory_lengths);
+  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], residual, dropout, memory_lengths);
   else {
     v = luna_linear_layer_forward(&layer->v, both[0]);
     k = c->sharing == LUNA_TIED ? v : lunai_project(&layer->k, both[0]);
-    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_NONE, residual);
+    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_NONE, residual, dropout);
   }
   if (!both[1]) return NULL;
   lunai_keep(ctx, mark, both, 2);
@@ -8383,7 +8472,7 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   return both[1];
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
-  return lunai_nested_attention(layer, x, p, context, NULL, lengths, packed);
+  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed);
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -8432,7 +8521,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_causal_attention_config *c = &layer->config;
   luna_tensor *s, *q, *k, *v, *y;
   lunai_mark mark;
@@ -8448,12 +8537,12 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  y = lunai_linear_with(luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout), layer->out.weight, layer->out.bias, LUNA_NONE, residual);
+  y = lunai_linear_with(luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout), layer->out.weight, layer->out.bias, LUNA_NONE, residual, dropout);
   if (y) lunai_keep(x->ctx, mark, &y, 1);
   return y;
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  return lunai_causal_attention(layer, x, p, NULL, lengths);
+  return lunai_causal_attention(layer, x, p, NULL, 0, lengths);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -8672,12 +8761,13 @@ LUNAI_FN luna_tensor *lunai_passing_norm(const luna_norm_layer *norm, luna_tenso
   x->ctx->passing = false;
   return y;
 }
-/* What a half-layer adds to its output inside its last product; null where dropout comes between */
-LUNAI_FN luna_tensor *lunai_inner_residual(const luna_layer_config *c, luna_tensor *x) { return c->dropout > 0 && x && x->ctx->training ? NULL : x; }
-/* x + y after y's dropout (y has x in it when `inner`), normed when post-norm */
-LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, bool inner, const luna_norm_layer *norm) {
-  luna_tensor *sum = inner ? y : luna_add(x, luna_dropout(y, c->dropout));
+/* the end of a half-layer: its sum, normed when post-norm */
+LUNAI_FN luna_tensor *lunai_sum_normed(const luna_layer_config *c, luna_tensor *sum, const luna_norm_layer *norm) {
   return c->pre_norm ? sum : lunai_passing_norm(norm, sum);
+}
+/* x + y after y's dropout, normed when post-norm */
+LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, const luna_norm_layer *norm) {
+  return lunai_sum_normed(c, luna_add(x, luna_dropout(y, c->dropout)), norm);
 }
 /* the input of a half-layer: normed when pre-norm; and its end, when nothing in forward reads that any more */
 LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
@@ -8685,30 +8775,17 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 }
 LUNAI_FN void lunai_normed_end(const luna_layer_config *c, luna_tensor *normed) { if (c->pre_norm) lunai_drop(normed); }
 
-typedef struct lunai_ffn_state { const luna_layer_config *config; const luna_linear_layer *fc1, *fc2; const luna_norm_layer *norm; } lunai_ffn_state;
-LUNAI_FN luna_tensor *lunai_ffn_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  const lunai_ffn_state *s = (const lunai_ffn_state *)state;
-  luna_tensor *x = lunai_normed(s->config, in[0], s->norm), *y;
-  (void)second;
-  y = lunai_linear_activated(x, s->fc1->weight, s->fc1->bias, s->config->activation);
-  return lunai_residual(s->config, in[0], luna_linear_layer_forward(s->fc2, luna_dropout(y, s->config->activation_dropout)), false, s->norm);
-}
 LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_norm_layer *norm) {
-  const bool again = c->recompute == LUNA_RECOMPUTE_FFN;
-  luna_tensor *in, *y;
-  lunai_ffn_state s;
-  if (!x) return NULL;
-  if ((c->dropout > 0 || c->activation_dropout > 0) && x->ctx->training) {
-    s.config = c;
-    s.fc1 = fc1;
-    s.fc2 = fc2;
-    s.norm = norm;
-    return again ? lunai_recompute_block(lunai_ffn_block, &s, sizeof s, &x, 1, NULL, false) : lunai_ffn_block(&s, &x, NULL);
-  }
-  in = lunai_normed(c, x, norm);
-  y = luna_feed_forward(in, fc1->weight, fc1->bias, fc2->weight, fc2->bias, x, c->activation, again);
+  luna_tensor *in = lunai_normed(c, x, norm), *sum;
+  luna_feed_forward_config f;
+  f.activation = c->activation;
+  f.activation_dropout = c->activation_dropout;
+  f.dropout = c->dropout;
+  f.residual = x;
+  f.recompute = c->recompute != LUNA_KEEP_ALL; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
+  sum = luna_feed_forward(in, fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
   lunai_drop(in);
-  return lunai_residual(c, x, y, true, norm);
+  return lunai_sum_normed(c, sum, norm);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -8776,11 +8853,11 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
 /* Luna attention with both residuals: x and *p forward */
 LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
                                         const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
-  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm), *inner = lunai_inner_residual(c, x);
-  luna_tensor *y = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, inner, lengths, &packed);
+  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm);
+  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &packed);
   lunai_normed_end(c, in);
-  x = lunai_residual(c, x, y, inner != NULL, norm);
-  *p = lunai_residual(c, *p, packed, false, memory_norm);
+  x = lunai_sum_normed(c, x, norm);
+  *p = lunai_residual(c, *p, packed, memory_norm);
   return x;
 }
 
@@ -8799,7 +8876,7 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
     x = both[0];                       /* made after X: older first */
     both[0] = both[1];
     both[1] = x;
-  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), false, &layer->attention_norm);
+  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
   if (!both[0]) return NULL;
   lunai_keep(ctx, mark, both, had);
   x = both[0];
@@ -8849,13 +8926,12 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   const lunai_layer_state *s = (const lunai_layer_state *)state;
   const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
-  luna_tensor *both[2], *x = in[0], *y, *inner;
+  luna_tensor *both[2], *x = in[0], *y;
   const lunai_mark mark = lunai_step_mark(x->ctx);
-  inner = lunai_inner_residual(c, x);
   y = lunai_normed(c, x, &layer->self_norm);
-  both[0] = lunai_causal_attention(&layer->self_attention, y, in[1], inner, s->lengths);
+  x = lunai_causal_attention(&layer->self_attention, y, in[1], x, c->dropout, s->lengths);
   lunai_normed_end(c, y);
-  x = lunai_residual(c, x, both[0], inner != NULL, &layer->self_norm);
+  x = lunai_sum_normed(c, x, &layer->self_norm);
   both[1] = in[1];
   both[0] = lunai_nested_half(c, &layer->cross_attention, x, &both[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
   if (!both[0] || !both[1]) return NULL;
@@ -8910,12 +8986,12 @@ LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *c
   const luna_causal_layer *layer = (const luna_causal_layer *)((const lunai_layer_state *)state)->layer;
   const luna_layer_config *c = &layer->config;
   const lunai_mark mark = lunai_step_mark(in[0]->ctx);
-  luna_tensor *normed = lunai_normed(c, in[0], &layer->attention_norm), *y = normed, *inner = lunai_is_luna(c) ? lunai_inner_residual(c, in[0]) : NULL;
+  luna_tensor *normed = lunai_normed(c, in[0], &layer->attention_norm), *y = normed;
   (void)second;
   if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
-  y = lunai_is_luna(c) ? lunai_causal_attention(&layer->attention, y, layer->memory, inner, NULL) : lunai_other(c, &layer->plain, layer->hooked, y, NULL, NULL, true);
+  if (lunai_is_luna(c)) y = lunai_sum_normed(c, lunai_causal_attention(&layer->attention, y, layer->memory, in[0], c->dropout, NULL), &layer->attention_norm);
+  else y = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, y, NULL, NULL, true), &layer->attention_norm);
   lunai_normed_end(c, normed);
-  y = lunai_residual(c, in[0], y, inner != NULL, &layer->attention_norm);
   if (!y) return NULL;
   lunai_keep(in[0]->ctx, mark, &y, 1);
   y = lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm);
@@ -9211,11 +9287,13 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n) {
   luna_ctx *ctx = model->params->ctx;
   const lunai_mark mark = lunai_step_mark(ctx);
-  luna_tensor *x = lunai_add_positions(luna_embedding(model->embedding, tokens, batch, n), model->config.positions, model->positions, 0);
+  luna_tensor *x = lunai_add_positions(luna_embedding(model->embedding, tokens, batch, n), model->config.positions, model->positions, 0), *before;
   int64_t i;
   if (x) x = luna_dropout(x, model->config.layer.dropout);
   for (i = 0; i < model->config.layers; i++) {
-    x = luna_causal_layer_forward(&model->layers[i], x);
+    before = x;
+    x = luna_causal_layer_forward(&model->layers[i], before);
+    if (x) lunai_drop(before);
     if (x) lunai_keep(ctx, mark, &x, 1);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
@@ -9346,15 +9424,25 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
 /* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
+/* y, for which x is no longer needed */
+LUNAI_FN luna_tensor *lunai_instead(luna_tensor *x, luna_tensor *y) {
+  if (y != x) lunai_drop(x);
+  return y;
+}
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   const float factor = lunai_embedding_factor(c);
-  luna_tensor *x = luna_embedding(table, tokens, batch, n);
-  if (factor != 1) x = luna_scale(x, factor);
-  x = lunai_add_positions(x, c->positions, positions, c->first_position);
-  if (c->keep_padding) x = luna_mask(x, lengths);
-  if (norm && norm->weight) x = luna_norm_layer_forward(norm, x);
-  x = luna_dropout(x, c->layer.dropout);
-  return c->keep_padding ? x : luna_mask(x, lengths);
+  luna_ctx *ctx = table->ctx;
+  luna_tensor *x;
+  ctx->passing = true;                /* backward makes it again from the tokens */
+  x = luna_embedding(table, tokens, batch, n);
+  if (factor != 1) x = lunai_instead(x, luna_scale(x, factor));
+  x = lunai_instead(x, lunai_add_positions(x, c->positions, positions, c->first_position));
+  if (c->keep_padding) x = lunai_instead(x, luna_mask(x, lengths));
+  if (norm && norm->weight) x = lunai_instead(x, luna_norm_layer_forward(norm, x));
+  x = lunai_instead(x, luna_dropout(x, c->layer.dropout));
+  if (!c->keep_padding) x = lunai_instead(x, luna_mask(x, lengths));
+  ctx->passing = false;
+  return x;
 }
 LUNAI_FN int64_t lunai_longest(const int32_t *lengths, int64_t batch, int64_t n) {
   int64_t longest = lengths ? 1 : n, b;
@@ -9386,11 +9474,13 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const int32_t 
   luna_ctx *ctx = e->params->ctx;
   const bool is_luna = lunai_is_luna(&c->layer);
   const lunai_mark mark = lunai_step_mark(ctx);
-  luna_tensor *both[2] = { p ? *p : NULL, NULL };      /* P, X */
+  luna_tensor *both[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
   int64_t i;
   both[1] = luna_encoder_embed(e, tokens, lengths, batch, n, &both[0]);
   for (i = 0; i < c->layers && both[1]; i++) {
-    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], both[1], &both[0], lengths);
+    x = both[1];
+    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &both[0], lengths);
+    if (both[1]) lunai_drop(x);
     if (both[1]) lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
   }
   if (e->memory_norm.weight && both[1]) both[0] = luna_norm_layer_forward(&e->memory_norm, both[0]);
@@ -9462,7 +9552,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
 }
 LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   luna_tensor *p = NULL, *x = luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, &p);
-  return luna_classifier_pool(model, x, p, lengths);
+  return lunai_instead(x, luna_classifier_pool(model, x, p, lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
   if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_GELU);
@@ -10897,7 +10987,7 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   for (b = 0; b < s->sources; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
   v = luna_linear_layer_forward(&cross->v, packed);
   k = cross->config.sharing == LUNA_TIED || !packed ? v : lunai_project(&cross->k, packed);
-  *p = lunai_residual(c, *p, packed, false, &layer->memory_norm);
+  *p = lunai_residual(c, *p, packed, &layer->memory_norm);
   if (!k || !v || !*p) return false;
   if (bytes) memcpy(w->keys, k->data, bytes);
   if (bytes) memcpy(w->values, v->data, bytes);
