@@ -1729,6 +1729,7 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
    bits depend on its row of A, its column of B and k alone. Guarded by tests/gemm.c.
    ...................................................................................................................... */
 #undef LUNAI_MR
+#undef LUNAI_TILES_ABREAST
 #undef LUNAI_NV
 #undef LUNAI_NR
 #undef LUNAI_KC
@@ -1798,11 +1799,21 @@ LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a
   int64_t i, p;
   if (a_column == 1)
     for (i = 0; i < rows; i++) memcpy(to + i * LUNAI_KA, a + i * a_row, (size_t)k * sizeof(float));
-  else if (a_row == 1 && rows == LUNAI_MR)
-    for (p = 0; p < k; p++) memcpy(to + p * LUNAI_MR, a + p * a_column, LUNAI_MR * sizeof(float));
   else
     for (p = 0; p < k; p++)
       for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
+}
+/* Several tiles of an A that lies by columns, at rows first[0], first[1], ...: so that a cache line is read once. Of a tile with fewer rows
+   than MR nobody looks at the last. */
+#define LUNAI_TILES_ABREAST 4
+LUNAI_FN void LUNAI_K(pack_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a, int64_t a_column, float *to) {
+  int64_t t, p;
+  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* at the end there may be none to look at */
+    tiles--;
+    LUNAI_K(pack_a)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
+  }
+  for (p = 0; p < k; p++, a += a_column)
+    for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
 }
 
 /* What becomes of a tile: c = max(lowest, alpha A B + from + bias), columns one float apart; from, bias null: none */
@@ -1969,7 +1980,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
   float edge[2 * LUNAI_MR * LUNAI_NR];
   LUNAI_K(ending) e;
-  int64_t i, j, p, x;
+  int64_t i, j, p, x, first[LUNAI_TILES_ABREAST];
   for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
     e = LUNAI_K(ending_at)(t, i, 0, simple && n == VF ? NULL : edge);
     LUNAI_K(tile_narrow)(k, a + i * a_row, a_row, a_column, panel, b_row, &e);
@@ -1980,7 +1991,14 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     const float *at = a + row * a_row, *b = panel, *next = at + rows * a_row;
     const int64_t coming = lunai_min(rows, m - row - rows);
     int64_t at_row = a_row, at_column = a_column;
-    if (a_packed) {
+    if (a_packed && a_row == 1 && a_column != 1) {
+      if (i % LUNAI_TILES_ABREAST == 0) {
+        for (j = 0; j < LUNAI_TILES_ABREAST && i + j < tiles; j++) first[j] = narrow + lunai_share(m - narrow, i + j, tiles);
+        LUNAI_K(pack_columns)(j, first, m, k, a, a_column, a_packed);
+      }
+      at = a_packed + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
+      at_column = LUNAI_MR;
+    } else if (a_packed) {
       LUNAI_K(pack_a)(rows, k, at, a_row, a_column, a_packed);
       at_row = a_column == 1 ? LUNAI_KA : 1;
       at_column = a_column == 1 ? 1 : LUNAI_MR;
@@ -1991,8 +2009,6 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
       if (a_column == 1)
         for (p = j / LUNAI_NR; p < coming; p += all)
           for (x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
-      else if (a_row == 1 && coming > 0)
-        for (p = j / LUNAI_NR; p < k; p += all) LUNAI_PREFETCH(next + p * a_column + coming - 1);
       e = LUNAI_K(ending_at)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
@@ -2112,7 +2128,7 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
   p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: what is packed is read at once, keep it near */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
   p.b_size = p.columns * block_k;
-  if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA;
+  if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
@@ -6002,12 +6018,18 @@ LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->size[0];
   lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
 }
+LUNAI_FN void lunai_add_query(luna_op *op) { op->take = lunai_owner(op->in[0]) != lunai_owner(op->in[1]) ? 1 : 0; }
+LUNAI_FN void lunai_add_to(luna_op *op, int i, int64_t first, int64_t last) {
+  lunai_k(op)->add(last - first, op->in[i]->grad + first, op->out[0]->grad + first, op->in[i]->grad + first);
+}
+LUNAI_FN void lunai_add_to_first(luna_op *op, int64_t first, int64_t last) { lunai_add_to(op, 0, first, last); }
+LUNAI_FN void lunai_add_to_second(luna_op *op, int64_t first, int64_t last) { lunai_add_to(op, 1, first, last); }
 LUNAI_FN luna_status lunai_add_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   if (n == 0) return LUNA_OK;
-  if (op->in[0]->grad) lunai_k(op)->add(n, op->in[0]->grad, op->out[0]->grad, op->in[0]->grad);
+  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, n, 1, lunai_add_to_first);
   if (!op->in[1]->grad) return LUNA_OK;
-  if (op->size[0] == n) lunai_k(op)->add(n, op->in[1]->grad, op->out[0]->grad, op->in[1]->grad);
+  if (op->size[0] == n) lunai_split(op, n, 1, lunai_add_to_second);
   else lunai_split(op, op->size[0], n / op->size[0], lunai_add_columns);
   return LUNA_OK;
 }
@@ -6050,26 +6072,41 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_c
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
 
 /* --- reduce: size outer, axis, inner; number[0]: the factor (1, or 1/axis for the mean) --- */
+LUNAI_FN void lunai_reduce_query(luna_op *op) { op->set = 1; }
+LUNAI_FN void lunai_reduce_columns(luna_op *op, int64_t first, int64_t last) {
+  const int64_t axis = op->size[1], inner = op->size[2];
+  int64_t o;
+  for (o = 0; o < op->size[0]; o++) lunai_k(op)->sum_rows(axis, inner, inner, first, last, op->number[0], op->in[0]->data + o * axis * inner, op->out[0]->data + o * inner);
+}
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
   const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
   float *y = op->out[0]->data;
   int64_t o;
   memset(y, 0, (size_t)(outer * inner) * sizeof(float));
-  for (o = 0; o < outer; o++) {
-    const float *x = op->in[0]->data + o * axis * inner;
-    if (inner == 1) y[o] = (float)(lunai_k(op)->sum(axis, x) * (double)op->number[0]);
-    else lunai_k(op)->sum_rows(axis, inner, inner, 0, inner, op->number[0], x, y + o * inner);
-  }
+  if (inner > 1) lunai_split(op, inner, outer * axis, lunai_reduce_columns);
+  for (o = 0; inner == 1 && o < outer; o++) y[o] = (float)(lunai_k(op)->sum(axis, op->in[0]->data + o * axis) * (double)op->number[0]);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
-  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
-  int64_t r, i;
-  for (r = 0; r < outer * axis; r++) {
-    const float *dy = op->out[0]->grad + r / axis * inner;
-    float *dx = op->in[0]->grad + r * inner;
-    for (i = 0; i < inner; i++) dx[i] += op->number[0] * dy[i];
+/* rows [first, last) of outer * axis: each gets its group's gradient */
+LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t axis = op->size[1], inner = op->size[2];
+  const bool fresh = op->fresh & 1;
+  const float *dy = op->out[0]->grad;
+  float *dx = op->in[0]->grad, same[256];
+  int64_t r, i, n;
+  for (r = first; inner > 1 && r < last; r++) {
+    if (fresh) lunai_k(op)->scale(inner, op->number[0], dy + r / axis * inner, dx + r * inner);
+    else lunai_k(op)->scale_add(inner, op->number[0], dy + r / axis * inner, dx + r * inner);
   }
+  for (r = first; inner == 1 && r < last; r += n) {
+    n = lunai_min(lunai_min(256, last - r), axis - r % axis);
+    for (i = 0; i < n; i++) same[i] = op->number[0] * dy[r / axis];
+    if (fresh) memcpy(dx + r, same, (size_t)n * sizeof(float));
+    else lunai_k(op)->add(n, dx + r, same, dx + r);
+  }
+}
+LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
+  lunai_split(op, op->size[0] * op->size[1], op->size[2], lunai_reduce_back);
   return LUNA_OK;
 }
 
@@ -6311,7 +6348,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows, so that the hidden layer of
    one stays near; flag: keep nothing of it. kept: what ReLU makes of it, or what another activation is given --- */
-#define LUNAI_FFN_ROWS 512
+#define LUNAI_FFN_ROWS 1024
 typedef struct lunai_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
@@ -6854,10 +6891,10 @@ static const luna_backend lunai_cpu = {
     { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
     { lunai_query_nothing, lunai_concat_forward, LUNAI_TRAIN(lunai_concat_backward) },
     { lunai_query_nothing, lunai_repeat_forward, LUNAI_TRAIN(lunai_repeat_backward) },
-    { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_add_backward) },
+    { lunai_add_query, lunai_binary_forward, LUNAI_TRAIN(lunai_add_backward) },
     { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_mul_backward) },
     { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
-    { lunai_query_nothing, lunai_reduce_forward, LUNAI_TRAIN(lunai_reduce_backward) },
+    { lunai_reduce_query, lunai_reduce_forward, LUNAI_TRAIN(lunai_reduce_backward) },
     { lunai_query_nothing, lunai_max_forward, LUNAI_TRAIN(lunai_max_backward) },
     { lunai_matmul_query, lunai_matmul_forward, LUNAI_TRAIN(lunai_matmul_backward) },
     { lunai_linear_query, lunai_linear_forward, LUNAI_TRAIN(lunai_linear_backward) },
