@@ -1045,6 +1045,7 @@ typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t thresh
    resolved; C's columns and those of `pre` (the pre-activation, may be null, C's layout) lie one float apart. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
+  const float *b_packed;             /* what pack_weights made of b, for several products with it; or null */
   float *c, *pre;
   int64_t m, n, k;
   int64_t a_row, a_column, b_row, b_column, c_row;
@@ -1140,6 +1141,8 @@ typedef struct lunai_update {
 #define LUNAI_KERNELS(K, R, T) \
   K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t slots)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
+  R(size_t, packed_weights, (int64_t n, int64_t k)) \
+  R(void, pack_weights, (const lunai_gemm *g, const lunai_parallel *parallel, float *packed)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
@@ -2127,7 +2130,7 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
   p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
   p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: what is packed is read at once, keep it near */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
-  p.b_size = p.columns * block_k;
+  p.b_size = g->b_packed ? 0 : p.columns * block_k;
   if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
@@ -2140,8 +2143,30 @@ typedef struct LUNAI_K(gemm_slot) {
   int64_t held_n, held_k;
 } LUNAI_K(gemm_slot);
 
-/* m rows by the n columns of a block, over all of k */
-LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t m, int64_t n, const float *a,
+/* all of a B that several products read: for each block of k its panels */
+typedef struct LUNAI_K(packing) { const lunai_gemm *g; float *packed; } LUNAI_K(packing);
+LUNAI_FN int64_t LUNAI_K(packed_at)(const lunai_gemm *g, int64_t column, int64_t p) {
+  return LUNAI_K(packed_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
+}
+LUNAI_FN void LUNAI_K(packing_task)(void *work, int64_t slot, int64_t slots) {
+  const LUNAI_K(packing) *w = (const LUNAI_K(packing) *)work;
+  const lunai_gemm *g = w->g;
+  const int64_t panels = lunai_divide_up(g->n, LUNAI_NR), column = lunai_share(panels, slot, slots) * LUNAI_NR;
+  const int64_t n = lunai_min(g->n, lunai_share(panels, slot + 1, slots) * LUNAI_NR) - column;
+  int64_t p;
+  for (p = 0; n > 0 && p < g->k; p += LUNAI_KC)
+    LUNAI_K(pack_b)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row, g->b_column, w->packed + LUNAI_K(packed_at)(g, column, p));
+}
+LUNAI_FN size_t LUNAI_K(packed_weights)(int64_t n, int64_t k) { return lunai_round((size_t)LUNAI_K(packed_size)(n, k) * sizeof(float)); }
+LUNAI_FN void LUNAI_K(pack_weights)(const lunai_gemm *g, const lunai_parallel *parallel, float *packed) {
+  LUNAI_K(packing) w;
+  w.g = g;
+  w.packed = packed;
+  lunai_run(parallel, LUNAI_K(packing_task), &w);
+}
+
+/* m rows by the n columns of a block from `column` on, over all of k */
+LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t m, int64_t n, int64_t column, const float *a,
                                   const float *b, LUNAI_K(target) *t) {
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
@@ -2156,13 +2181,13 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
-    const float *from = b + p * g->b_row;
-    if (slot->held != from || slot->held_n != n || slot->held_k != k) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, slot->b);
+    const float *from = b + p * g->b_row, *panels = g->b_packed ? g->b_packed + LUNAI_K(packed_at)(g, column, p) : slot->b;
+    if (panels == slot->b && (slot->held != from || slot->held_n != n || slot->held_k != k)) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, slot->b);
     slot->held = from;
     slot->held_n = n;
     slot->held_k = k;
     t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_NONE || plan->late);
-    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? slot->a : NULL, slot->b, LUNAI_NR * k, LUNAI_NR, t);
+    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? slot->a : NULL, panels, LUNAI_NR * k, LUNAI_NR, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
     p += LUNAI_KC;
@@ -2192,7 +2217,7 @@ LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_sl
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
       t.from = g->residual ? g->residual + at : NULL;
       t.from_row = g->c_row;
-      LUNAI_K(gemm_block)(plan, slot, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), a + row * g->a_row,
+      LUNAI_K(gemm_block)(plan, slot, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j, a + row * g->a_row,
                           b + j * g->b_column, &t);
     }
 }
@@ -5755,6 +5780,18 @@ LUNAI_FN void lunai_spare_give(lunai_spare **spare) {
   *spare = NULL;
 }
 
+/* Inference: sees to it that there are `count` to take. Before a mark, so that what lies in them outlives a rewind to that mark. */
+LUNAI_FN void lunai_spare_prepare(luna_ctx *ctx, int64_t floats, int count) {
+  lunai_spare *spare = ctx->training ? NULL : lunai_spare_take(ctx, (size_t)floats * sizeof(float));
+  if (spare && count > 1) lunai_spare_prepare(ctx, floats, count - 1);
+  if (spare) lunai_spare_give(&spare);
+}
+
+LUNAI_FN lunai_mark lunai_mark_prepared(luna_ctx *ctx, int64_t floats, int count) {
+  lunai_spare_prepare(ctx, floats, count);
+  return lunai_step_mark(ctx);
+}
+
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
 LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   lunai_mark nothing;
@@ -6354,6 +6391,7 @@ typedef struct lunai_ffn_work {
   int64_t first, rows, in, hidden, out;
   float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
+  float *packed[6];                  /* the weights, packed once for all blocks of rows, by the product that reads them */
   void *scratch;
 } lunai_ffn_work;
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
@@ -6375,6 +6413,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
   }
   if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
+  g->b_packed = w->packed[which];
 }
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
@@ -6386,7 +6425,9 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   char *at = workspace ? (char *)workspace : (char *)w; /* without one only distances count */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_RELU;
+  lunai_gemm g;
   int64_t size;
+  int which;
   memset(w, 0, sizeof *w);
   w->op = op;
   w->rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]));
@@ -6399,6 +6440,15 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   if (op->dropout > 0) w->a = lunai_take(&at, size);
   if (backward) w->dh = lunai_take(&at, size);
   if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
+  for (which = 0; which < 6 && w->rows < lunai_rows(op->in[0]); which++) {
+    const bool second = which == 1 || which == 3;
+    if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
+    w->packed[which] = (float *)(void *)at;
+    at += lunai_k(op)->packed_weights(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in, which == 0 ? w->in : which == 3 ? w->out : w->hidden);
+    if (!workspace) continue;
+    lunai_ffn_product(w, which, &g);
+    lunai_k(op)->pack_weights(&g, &op->ctx->parallel, w->packed[which]);
+  }
   w->scratch = at;
   return (size_t)(at - start);
 }
@@ -6973,7 +7023,7 @@ LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *
 /* Gives back the data of an op's result that nothing needs any more until backward, which makes it again. Only of ops that read no result of theirs in
    backward. */
 LUNAI_FN void lunai_drop(luna_tensor *t) {
-  if (!t || !t->data_spare || !t->maker || t->dropped) return;
+  if (!t || !t->data_spare || t->dropped) return;
   lunai_spare_give(&t->data_spare);
   t->data = NULL;
   t->dropped = true;
@@ -7148,7 +7198,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
   if (!ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, record && ctx->passing)) == NULL) return lunai_op_no_memory(s);
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, ctx->passing && (record || !ctx->training))) == NULL) return lunai_op_no_memory(s);
   if (extra && (op->out[op->outputs++] = lunai_tensor_take(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
   if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_give_up(s);
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
@@ -7326,12 +7376,22 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    order they were made; they must be newer than the mark, older first, and no views. --- */
 LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int count) {
   luna_tensor old[2];
+  lunai_spare *spare;
   int i;
   if ((ctx->training && !ctx->paused) || ctx->status != LUNA_OK) return;
   for (i = 0; i < count; i++) old[i] = *kept[i];
   lunai_step_rewind(ctx, mark);
   for (i = 0; i < count; i++) {
-    luna_tensor *t = lunai_tensor_take(ctx, old[i].rank, old[i].shape); /* fits: it did before, further up */
+    luna_tensor *t;
+    void *memory;
+    for (spare = ctx->spares; spare && spare != old[i].data_spare; spare = spare->next);
+    if (spare) {                     /* its data lie below the mark */
+      lunai_step(ctx, sizeof(luna_tensor), false, &memory);
+      kept[i] = (luna_tensor *)memory;
+      *kept[i] = old[i];
+      continue;
+    }
+    t = lunai_tensor_take(ctx, old[i].rank, old[i].shape); /* fits: it did before, further up */
     LUNA_ASSERT(t);
     if (t->data) memmove(t->data, old[i].data, (size_t)luna_count(t) * sizeof(float));
     kept[i] = t;
@@ -8903,7 +8963,7 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   const luna_encoder_layer *layer = (const luna_encoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
   luna_ctx *ctx = in[0]->ctx;
-  const lunai_mark mark = lunai_step_mark(ctx);
+  const lunai_mark mark = lunai_mark_prepared(ctx, luna_count(in[0]), 1);
   luna_tensor *both[2] = { NULL, NULL }, *x;
   const int had = second ? 2 : 1;      /* both: P when there is one, then X */
   if (second) {
@@ -8964,13 +9024,14 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
   luna_tensor *both[2], *x = in[0], *y;
-  const lunai_mark mark = lunai_step_mark(x->ctx);
+  const lunai_mark mark = lunai_mark_prepared(x->ctx, luna_count(x), 1);
   y = lunai_normed(c, x, &layer->self_norm);
   x = lunai_causal_attention(&layer->self_attention, y, in[1], x, c->dropout, s->lengths);
   lunai_normed_end(c, y);
   x = lunai_sum_normed(c, x, &layer->self_norm);
   both[1] = in[1];
   both[0] = lunai_nested_half(c, &layer->cross_attention, x, &both[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
+  if (!c->pre_norm) lunai_drop(x);
   if (!both[0] || !both[1]) return NULL;
   lunai_keep(in[0]->ctx, mark, both, 2);
   x = both[0];
@@ -9022,7 +9083,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
   const luna_causal_layer *layer = (const luna_causal_layer *)((const lunai_layer_state *)state)->layer;
   const luna_layer_config *c = &layer->config;
-  const lunai_mark mark = lunai_step_mark(in[0]->ctx);
+  const lunai_mark mark = lunai_mark_prepared(in[0]->ctx, luna_count(in[0]), 1);
   luna_tensor *normed = lunai_normed(c, in[0], &layer->attention_norm), *y = normed;
   (void)second;
   if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
@@ -9321,12 +9382,23 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   return lunai_params_end(params, mark, good);
 }
 
+/* y, for which x is no longer needed */
+LUNAI_FN luna_tensor *lunai_instead(luna_tensor *x, luna_tensor *y) {
+  if (y != x) lunai_drop(x);
+  return y;
+}
+/* of a sequence of vectors; 0 when there is no such size: what makes them will say so */
+LUNAI_FN int64_t lunai_floats_of(int64_t batch, int64_t n, int64_t dim) { return lunai_max(0, lunai_checked(lunai_checked(batch, n), dim)); }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n) {
   luna_ctx *ctx = model->params->ctx;
-  const lunai_mark mark = lunai_step_mark(ctx);
-  luna_tensor *x = lunai_add_positions(luna_embedding(model->embedding, tokens, batch, n), model->config.positions, model->positions, 0), *before;
+  const lunai_mark mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, model->config.layer.dim), 2);
+  luna_tensor *x, *before;
   int64_t i;
-  if (x) x = luna_dropout(x, model->config.layer.dropout);
+  ctx->passing = true;
+  x = luna_embedding(model->embedding, tokens, batch, n);
+  x = lunai_instead(x, lunai_add_positions(x, model->config.positions, model->positions, 0));
+  x = lunai_instead(x, luna_dropout(x, model->config.layer.dropout));
+  ctx->passing = false;
   for (i = 0; i < model->config.layers; i++) {
     before = x;
     x = luna_causal_layer_forward(&model->layers[i], before);
@@ -9461,11 +9533,6 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
 /* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
-/* y, for which x is no longer needed */
-LUNAI_FN luna_tensor *lunai_instead(luna_tensor *x, luna_tensor *y) {
-  if (y != x) lunai_drop(x);
-  return y;
-}
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   const float factor = lunai_embedding_factor(c);
   luna_ctx *ctx = table->ctx;
@@ -9510,7 +9577,7 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const int32_t 
   const luna_encoder_config *c = &e->config;
   luna_ctx *ctx = e->params->ctx;
   const bool is_luna = lunai_is_luna(&c->layer);
-  const lunai_mark mark = lunai_step_mark(ctx);
+  const lunai_mark mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, c->dim), 2);
   luna_tensor *both[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
   int64_t i;
   both[1] = luna_encoder_embed(e, tokens, lengths, batch, n, &both[0]);
@@ -9754,15 +9821,17 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int3
                                            const int32_t *target, const int32_t *target_lengths, int64_t m, int64_t batch) {
   luna_ctx *ctx = model->params->ctx;
   luna_tensor *p = NULL, *context = luna_encoder_forward(&model->encoder, source, source_lengths, batch, n, &p);
-  const lunai_mark mark = lunai_step_mark(ctx);
-  luna_tensor *both[2];
+  const lunai_mark mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, m, model->config.encoder.dim), 2);
+  luna_tensor *both[2], *x;
   luna_encoder_config c = model->config.encoder;
   int64_t i;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
   both[0] = p;
   both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target, target_lengths, batch, m) : NULL;
   for (i = 0; i < model->config.decoder_layers && both[1]; i++) {
-    both[1] = luna_decoder_layer_forward(&model->layers[i], both[1], &both[0], context, source_lengths);
+    x = both[1];
+    both[1] = luna_decoder_layer_forward(&model->layers[i], x, &both[0], context, source_lengths);
+    if (both[1]) lunai_drop(x);
     if (both[1]) lunai_keep(ctx, mark, both, 2);
   }
   if (model->norm.weight) both[1] = luna_norm_layer_forward(&model->norm, both[1]);
