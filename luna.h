@@ -900,6 +900,7 @@ typedef struct luna_op {
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
   int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
+  bool in_place;                     /* forward may write the result where the first input lies */
   int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
@@ -911,7 +912,7 @@ typedef struct luna_op {
 } luna_op;
 
 typedef struct luna_row {
-  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set` and `take` */
+  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set`, `take` and `in_place` */
   luna_status (*forward)(luna_op *op);
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad; an input of `take` may have the
                                         very gradient of out[0], which is then already in it */
@@ -6055,7 +6056,11 @@ LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->size[0];
   lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
 }
-LUNAI_FN void lunai_add_query(luna_op *op) { op->take = lunai_owner(op->in[0]) != lunai_owner(op->in[1]) ? 1 : 0; }
+LUNAI_FN void lunai_map_query(luna_op *op) { op->in_place = true; }
+LUNAI_FN void lunai_add_query(luna_op *op) {
+  op->in_place = true;
+  op->take = lunai_owner(op->in[0]) != lunai_owner(op->in[1]) ? 1 : 0;
+}
 LUNAI_FN void lunai_add_to(luna_op *op, int i, int64_t first, int64_t last) {
   lunai_k(op)->add(last - first, op->in[i]->grad + first, op->out[0]->grad + first, op->in[i]->grad + first);
 }
@@ -6385,7 +6390,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows, so that the hidden layer of
    one stays near; flag: keep nothing of it. kept: what ReLU makes of it, or what another activation is given --- */
-#define LUNAI_FFN_ROWS 1024
+#define LUNAI_FFN_ROWS 784          /* whole tiles of AVX-512, and an even number */
 typedef struct lunai_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
@@ -6943,7 +6948,7 @@ static const luna_backend lunai_cpu = {
     { lunai_query_nothing, lunai_repeat_forward, LUNAI_TRAIN(lunai_repeat_backward) },
     { lunai_add_query, lunai_binary_forward, LUNAI_TRAIN(lunai_add_backward) },
     { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_mul_backward) },
-    { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
+    { lunai_map_query, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
     { lunai_reduce_query, lunai_reduce_forward, LUNAI_TRAIN(lunai_reduce_backward) },
     { lunai_query_nothing, lunai_max_forward, LUNAI_TRAIN(lunai_max_backward) },
     { lunai_matmul_query, lunai_matmul_forward, LUNAI_TRAIN(lunai_matmul_backward) },
@@ -6952,7 +6957,7 @@ static const luna_backend lunai_cpu = {
     { lunai_query_nothing, lunai_softmax_forward, LUNAI_TRAIN(lunai_softmax_backward) },
     { lunai_query_nothing, lunai_mask_forward, LUNAI_TRAIN(lunai_mask_backward) },
     { lunai_query_nothing, lunai_ratio_forward, LUNAI_TRAIN(lunai_ratio_backward) },
-    { lunai_query_nothing, lunai_dropout_forward, LUNAI_TRAIN(lunai_dropout_backward) },
+    { lunai_map_query, lunai_dropout_forward, LUNAI_TRAIN(lunai_dropout_backward) },
     { lunai_layer_norm_query, lunai_layer_norm_forward, LUNAI_TRAIN(lunai_layer_norm_backward) },
     { lunai_query_nothing, lunai_embedding_forward, LUNAI_TRAIN(lunai_embedding_backward) },
     { lunai_cross_entropy_query, lunai_cross_entropy_forward, LUNAI_TRAIN(lunai_cross_entropy_backward) },
@@ -7238,6 +7243,7 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
 /* the data of an input, made again by its op when it was dropped; what had to be made again for that goes at once */
 LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
   luna_tensor *owner = t->base ? t->base : t;
+  luna_tensor *first;
   luna_op *op = owner->maker;
   bool again[LUNA_MAX_INPUTS];
   lunai_mark mark;
@@ -7248,7 +7254,11 @@ LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *statu
       again[i] = in && in->dropped;
       if (in && !lunai_make_again(ctx, op->in[i], status)) return false;
     }
-    if ((owner->data_spare = lunai_spare_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
+    first = op->in[0]->base ? op->in[0]->base : op->in[0];
+    if (again[0] && op->in_place && luna_count(first) == luna_count(owner)) {
+      owner->data_spare = first->data_spare;
+      first->data_spare = NULL;
+    } else if ((owner->data_spare = lunai_spare_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
     owner->data = (float *)owner->data_spare->at;
     owner->dropped = false;
     owner->remade = true;
@@ -7258,6 +7268,7 @@ LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *statu
     lunai_step_rewind(ctx, mark);
     if (*status != LUNA_OK) return false;
     *status = LUNA_OUT_OF_MEMORY;
+    if (!first->data_spare && again[0]) first->dropped = true; /* its data have become these */
     for (i = 0; i < op->inputs; i++) if (again[i]) lunai_drop(op->in[i]->base ? op->in[i]->base : op->in[i]);
   }
   if (t->base && owner->data) t->data = owner->data + t->offset;

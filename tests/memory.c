@@ -392,6 +392,44 @@ static void check_sizes(void) {
   }
 }
 
+/* What the manual says that training takes: a 4-layer byte classifier of 256 dimensions on 4096 tokens, one and four sequences */
+static size_t classifier_bytes(int64_t batch, luna_recomputing recompute, luna_pooling pooling) {
+  const int64_t n = 4096;
+  luna_options options = {0};
+  luna_classifier model;
+  luna_classifier_config config = {0};
+  int32_t *tokens = (int32_t *)common_alloc((size_t)(batch * n) * sizeof *tokens), labels[4] = {0, 1, 0, 1};
+  options.threads = 2;
+  options.measure = true;
+  config.pooling = pooling;
+  config.encoder.layers = 4;
+  config.encoder.dim = 256;
+  config.encoder.ffn = 1024;
+  config.encoder.layer.recompute = recompute;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  luna_classifier_init(&model, params, &config);
+  luna_optimizer *adam = luna_adamw(params, NULL);
+  for (int step = 0; step < 2; step++) {
+    luna_begin_step(ctx);
+    luna_backward(luna_cross_entropy(luna_classify(&model, tokens, NULL, batch, n), labels));
+    CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a classifier: %s", luna_error(ctx));
+  }
+  const size_t bytes = luna_memory(ctx).peak;
+  luna_close(ctx);
+  free(tokens);
+  return bytes;
+}
+static void check_training_bytes(void) {
+  static const struct { int64_t batch; luna_recomputing recompute; double most; } row[4] = {
+    {1, LUNA_KEEP_ALL, 200e6}, {1, LUNA_RECOMPUTE_FFN, 127e6}, {4, LUNA_KEEP_ALL, 530e6}, {4, LUNA_RECOMPUTE_FFN, 270e6}};
+  for (int i = 0; i < 8; i++) {
+    const double bytes = (double)classifier_bytes(row[i / 2].batch, row[i / 2].recompute, i % 2 ? LUNA_POOL_MEMORY : LUNA_POOL_MEAN);
+    CHECK(bytes > 0 && bytes <= row[i / 2].most, "training %d x 4096 tokens, recompute %d, takes %.1f MB", (int)row[i / 2].batch, row[i / 2].recompute, bytes * 1e-6);
+    printf("memory: training %d x 4096 tokens%s, %s pooled: %.1f MB\n", (int)row[i / 2].batch, row[i / 2].recompute ? ", feed-forward recomputed" : "", i % 2 ? "memory" : "mean", bytes * 1e-6);
+  }
+}
+
 int main(void) {
   const luna_model_kind none = (luna_model_kind)0;
   const job training = {60, 2, false, false, false, 2, none, LUNA_KEEP_ALL, 0}, sgd = {70, 1, false, false, true, 2, none, LUNA_KEEP_ALL, 0};
@@ -422,5 +460,6 @@ int main(void) {
   check_survival();
   check_steady();
   check_sizes();
+  check_training_bytes();
   return test_report("memory");
 }

@@ -294,6 +294,20 @@ static void op_unpack(trial *t, int v) {
                       v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL,
                       v >= 2 ? (float)0.3 : 0));
 }
+/* the residual: none, of its own, x itself, and x itself as an op's result, whose gradient is then made in place */
+static void op_feed_forward(trial *t, int v) {
+  static const luna_activation kinds[4] = {LUNA_NONE, LUNA_GELU, LUNA_RELU, LUNA_SOFTPLUS};
+  const int64_t n = v >= 8 ? SIZE(600, 1300) : SIZE(3, 70), d = SIZE(3, 21), f = SIZE(5, 37); /* 8: more rows than a block */
+  luna_feed_forward_config c = {LUNA_NONE, 0, 0, NULL, false};
+  luna_tensor *x = in3(t, 2, n, d), *w1 = in2(t, f, d), *w2 = in2(t, d, f), *b1 = v % 3 ? in1(t, f) : NULL, *b2 = v % 3 ? in1(t, d) : NULL;
+  c.activation = kinds[v % 4];
+  if (v % 2) c.activation_dropout = (float)0.25, c.dropout = (float)0.125;
+  c.recompute = v / 2 % 2;
+  if (v % 4 == 1) c.residual = in3(t, 2, n, d);
+  if (v % 4 == 3) x = luna_scale(x, 2);
+  if (v % 4 > 1) c.residual = x;
+  give(t, luna_feed_forward(x, w1, b1, w2, b2, &c));
+}
 static void op_causal_nested(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
   static const luna_activation omega[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
@@ -603,6 +617,7 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"short_convolution", op_short_convolution, 4},
                                    {"pack", op_pack, 6},
                                    {"unpack", op_unpack, 6},
+                                   {"feed_forward", op_feed_forward, 12},
                                    {"causal_nested_attention", op_causal_nested, 8},
                                    {"custom_op", op_custom, 2},
                                    {"max", op_max, 3},

@@ -55,7 +55,8 @@ static void check_composed(const op_case *c, int variant) {
   char what[128];
   memset(&fused, 0, sizeof fused);
   memset(&composed, 0, sizeof composed);
-  tier1.row[LUNA_ROW_PACK].forward = tier1.row[LUNA_ROW_UNPACK].forward = tier1.row[LUNA_ROW_CAUSAL_LUNA].forward = NULL;
+  tier1.row[LUNA_ROW_PACK].forward = tier1.row[LUNA_ROW_UNPACK].forward = tier1.row[LUNA_ROW_CAUSAL_LUNA].forward = tier1.row[LUNA_ROW_FEED_FORWARD].forward =
+    NULL;
   fused.big = composed.big = true;
   composed.options.backend = &tier1;
   snprintf(what, sizeof what, "%s, variant %d, composed", c->name, variant);
@@ -593,6 +594,24 @@ static void check_items(void) {
   luna_close(ctx);
 }
 
+/* ---- an op's result gives its gradient back, unless it was asked for; what was computed forward stays ---- */
+static void check_gradients_kept(void) {
+  const int64_t shape[2] = {3, 4}, flat[1] = {-1};
+  luna_ctx *ctx = open_plain(LUNA_ISA_BEST);
+  float values[12], grad[12];
+  for (int i = 0; i < 12; i++) values[i] = (float)i;
+  luna_begin_step(ctx);
+  luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, values, 2, shape)), *asked = luna_require_grad(luna_scale(x, 2)), *view = luna_reshape(asked, 1, flat);
+  luna_tensor *other = luna_relu(view), *viewed = luna_scale(other, 3), *again = luna_require_grad(luna_reshape(viewed, 2, shape));
+  CHECK(luna_backward(luna_sum(luna_reshape(luna_relu(again), 1, flat), 0)) == LUNA_OK, "backward: %s", luna_error(ctx));
+  CHECK(luna_read_grad(x, grad) == LUNA_OK && grad[0] == 0 && grad[5] == 6, "x: %s", luna_error(ctx));
+  CHECK(luna_read_grad(asked, grad) == LUNA_OK && grad[5] == 3 && luna_read_grad(view, grad) == LUNA_OK && grad[5] == 3, "a result that was asked for: %s", luna_error(ctx));
+  CHECK(luna_read_grad(again, grad) == LUNA_OK && grad[5] == 1, "a view that was asked for: %s", luna_error(ctx));
+  CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_error(ctx)[0], "a result nobody asked for kept its gradient");
+  CHECK(luna_read(other, grad) == LUNA_OK && grad[5] == 10, "a result can no longer be read after backward");
+  luna_close(ctx);
+}
+
 /* ---- refusals: null, and a sentence that names the function and the sizes ---- */
 typedef struct refusal {
   int logged;
@@ -727,6 +746,7 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_pack(q, cube, lengths, 0, NULL), "luna_pack", "42");
   REFUSED(luna_pack(q, cube, NULL, 2, NULL), "luna_pack", "");
   REFUSED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), "luna_unpack", "41");
+  REFUSED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), "luna_feed_forward", "hidden");
   REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "41");
   REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "5");
   REFUSED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_GELU, NULL, 0), "luna_causal_nested_attention", "");
@@ -1050,6 +1070,7 @@ int main(void) {
       check_isas(&op_cases[i], v, false);
       check_isas(&op_cases[i], v, true);
       if (strstr(op_cases[i].name, "pack") || strstr(op_cases[i].name, "causal") || strstr(op_cases[i].name, "layer") ||
+          strstr(op_cases[i].name, "feed") ||
           strcmp(op_cases[i].name, "lm") == 0)
         check_composed(&op_cases[i], v);
     }
@@ -1065,6 +1086,7 @@ int main(void) {
   }
   check_views();
   check_items();
+  check_gradients_kept();
   check_refusals();
   return test_report("ops");
 }
