@@ -7,7 +7,7 @@
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
 #   make size                object sizes by build switch
-#   make bench               builds and runs tests/bench_*.c
+#   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
 CC ?= cc
 CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
@@ -22,7 +22,7 @@ NAMES = $(filter-out bench_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh
-PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/bench_%,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
+PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 TSAN = -O1 -g1 -fsanitize=thread
@@ -79,9 +79,11 @@ fuzz: $(BUILD)/fuzz/fuzz_safetensors
 size:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
 
+# each benchmark leaves a line of JSON a row; build/bench.json holds them all
 bench: $(BENCHES)
-	@for bench in $(BENCHES); do $$bench || exit 1; done
-	@test -n '$(BENCHES)' || echo 'there are no benchmarks yet'
+	@for bench in $(BENCHES); do $$bench $$bench.json || exit 1; done
+	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
+	@echo "every row is in $(BUILD)/bench.json"
 
 clean:
 	rm -rf build $(BUILD)
