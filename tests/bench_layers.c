@@ -148,6 +148,37 @@ static void classifier_rows(int64_t batch, int threads) {
   }
 }
 
+#ifdef BENCH_SHARED                  /* what tests/bench_peers.py calls */
+void *peer_layer(int threads, int64_t n, int64_t memory, int causal, int training) {
+  layer_bench *b = (layer_bench *)malloc(sizeof *b);
+  layer_open(b, threads, n, memory, causal != 0, training != 0);
+  return b;
+}
+void peer_layer_run(void *b) { layer_run(b); }
+void peer_layer_close(void *b) {
+  luna_close(((layer_bench *)b)->ctx);
+  free(b);
+}
+void *peer_classifier(int threads, int64_t batch, int64_t n, int recompute) {
+  classifier_bench *b = (classifier_bench *)malloc(sizeof *b);
+  classifier_open(b, threads, batch, n, recompute ? LUNA_RECOMPUTE_FFN : LUNA_KEEP_ALL);
+  return b;
+}
+void peer_classifier_run(void *b) { classifier_run(b); }
+void peer_classifier_close(void *b) {
+  free(((classifier_bench *)b)->tokens);
+  luna_close(((classifier_bench *)b)->ctx);
+  free(b);
+}
+/* C [m,n] = A [m,k] B^T */
+int peer_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, void *scratch, int64_t size) {
+  luna_gemm_args g = {.a = a, .b = b, .c = c, .m = m, .n = n, .k = k, .transpose_b = true};
+  g.run.scratch = scratch;
+  g.run.scratch_size = (size_t)size;
+  return luna_gemm_f32(&g);
+}
+#endif
+
 int main(int argc, char **argv) {
   const int threads = 2;
   bench_start(argc, argv);

@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""luna.h beside PyTorch and oneDNN on this machine: medians of interleaved runs and ratios, as a Markdown table.
+
+    python3 tests/bench_peers.py [--threads 1 2] [--runs 15] [--only TEXT]
+
+Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B. The first call makes a virtual environment
+in build/peers with PyTorch and oneDNN from PyPI; where that fails the system's torch serves, and the table says which it was. MKL takes its
+AVX-512 path on every maker's processors here (by a preloaded answer to its question): otherwise PyTorch's products would run at half their speed.
+PyTorch runs each layer in its best form: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h folds."""
+import argparse, ctypes, os, statistics, subprocess, sys, time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BUILD = os.path.join(ROOT, "build", "peers")
+D, H, FFN, N = 256, 4, 1024, 4096
+
+
+# ---- what is timed: name, peers' names ----
+def cases():
+    rows = [(f"gemm {m} x {n}, k = {k}", ["onednn", "torch"]) for m, n, k in
+            [(1024, 1024, 1024), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 1024), (4096, 2048, 2048), (16, 4096, 64), (4096, 16, 64), (4096, 64, 16)]]
+    for l in (16, 128, 256):
+        for what in ("forward", "training"):
+            rows.append((f"encoder layer, l = {l}, {what}", ["torch plain"] + (["torch folded"] if l == 16 else [])))
+    rows += [(f"causal layer, l = 16, {what}", ["torch chunked"]) for what in ("forward", "training")]
+    rows += [(f"classifier, batch {b}, training", ["torch plain"]) for b in (1, 4)]
+    return rows
+
+
+# ---- luna.h's side ----
+def luna_open(name, threads):
+    lib = ctypes.CDLL(os.path.join(BUILD, "luna_bench.so"))
+    for f in ("peer_layer", "peer_classifier"):
+        getattr(lib, f).restype = ctypes.c_void_p
+    i64 = ctypes.c_int64
+    if name.startswith("gemm"):
+        m, n, k = gemm_sizes(name)
+        floats = lambda count: (ctypes.c_float * count)(*([0.5] * count))
+        a, b, c, scratch = floats(m * k), floats(n * k), floats(m * n), ctypes.create_string_buffer(16 << 20)
+        return lambda: lib.peer_gemm(i64(m), i64(n), i64(k), a, b, c, scratch, i64(16 << 20))
+    if name.startswith("classifier"):
+        handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(int(name.split("batch ")[1].split(",")[0])), i64(N), 0))
+        return lambda: lib.peer_classifier_run(handle)
+    l = int(name.split("l = ")[1].split(",")[0])
+    handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), int("causal" in name), int("training" in name)))
+    return lambda: lib.peer_layer_run(handle)
+
+
+def gemm_sizes(name):
+    size, k = name[5:].split(", k = ")
+    m, n = size.split(" x ")
+    return int(m), int(n), int(k)
+
+
+# ---- oneDNN's and PyTorch's ----
+def onednn_open(name, threads):
+    import glob
+    lib = ctypes.CDLL(glob.glob(os.path.join(sys.prefix, "lib", "libdnnl.so*"))[0])
+    m, n, k = gemm_sizes(name)
+    floats = lambda count: (ctypes.c_float * count)(*([0.5] * count))
+    a, b, c, i64 = floats(m * k), floats(n * k), floats(m * n), ctypes.c_int64
+    return lambda: lib.dnnl_sgemm(ctypes.c_char(b"N"), ctypes.c_char(b"T"), i64(m), i64(n), i64(k), ctypes.c_float(1), a, i64(k), b, i64(k), ctypes.c_float(0), c, i64(n))
+
+
+def torch_open(name, threads, form):
+    import torch
+    import torch.nn.functional as F
+    torch.set_num_threads(threads)
+    torch.manual_seed(1)
+
+    if name.startswith("gemm"):
+        m, n, k = gemm_sizes(name)
+        a, b, c = torch.full((m, k), 0.5), torch.full((n, k), 0.5), torch.empty(m, n)
+        return lambda: torch.mm(a, b.t(), out=c)
+
+    def split(x):  # [b, n, d] -> [b, h, n, d_h]
+        return x.view(x.shape[0], x.shape[1], H, D // H).transpose(1, 2)
+
+    def merge(x):
+        return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], D)
+
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2, self.norm = torch.nn.Linear(D, FFN), torch.nn.Linear(FFN, D), torch.nn.LayerNorm(D)
+
+        def forward(self, x):
+            return self.norm(x + self.fc2(F.relu(self.fc1(x))))
+
+    class Luna(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pq, self.pc, self.q, self.c, self.out = (torch.nn.Linear(D, D) for _ in range(5))
+            self.x_norm, self.p_norm, self.ffn = torch.nn.LayerNorm(D), torch.nn.LayerNorm(D), Half()
+
+        def plain(self, x, p):
+            kv = split(self.pc(x))
+            packed = merge(F.scaled_dot_product_attention(split(self.pq(p)), kv, kv))
+            c = split(self.c(packed))
+            return self.out(merge(F.scaled_dot_product_attention(split(self.q(x)), c, c))), packed
+
+        def folded(self, x, p):
+            b, l, scale = x.shape[0], p.shape[1], (D // H) ** -0.5
+            heads = lambda w: w.view(H, D // H, D)
+            g = (split(self.pq(p)) * scale @ heads(self.pc.weight)).reshape(b, H * l, D)
+            z = (F.softmax(g @ x.transpose(1, 2), -1) @ x).view(b, H, l, D)
+            packed = merge(z @ heads(self.pc.weight).transpose(1, 2)) + self.pc.bias
+            c = split(self.c(packed))
+            k = (c * scale @ heads(self.q.weight)).reshape(b, H * l, D)
+            bias = (c * scale @ self.q.bias.view(H, D // H, 1)).reshape(b, 1, H * l)
+            v = (c @ self.out.weight.t().reshape(H, D // H, D)).reshape(b, H * l, D)
+            s = F.softmax((x @ k.transpose(1, 2) + bias).view(b, -1, H, l), -1).view(b, -1, H * l)
+            return s @ v + self.out.bias, packed
+
+        def forward(self, x, p):
+            y, packed = self.folded(x, p) if form == "folded" else self.plain(x, p)
+            return self.ffn(self.x_norm(x + y)), self.p_norm(p + packed)
+
+    class Causal(torch.nn.Module):
+        def __init__(self, l):
+            super().__init__()
+            self.pq, self.pc, self.q, self.c, self.out = (torch.nn.Linear(D, D) for _ in range(5))
+            self.p, self.norm, self.ffn = torch.nn.Parameter(torch.randn(1, l, D) / 16), torch.nn.LayerNorm(D), Half()
+
+        def product(self, x, y, z, t, mask):  # eq. 7 in chunks: [b, h, chunks, c, .]
+            state = (y.transpose(-1, -2) @ z).cumsum(2)
+            before = torch.cat([torch.zeros_like(state[:, :, :1]), state[:, :, :-1]], 2)
+            return (x @ before + (x @ y.transpose(-1, -2) * mask) @ z) / t
+
+        def forward(self, x, c=64):
+            b, n, l = x.shape[0], x.shape[1], self.p.shape[1]
+            pq = split(self.pq(self.p)) * (D // H) ** -0.5
+            g = (pq @ self.pc.weight.view(H, D // H, D)).reshape(H * l, D)
+            s = F.linear(x, g, (pq @ self.pc.bias.view(H, D // H, 1)).reshape(H * l))
+            a = F.softplus(s * 0.6931471805599453) * 1.4426950408889634
+            chunks = lambda u: u.view(b, n // c, c, H, -1).permute(0, 3, 1, 2, 4)
+            a, q, v = chunks(a), chunks(self.q(x)) * (D // H) ** -0.5, chunks(self.c(x))
+            t, mask = torch.arange(1, n + 1, dtype=x.dtype).view(1, 1, n // c, c, 1), torch.ones(c, c).tril()
+            w = F.softmax(self.product(q, v, a, t, mask), -1)
+            y = self.product(w, a, v, t, mask).permute(0, 2, 3, 1, 4).reshape(b, n, D)
+            return self.ffn(self.norm(x + self.out(y)))
+
+    if name.startswith("classifier"):
+        batch = int(name.split("batch ")[1].split(",")[0])
+        layers, table, p, head = torch.nn.ModuleList(Luna() for _ in range(4)), torch.nn.Embedding(256, D), torch.nn.Parameter(torch.randn(1, 16, D) / 16), torch.nn.Linear(D, 2)
+        weights = [*layers.parameters(), *table.parameters(), p, *head.parameters()]
+        tokens, labels, positions = torch.arange(batch * N).view(batch, N) * 7919 % 256, torch.arange(batch) % 2, torch.randn(N, D)
+
+        def loss():
+            x, memory = table(tokens) * 16 + positions, p.expand(batch, -1, -1)
+            for layer in layers:
+                x, memory = layer(x, memory)
+            return F.cross_entropy(head(x.mean(1)), labels)
+    else:
+        l = int(name.split("l = ")[1].split(",")[0])
+        layer = Causal(l) if "causal" in name else Luna()
+        x, p = torch.randn(1, N, D, requires_grad=True), torch.randn(1, l, D, requires_grad=True)
+        forward = (lambda: layer(x)) if "causal" in name else (lambda: layer(x, p)[0])
+        weights, loss = list(layer.parameters()), lambda: forward().mean()
+        if "forward" in name:
+            def run():
+                with torch.inference_mode():
+                    forward()
+            return run
+    adam = torch.optim.Adam(weights, lr=1e-4, fused=True)
+
+    def run():
+        loss().backward()
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        if not name.startswith("classifier"):
+            x.grad = p.grad = None
+    return run
+
+
+# ---- a side's process: "open CASE", then "run COUNT" as often as wanted ----
+def peak_memory():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+
+def serve(side, threads):
+    if side.startswith("torch"):
+        import torch
+        print(torch.__version__, flush=True)
+    else:
+        print(side, flush=True)
+    run, base = None, 0
+    for line in sys.stdin:
+        word, rest = line.strip().split(" ", 1)
+        if word == "open":
+            base = peak_memory()
+            if side == "luna":
+                run = luna_open(rest, threads)
+            elif side == "onednn":
+                run = onednn_open(rest, threads)
+            else:
+                run = torch_open(rest, threads, side.split(" ", 1)[1] if " " in side else "")
+            run()
+            start = time.perf_counter()
+            run()
+            print(time.perf_counter() - start, flush=True)
+        else:
+            start = time.perf_counter()
+            for _ in range(int(rest)):
+                run()
+            print((time.perf_counter() - start) / int(rest), peak_memory() - base, flush=True)
+
+
+class Side:
+    def __init__(self, python, side, threads, case):
+        env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PEERS_SIDE=side, PEERS_THREADS=str(threads))
+        if side.startswith("torch"):
+            env["LD_PRELOAD"] = os.path.join(BUILD, "mkl_avx512.so")
+        if side == "onednn":
+            env["LD_LIBRARY_PATH"] = os.path.join(os.path.dirname(os.path.dirname(python)), "lib")
+        self.process = subprocess.Popen([python, os.path.abspath(__file__)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.version = self.process.stdout.readline().strip()
+        self.once, self.seconds, self.bytes = float(self.ask(f"open {case}")), [], 0
+
+    def ask(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError("a side ended")
+        return answer
+
+    def measure(self):
+        seconds, memory = self.ask(f"run {max(1, int(0.03 / self.once))}").split()
+        self.seconds.append(float(seconds))
+        self.bytes = int(memory)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def prepare():
+    os.makedirs(BUILD, exist_ok=True)
+    cc = os.environ.get("CC", "cc")
+    shared = ["-shared", "-fPIC", "-O2", "-o"]
+    subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED", "-DLUNA_IMPLEMENTATION", "-I", ROOT,
+                           os.path.join(ROOT, "tests", "bench_layers.c"), "-lm", "-lpthread"])
+    answer = os.path.join(BUILD, "mkl_avx512.c")
+    with open(answer, "w") as f:
+        f.write("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
+    subprocess.check_call([cc, *shared, os.path.join(BUILD, "mkl_avx512.so"), answer])
+    python = os.path.join(BUILD, "venv", "bin", "python")
+    if not os.path.exists(python):
+        subprocess.call([sys.executable, "-m", "venv", os.path.join(BUILD, "venv")])
+    have = lambda p: os.path.exists(p) and subprocess.call([p, "-c", "import torch, numpy"], stderr=subprocess.DEVNULL) == 0
+    if not have(python):
+        print("installing PyTorch and oneDNN from PyPI into build/peers", file=sys.stderr)
+        subprocess.call([python, "-m", "pip", "install", "-q", "torch", "numpy", "onednn"])
+    return python if have(python) else sys.executable
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--runs", type=int, default=15)
+    options.add_argument("--only", default="")
+    options = options.parse_args()
+    python = prepare()
+    print("| work | threads | luna.h ms | peer | its ms | its time / luna.h's | MB above the start: luna.h, peer |\n|---|---|---|---|---|---|---|")
+    for threads in options.threads:
+        for case, peers in cases():
+            if options.only not in case or (threads > 1 and case.startswith("gemm")):
+                continue
+            for peer in peers:
+                sides = []
+                try:
+                    for side in ("luna", peer):
+                        sides.append(Side(python, side, threads, case))
+                    for _ in range(options.runs):
+                        for side in sides:
+                            side.measure()
+                            time.sleep(0.25 if threads > 1 else 0)  # until its pool sleeps
+                except (RuntimeError, ValueError) as e:
+                    print(f"| {case} | {threads} | | {peer} | not run: {e} | | |")
+                    for side in sides:
+                        side.close()
+                    continue
+                ratio = statistics.median(b / a for a, b in zip(*(s.seconds for s in sides)))
+                ms = [1e3 * statistics.median(s.seconds) for s in sides]
+                memory = "" if case.startswith("gemm") else f"{sides[0].bytes * 1e-6:.0f}, {sides[1].bytes * 1e-6:.0f}"
+                print(f"| {case} | {threads} | {ms[0]:.3f} | {peer.replace('torch', 'PyTorch ' + sides[1].version)} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
+                for side in sides:
+                    side.close()
+
+
+if __name__ == "__main__":
+    if "PEERS_SIDE" in os.environ:
+        serve(os.environ["PEERS_SIDE"], int(os.environ["PEERS_THREADS"]))
+    else:
+        main()
