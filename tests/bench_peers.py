@@ -178,6 +178,7 @@ def peak_memory():
 
 
 def serve(side, threads):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # not every pool minds OMP_NUM_THREADS
     if side.startswith("torch"):
         import torch
         print(torch.__version__, flush=True)
