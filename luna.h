@@ -48,7 +48,9 @@
        luna_error(ctx). So check once: after the loss, or after luna_optimizer_step, which does nothing when a call before it failed.
      Gradients.  luna_backward adds to the .grad of every parameter that took part; luna_optimizer_step uses and zeroes them. Several
        begin/forward/backward before one optimiser step accumulate. layer.recompute trades time for memory: a layer, or its feed-forward, is
-       computed again in backward instead of kept, with the same gradients bit for bit.
+       computed again in backward instead of kept, with the same gradients bit for bit. Folded Luna layers keep 2 dim + ffn floats a token, or
+       2 dim with the feed-forward recomputed; norms and embeddings are always made again. luna_backward gives the gradient of an op's result
+       back as soon as it is used, unless luna_require_grad asked for it.
      Resuming.  luna_save_training writes all that a run is made of; a run loaded from it goes on with the bits of one that never stopped.
      Comparing.  layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook an attention of one's own; what is around it
        is the same, so that a comparison compares the mathematics.
