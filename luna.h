@@ -1160,7 +1160,7 @@ typedef struct lunai_update {
   R(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
-  T(void, layer_norm_backward, (int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx)) \
+  T(void, layer_norm_backward, (int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
   T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
   R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
   R(void, cross_entropy, (int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore, float smoothing, float *loss, float *lse)) \
@@ -1729,10 +1729,10 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 }
 
 /* ......................................................................................................................
-   >>gemm: C = act(alpha A B + bias) (+ C), A [m, k], B [k, n], any strides
+   >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
    B is packed into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives in
    registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an element, so its
-   bits depend on its row of A, its column of B and k alone. Guarded by tests/gemm.c.
+   bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another order. Guarded by tests/gemm.c.
    ...................................................................................................................... */
 #undef LUNAI_MR
 #undef LUNAI_TILES_ABREAST
@@ -2397,9 +2397,9 @@ LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const
   }
 }
 
-/* dx += rstd (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) rstd */
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd */
 LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float *x, const float *weight, const float *mean,
-                                           const float *rstd, const float *dy, float *dx) {
+                                           const float *rstd, const float *dy, float *dx, bool add) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
     double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean[row], rstd[row], &moment);
@@ -2409,7 +2409,7 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float 
       const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
       vf g = LUNAI_GET(dy);
       if (weight) g = vf_mul(g, LUNAI_GET(weight));
-      LUNAI_PUT(dx, vf_fma(r, vf_fnma(xhat, mean_moment, vf_sub(g, mean_g)), LUNAI_GET(dx)));
+      LUNAI_PUT(dx, vf_fma(r, vf_fnma(xhat, mean_moment, vf_sub(g, mean_g)), add ? LUNAI_GET(dx) : vf_zero()));
     }
   }
 }
@@ -6566,7 +6566,7 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
-    lunai_run(parallel, lunai_ffn_before, &w);
+    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_RELU)) lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
     lunai_run(parallel, lunai_ffn_biases, &w);
@@ -6600,6 +6600,7 @@ LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row --- */
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
+  op->set = 1;
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * 2 * sizeof(float);
 }
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
@@ -6613,7 +6614,7 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
   const float *kept = (const float *)op->kept;
   lunai_k(op)->layer_norm_backward(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), kept + first, kept + rows + first,
-                                   op->out[0]->grad + first * n, op->in[0]->grad + first * n);
+                                   op->out[0]->grad + first * n, op->in[0]->grad + first * n, !(op->fresh & 1));
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
@@ -7317,6 +7318,12 @@ LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
   return good;
 }
 
+/* whether an op reads a tensor once */
+LUNAI_FN bool lunai_is_single(const luna_op *op, int at) {
+  int i, times = 0;
+  for (i = 0; i < op->inputs; i++) times += lunai_owner(op->in[i]) == lunai_owner(op->in[at]);
+  return times == 1;
+}
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
@@ -7340,7 +7347,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
       op->out[0]->grad_spare = NULL;
     }
   for (i = 0; i < op->inputs; i++) {
-    const bool fresh = op->in[i] && (op->set >> i & 1) && lunai_is_new(op->in[i]);
+    const bool fresh = op->in[i] && (op->set >> i & 1) && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
     if (fresh) op->fresh |= 1 << i;
     if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], fresh)) return false;
   }

@@ -34,6 +34,10 @@ static void check_activations(int64_t n) {
     for (int64_t i = 0; i < n; i++) want[i] = (double)before[i] + (double)dy[i] * exact_slope(kind, (double)x[i]);
     kernels->activate_backward(kind, n, x, dy, dx);
     near("activate_backward", n, n, dx, want, 5e-7);
+    memcpy(dx, dy, (size_t)n * sizeof *dx);
+    kernels->activate_slope(kind, n, x, dx, dx);
+    for (int64_t i = 0; i < n; i++) want[i] = (double)dy[i] * exact_slope(kind, (double)x[i]);
+    near("activate_slope in place", n, n, dx, want, 5e-7);
     drop(y), drop(in_place), drop(dx);
   }
   drop(x), drop(dy), drop(before), free(want);
@@ -160,9 +164,13 @@ static void check_norm_backward(int64_t rows, int64_t n, const float *x, const n
       want[r * n + i] = (double)dx[r * n + i] + e->rstd[r] * (g - sum - e->hat[r * n + i] * product);
     }
   }
-  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx);
+  float *start = copied(dx, rows * n);
+  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx, true);
   if (n > 2) near("layer_norm_backward", n, rows * n, dx, want, back);
-  drop(dy), drop(dx), free(want);
+  for (int64_t i = 0; i < rows * n; i++) want[i] -= (double)start[i], dx[i] = (float)NAN;
+  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx, false);
+  if (n > 2) near("layer_norm_backward, set", n, rows * n, dx, want, back);
+  drop(dy), drop(dx), drop(start), free(want);
 }
 /* column sums: any split of the columns gives the same bits */
 static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean, const float *rstd,
