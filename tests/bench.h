@@ -50,7 +50,7 @@ static double bench_peak_one(luna_isa isa) {
     default: return 0;
   }
 }
-__attribute__((target("avx2"), noinline)) static double bench_read(const float *x, int64_t n, int64_t times) {
+__attribute__((target("avx2"), noinline, unused)) static double bench_read(const float *x, int64_t n, int64_t times) {
   __m256 a = _mm256_setzero_ps(), b = a, c = a, d = a;
   const double start = bench_seconds();
   for (int64_t t = 0; t < times; t++)
@@ -66,7 +66,7 @@ __attribute__((target("avx2"), noinline)) static double bench_read(const float *
 }
 #else
 static double bench_peak_one(luna_isa isa) { return (void)isa, 0.0; }
-static double bench_read(const float *x, int64_t n, int64_t times) {
+__attribute__((unused)) static double bench_read(const float *x, int64_t n, int64_t times) {
   volatile float sum = 0;
   const double start = bench_seconds();
   for (int64_t t = 0; t < times; t++)
@@ -137,7 +137,7 @@ static void bench_cases(bench_case *cases, int count) {
     once = bench_seconds() - start;
     times[i] = once > 0.005 ? 1 : (int64_t)(0.005 / (once + 1e-9)) + 1;
   }
-  while (runs < BENCH_MOST_RUNS && (runs < 5 || spent < bench_budget * count)) {
+  while (runs < BENCH_MOST_RUNS && (runs < 3 || (runs < 5 && spent < 3) || spent < bench_budget * count)) {
     const double begin = bench_seconds();
     for (i = 0; i < count; i++) {
       bench_case *c = &cases[i];

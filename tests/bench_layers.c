@@ -87,6 +87,29 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
     if (i % 2 == 0 || threads > 1) luna_close(b[i].ctx);
 }
 
+/* time a token at a great length */
+static void length_rows(const char *name, bool causal, int threads) {
+  for (int training = 0; training < 2; training++) {
+    layer_bench b[2];
+    bench_case c[2];
+    memset(c, 0, sizeof c);
+    for (int i = 0; i < 2; i++) {
+      const int64_t n = i ? 262144 : 4096;
+      layer_open(&b[i], threads, n, 16, causal, training);
+      snprintf(c[i].name, sizeof c[i].name, "%s, n = %d, %s", name, (int)n, training ? "training step" : "forward");
+      c[i].threads = threads;
+      c[i].flops = (training ? 3 : 1) * (causal ? causal_flops((double)n, 16) : encoder_flops((double)n, 16));
+      c[i].run = layer_run;
+      c[i].arg = &b[i];
+      layer_run(&b[i]);
+      c[i].bytes = luna_memory(b[i].ctx).peak;
+    }
+    bench_cases(c, 2);
+    printf("    time a token at 262,144: %.3f of that at 4,096\n", c[1].seconds / 64 / c[0].seconds);
+    for (int i = 0; i < 2; i++) luna_close(b[i].ctx);
+  }
+}
+
 /* a byte classifier's whole training step; the mean is pooled, so that every layer has a gradient */
 typedef struct classifier_bench {
   luna_ctx *ctx;
@@ -182,13 +205,16 @@ int peer_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, f
 int main(int argc, char **argv) {
   const int threads = 2;
   bench_start(argc, argv);
-  bench_budget = 0.5;
+  bench_budget = 0.3;
   bench_title("Luna encoder layer, n = 4096, d = 256, 4 heads, ffn 1024");
   layer_rows("l = 16", 4096, 16, false, threads, 0.82, 0.78);
   layer_rows("l = 128", 4096, 128, false, 1, 0.78, 0.74);
   layer_rows("l = 256", 4096, 256, false, 1, 0.78, 0.74);
   bench_title("Luna causal layer");
   layer_rows("causal, l = 16", 4096, 16, true, threads, 0.74, 0.70);
+  bench_title("time a token at a great length");
+  length_rows("encoder", false, threads);
+  length_rows("causal", true, threads);
   bench_title("4-layer byte classifier, training step");
   classifier_rows(1, threads);
   classifier_rows(4, 1);

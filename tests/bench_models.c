@@ -1,5 +1,5 @@
-/* bench_models: a stream against the memory, a GPT's training step, time a token at great lengths, and Luna against a softmax Transformer whose
-   scores are never stored. */
+/* bench_models: a stream against the memory, a GPT's training step, Luna against a softmax Transformer whose scores are never stored, and a
+   million tokens. */
 #include "bench.h"
 
 #define DIM 256
@@ -169,29 +169,7 @@ static void transformer_rows(void) {
   }
 }
 
-/* --- time a token --- */
-static void length_rows(int threads) {
-  static const char *const kinds[2] = {"forward", "training step"};
-  for (int training = 0; training < 2; training++) {
-    model_bench b[2];
-    bench_case c[2];
-    memset(c, 0, sizeof c);
-    for (int j = 0; j < 2; j++) {
-      const int64_t n = j ? 262144 : 4096;
-      model_open(&b[j], threads, n, 1, LUNA_ATTENTION_LUNA, training);
-      snprintf(c[j].name, sizeof c[j].name, "one layer, n = %d, %s", (int)n, kinds[training]);
-      c[j].threads = threads;
-      c[j].flops = (double)n * (training ? 3 : 1) * (8. * HEADS * 16 * DIM + 4. * DIM * FFN);
-      c[j].run = model_run;
-      c[j].arg = &b[j];
-      model_run(&b[j]);
-      c[j].bytes = luna_memory(b[j].ctx).peak;
-    }
-    bench_cases(c, 2);
-    printf("    time a token at 262,144: %.3f of that at 4,096\n", c[1].seconds / 64 / c[0].seconds);
-    for (int j = 0; j < 2; j++) model_close(&b[j]);
-  }
-}
+/* --- a million tokens --- */
 static void million_row(int threads) {
   const int64_t n = 1048576;
   model_bench b;
@@ -213,13 +191,12 @@ int main(int argc, char **argv) {
   bench_start(argc, argv);
   bench_title("streaming a 4-layer causal language model, d = 256, l = 16, share of a read-only pass over its weights");
   stream_row();
-  bench_budget = 0.4;
+  bench_budget = 0.25;
   bench_title("a GPT's training step, causal softmax attention");
   gpt_rows(threads);
   bench_title("Luna-16 and a softmax Transformer whose scores are never stored, 4 layers, one sequence");
   transformer_rows();
-  bench_title("great lengths");
-  length_rows(threads);
+  bench_title("a million tokens");
   million_row(threads);
   bench_end();
   return 0;
