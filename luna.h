@@ -100,7 +100,8 @@ typedef enum luna_status {
   LUNA_CANNOT_READ,                  /* the file is missing or unreadable */
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
-  LUNA_UNSUPPORTED                   /* this build, machine or backend does not have it */
+  LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
+  LUNA_DEVICE_FAILED                 /* a device refused, or an earlier call's work on it failed */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
 
@@ -260,6 +261,7 @@ typedef struct luna_tensor {
   int device;                        /* the backend's number; 0 = CPU */
   bool needs_grad;
   bool parameter;                    /* its grad lives until close, not with the step */
+  bool borrowed;                     /* a parameter whose values are another's */
   bool has_grad;                     /* backward has reached it (grad stays null in a context that measures) */
   luna_ctx *ctx;
   struct luna_tensor *base;          /* a view's owner, else null */
@@ -275,6 +277,7 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a t
 LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
+LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
 
 #ifndef LUNA_NO_TRAIN
 /* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin. */
@@ -796,6 +799,9 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
 /* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed. A NaN or Inf in the loss or among the
    gradients skips the update; the next luna_item or luna_read tells options.log, and luna_optimizer_skipped counts. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
+/* Its two halves, for who records a step on a device and replays it: advance sets the step's learning rate, apply (which can be recorded) does the rest. */
+LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
+LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
@@ -941,11 +947,14 @@ typedef struct luna_update {         /* one parameter's optimiser step; reads an
 struct luna_backend {
   uint32_t version, size;            /* 1, sizeof(luna_backend) */
   int device;
-  void *self;                        /* the backend's own */
-  void *(*allocate)(void *self, size_t bytes); /* null: the context's allocator serves */
+  luna_status (*open)(luna_ctx *ctx, int device, void **self); /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail
+                                        says why) the context is there and refuses all work with that sentence */
+  void (*close)(void *self);
+  void *(*allocate)(void *self, size_t bytes); /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
   void (*release)(void *self, void *pointer, size_t bytes);
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within, 1 to the device, 2 to the host */
+  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (may overlap), 1 to the device, 2 to the host */
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
+  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
   luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
   luna_status (*update)(luna_ctx *ctx, const luna_update *update);
@@ -954,6 +963,9 @@ struct luna_backend {
 LUNA_API const luna_backend *luna_cpu_backend(void);
 LUNA_API const char *luna_row_name(luna_row_id row);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
+LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
+LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
+LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence); /* for a row's `return`: the context's error, if it is the first */
 #endif /* !LUNA_ONLY_STREAM */
 
 #endif /* LUNA_H */
@@ -4375,6 +4387,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
     case LUNA_CANNOT_WRITE: return "cannot write";
     case LUNA_MISMATCH: return "names or shapes differ";
     case LUNA_UNSUPPORTED: return "unsupported";
+    case LUNA_DEVICE_FAILED: return "the device failed";
   }
   return "unknown status";
 }
@@ -5197,6 +5210,7 @@ LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
 typedef struct lunai_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
+  bool (*fetch)(void *user, float *out, const float *from, int64_t count); /* tensors' elements; null: they are read where they lie */
   void *user;
   uint64_t written;
   bool failed;
@@ -5251,7 +5265,19 @@ LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
 }
 
 LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
+  float block[1024];
   int64_t i;
+  if (w->fetch) {
+    lunai_st_writer near = *w;
+    near.fetch = NULL;
+    for (i = 0; i < count && !near.failed; i += 1024) {
+      near.failed = !w->fetch(w->user, block, x + i, lunai_min(1024, count - i));
+      lunai_st_write_floats(&near, block, lunai_min(1024, count - i));
+    }
+    w->failed = near.failed;
+    w->written = near.written;
+    return;
+  }
   if (sizeof(float) == 4 && lunai_st_little()) {
     lunai_st_write_bytes(w, x, (size_t)count * sizeof(float));
     return;
@@ -5531,12 +5557,18 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
 
 #define LUNAI_HUGE_PAGE ((size_t)2 << 20)
 
-typedef struct lunai_chunk {         /* the head of one allocation; the memory follows, aligned */
+typedef struct lunai_chunk {         /* the head of one allocation; the memory follows, aligned, or lies on the device */
   struct lunai_chunk *next;
   size_t raw_size;
   char *start;
   size_t size, used;                 /* step blocks */
+  bool far;                          /* on the device */
 } lunai_chunk;
+typedef struct lunai_arena {         /* what lies in one kind of memory */
+  lunai_chunk *persistent;           /* allocator mode: list, newest first */
+  lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
+  size_t persistent_bytes, step_bytes, step_peak;
+} lunai_arena;
 
 struct luna_ctx {
   luna_options options;
@@ -5546,13 +5578,13 @@ struct luna_ctx {
 #ifndef LUNAI_NO_POOL
   lunai_pool *pool;
 #endif
+  void *self;                        /* the backend's own, of this context */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
-  lunai_chunk *persistent;           /* allocator mode: list, newest first */
-  lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
-  struct lunai_spare *spares;          /* memory of the step that comes and goes, newest first */
+  lunai_arena arena[2];              /* the host's, and a device's: tensors' numbers lie there */
+  struct lunai_spare *spares;        /* memory of the step that comes and goes, newest first */
   bool passing;                      /* results of ops now made go into such memory */
-  size_t persistent_bytes, step_bytes, peak, step_peak;
-  luna_step_state *state;
+  size_t peak;
+  luna_step_state *state;            /* in backend memory */
   luna_op *tape;
   uint32_t dropout_ops;
   bool training;
@@ -5560,6 +5592,7 @@ struct luna_ctx {
   bool stepped;                      /* an optimiser has made its step since begin */
   uint64_t told;                     /* skipped steps that options.log has heard of */
   luna_status status, refused;       /* the first failure since begin; that of the last call which returned a status */
+  luna_status broken;                /* the device could not be opened: every call says so */
   char error[320];
 };
 
@@ -5616,7 +5649,7 @@ LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, luna_status status, const char *
   va_start(values, format);
   lunai_format(sentence, sizeof sentence, format, values);
   va_end(values);
-  if (ctx->status == LUNA_OK) {
+  if (ctx->status == LUNA_OK && ctx->broken == LUNA_OK) {
     ctx->status = status;
     memcpy(ctx->error, sentence, sizeof sentence);
   }
@@ -5626,6 +5659,7 @@ LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, luna_status status, const char *
 /* The failure of a call that returns a status or makes a parameter: always its own sentence. */
 LUNAI_FN luna_status lunai_refuse(luna_ctx *ctx, luna_status status, const char *format, ...) {
   va_list values;
+  if (ctx->broken != LUNA_OK) return ctx->refused = ctx->broken;
   va_start(values, format);
   lunai_format(ctx->error, sizeof ctx->error, format, values);
   va_end(values);
@@ -5645,10 +5679,16 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
   else LUNA_FREE(at);
 }
 
-LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_allocator *allocator, size_t size) {
-  const size_t align = size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
-  const size_t raw_size = size + sizeof(lunai_chunk) + align;
-  char *raw = raw_size < size ? NULL : (char *)lunai_raw_allocate(allocator, raw_size);
+/* numbers lie where the host cannot read them */
+LUNAI_FN bool lunai_far(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
+LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
+  return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes + ctx->arena[1].step_bytes;
+}
+
+LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool far, size_t size) {
+  const size_t align = !far && size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
+  const size_t raw_size = (far ? 0 : size) + sizeof(lunai_chunk) + align;
+  char *raw = raw_size < sizeof(lunai_chunk) + align ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
   lunai_chunk *chunk = (lunai_chunk *)(void *)raw;
   if (!raw) return NULL;
   chunk->next = NULL;
@@ -5657,105 +5697,136 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_allocator *allocator, size_t s
   chunk->start += (align - (uintptr_t)chunk->start % align) % align;
   chunk->size = size;
   chunk->used = 0;
+  chunk->far = far;
+  if (far && (chunk->start = (char *)ctx->backend->allocate(ctx->self, size)) == NULL) {
+    lunai_raw_release(&ctx->options.allocator, raw, raw_size);
+    return NULL;
+  }
 #ifdef MADV_HUGEPAGE
   if (align == LUNAI_HUGE_PAGE) (void)madvise(chunk->start, size, MADV_HUGEPAGE);
 #endif
   return chunk;
 }
+/* Releases the first of a list. What else it needs is given, for the chunk may hold the context itself. */
+LUNAI_FN void lunai_chunk_close(lunai_chunk **list, luna_allocator allocator, const luna_backend *backend, void *self) {
+  lunai_chunk *chunk = *list;
+  *list = chunk->next;
+  if (chunk->far) backend->release(self, chunk->start, chunk->size);
+  lunai_raw_release(&allocator, chunk, chunk->raw_size);
+}
 
 LUNAI_FN bool lunai_room(const luna_ctx *ctx, size_t bytes) {
-  const size_t used = ctx->persistent_bytes + ctx->step_bytes;
-  return bytes <= SIZE_MAX / 2 && (!ctx->options.block || bytes <= (size_t)(ctx->block_end - ctx->block_start) - used);
+  return bytes <= SIZE_MAX / 2 && (!ctx->options.block || bytes <= (size_t)(ctx->block_end - ctx->block_start) - lunai_used(ctx));
 }
-LUNAI_FN void lunai_count_peak(luna_ctx *ctx) {
-  if (ctx->persistent_bytes + ctx->step_bytes > ctx->peak) ctx->peak = ctx->persistent_bytes + ctx->step_bytes;
-  if (ctx->step_bytes > ctx->step_peak) ctx->step_peak = ctx->step_bytes;
+LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
+  const size_t used = lunai_used(ctx);
+  if (used > ctx->peak) ctx->peak = used;
+  if (arena->step_bytes > arena->step_peak) arena->step_peak = arena->step_bytes;
 }
 
-/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null). False: none left. */
+/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context that has one. False: none left. */
 LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
+  const bool far = data && lunai_far(ctx);
+  lunai_arena *arena = &ctx->arena[far];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if (!(data && ctx->options.measure)) {
-    if (ctx->options.block) *out = ctx->block_end - ctx->persistent_bytes - size;
+    if (ctx->options.block) *out = ctx->block_end - arena->persistent_bytes - size;
     else {
-      lunai_chunk *chunk = lunai_chunk_open(&ctx->options.allocator, size);
+      lunai_chunk *chunk = lunai_chunk_open(ctx, far, size);
       if (!chunk) return false;
-      chunk->next = ctx->persistent;
-      ctx->persistent = chunk;
+      chunk->next = arena->persistent;
+      arena->persistent = chunk;
       *out = chunk->start;
     }
-    memset(*out, 0, size);
+    if (!far) memset(*out, 0, size);
+    else if (ctx->backend->zero(ctx, *out, size) != LUNA_OK) {
+      lunai_chunk_close(&arena->persistent, ctx->options.allocator, ctx->backend, ctx->self);
+      return false;
+    }
   }
-  ctx->persistent_bytes += size;
-  lunai_count_peak(ctx);
+  arena->persistent_bytes += size;
+  lunai_count_peak(ctx, arena);
   return true;
 }
 
-typedef struct lunai_persistent_mark { lunai_chunk *newest; size_t bytes; } lunai_persistent_mark;
+typedef struct lunai_persistent_mark { lunai_chunk *newest[2]; size_t bytes[2]; } lunai_persistent_mark;
 LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
   lunai_persistent_mark mark;
-  mark.newest = ctx->persistent;
-  mark.bytes = ctx->persistent_bytes;
+  int i;
+  for (i = 0; i < 2; i++) {
+    mark.newest[i] = ctx->arena[i].persistent;
+    mark.bytes[i] = ctx->arena[i].persistent_bytes;
+  }
   return mark;
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
-  while (ctx->persistent != mark.newest) {
-    lunai_chunk *chunk = ctx->persistent;
-    ctx->persistent = chunk->next;
-    lunai_raw_release(&ctx->options.allocator, chunk, chunk->raw_size);
+  int i;
+  for (i = 0; i < 2; i++) {
+    while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
+    ctx->arena[i].persistent_bytes = mark.bytes[i];
   }
-  ctx->persistent_bytes = mark.bytes;
 }
 
-typedef struct lunai_mark { lunai_chunk *step; size_t used, bytes; struct lunai_spare *spares; } lunai_mark;
+typedef struct lunai_mark { lunai_chunk *step[2]; size_t used[2], bytes[2]; struct lunai_spare *spares; } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
-  mark.step = ctx->step;
-  mark.used = ctx->step ? ctx->step->used : 0;
-  mark.bytes = ctx->step_bytes;
+  int i;
+  for (i = 0; i < 2; i++) {
+    const lunai_arena *arena = &ctx->arena[i];
+    mark.step[i] = arena->step;
+    mark.used[i] = arena->step ? arena->step->used : 0;
+    mark.bytes[i] = arena->step_bytes;
+  }
   mark.spares = ctx->spares;
   return mark;
 }
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
-  for (chunk = mark.step ? mark.step->next : ctx->steps; chunk; chunk = chunk->next) chunk->used = 0;
-  ctx->step = mark.step ? mark.step : ctx->steps;
-  if (mark.step) mark.step->used = mark.used;
-  ctx->step_bytes = mark.bytes;
+  int i;
+  for (i = 0; i < 2; i++) {
+    lunai_arena *arena = &ctx->arena[i];
+    for (chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next) chunk->used = 0;
+    arena->step = mark.step[i] ? mark.step[i] : arena->steps;
+    if (mark.step[i]) mark.step[i]->used = mark.used[i];
+    arena->step_bytes = mark.bytes[i];
+  }
   ctx->spares = mark.spares;
 }
 
-LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, size_t size) {
+LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool far, size_t size) {
   const size_t least = (size_t)1 << 16;
-  lunai_chunk *chunk = ctx->step;
+  lunai_arena *arena = &ctx->arena[far];
+  lunai_chunk *chunk = arena->step;
   while (chunk && chunk->size - chunk->used < size) chunk = chunk->next;
   if (!chunk) {
-    const size_t grown = ctx->step_bytes > least && !ctx->options.measure ? ctx->step_bytes : least;
-    lunai_chunk **last = &ctx->steps;
-    chunk = lunai_chunk_open(&ctx->options.allocator, size > grown ? size : grown);
-    if (!chunk) chunk = lunai_chunk_open(&ctx->options.allocator, size);
+    const size_t grown = arena->step_bytes > least && !ctx->options.measure ? arena->step_bytes : least;
+    lunai_chunk **last = &arena->steps;
+    chunk = lunai_chunk_open(ctx, far, size > grown ? size : grown);
+    if (!chunk) chunk = lunai_chunk_open(ctx, far, size);
     if (!chunk) return NULL;
     while (*last) last = &(*last)->next;
     *last = chunk;
   }
-  ctx->step = chunk;
+  arena->step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
 
-/* Memory of the step, not zeroed. */
+/* Memory of the step, not zeroed; `data` as above. */
 LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
+  const bool far = data && lunai_far(ctx);
+  lunai_arena *arena = &ctx->arena[far];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if (!(data && ctx->options.measure) && size > 0) {
-    if (ctx->options.block) *out = ctx->block_start + ctx->step_bytes;
-    else if ((*out = lunai_step_from_chunks(ctx, size)) == NULL) return false;
+    if (ctx->options.block) *out = ctx->block_start + arena->step_bytes;
+    else if ((*out = lunai_step_from_chunks(ctx, far, size)) == NULL) return false;
   }
-  ctx->step_bytes += size;
-  lunai_count_peak(ctx);
+  arena->step_bytes += size;
+  lunai_count_peak(ctx, arena);
   return true;
 }
 
@@ -5798,43 +5869,46 @@ LUNAI_FN lunai_mark lunai_mark_prepared(luna_ctx *ctx, int64_t floats, int count
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
 LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   lunai_mark nothing;
+  int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
-  if (!ctx->steps || !ctx->steps->next || ctx->options.measure) return; /* what a context that measures counts it does not have */
-  while (ctx->steps) {
-    lunai_chunk *chunk = ctx->steps;
-    ctx->steps = chunk->next;
-    lunai_raw_release(&ctx->options.allocator, chunk, chunk->raw_size);
+  for (i = 0; i < 2 && !ctx->options.measure; i++) { /* what a context that measures counts it does not have */
+    lunai_arena *arena = &ctx->arena[i];
+    if (!arena->steps || !arena->steps->next) continue;
+    while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
+    arena->steps = arena->step = lunai_chunk_open(ctx, i == 1, arena->step_peak);
   }
-  ctx->steps = ctx->step = lunai_chunk_open(&ctx->options.allocator, ctx->step_peak);
 }
 
 LUNA_API luna_memory_use luna_memory(const luna_ctx *ctx) {
   luna_memory_use use;
   use.current = use.peak = 0;
   if (!ctx) return use;
-  use.current = ctx->persistent_bytes + ctx->step_bytes + (LUNAI_ALIGN - 1); /* a block may start anywhere */
+  use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may start anywhere */
   use.peak = ctx->peak + (LUNAI_ALIGN - 1);
   return use;
 }
 
 /* --- open and close --- */
 LUNA_API void luna_close(luna_ctx *ctx) {
+  const luna_backend *backend;
+  lunai_arena arena[2];
   luna_allocator allocator;
-  lunai_chunk *chunk, *own = NULL;
+  void *self;
+  int i;
   if (!ctx) return;
 #ifndef LUNAI_NO_POOL
   if (ctx->pool) lunai_pool_close(ctx->pool);
 #endif
   if (ctx->options.block) return;
   allocator = ctx->options.allocator;
-  while ((chunk = ctx->steps) != NULL) {
-    ctx->steps = chunk->next;
-    lunai_raw_release(&allocator, chunk, chunk->raw_size);
-  }
-  for (chunk = ctx->persistent; chunk; chunk = own) {
-    own = chunk->next;               /* the oldest holds ctx itself */
-    lunai_raw_release(&allocator, chunk, chunk->raw_size);
+  backend = ctx->backend;
+  self = ctx->self;
+  memcpy(arena, ctx->arena, sizeof arena);
+  for (i = 1; i >= 0; i--) {
+    if (i == 0 && self) backend->close(self);
+    while (arena[i].steps) lunai_chunk_close(&arena[i].steps, allocator, backend, self);
+    while (arena[i].persistent) lunai_chunk_close(&arena[i].persistent, allocator, backend, self); /* the host's oldest holds ctx itself */
   }
 }
 
@@ -5864,6 +5938,7 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
 
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
   luna_ctx first, *ctx;
+  luna_status broken = LUNA_OK;
   void *memory;
   memset(&first, 0, sizeof first);
   if (options) first.options = *options;
@@ -5871,6 +5946,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
   if (!first.kernels || first.options.threads < 0 || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
+  if (first.options.block && lunai_far(&first)) return NULL;
   if (first.options.block) {
     char *start = (char *)first.options.block;
     const size_t shift = (LUNAI_ALIGN - (uintptr_t)start % LUNAI_ALIGN) % LUNAI_ALIGN;
@@ -5881,17 +5957,28 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   ctx = (luna_ctx *)memory;
   *ctx = first;
-  if (!lunai_persist(ctx, sizeof(luna_step_state), false, &memory) || !lunai_open_threads(ctx)) {
+  if (ctx->backend->open && !ctx->options.measure) broken = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
+  if (broken != LUNA_OK) {
+    if (ctx->status == LUNA_OK) luna_backend_fail(ctx, broken, "luna_open: the device could not be opened");
+    ctx->broken = broken;
+    return ctx;
+  }
+  if (!lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &memory) || !lunai_open_threads(ctx)) {
     luna_close(ctx);
     return NULL;
   }
   ctx->state = (luna_step_state *)memory;
-  ctx->state->seed = ctx->options.seed;
+  if (ctx->backend->copy(ctx, &ctx->state->seed, &ctx->options.seed, sizeof ctx->options.seed, 1) != LUNA_OK) {
+    luna_close(ctx);
+    return NULL;
+  }
   return ctx;
 }
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (ctx->broken != LUNA_OK) return ctx->broken;
   lunai_step_clear(ctx);
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
@@ -5899,10 +5986,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->paused = ctx->passing = false;
   ctx->status = LUNA_OK;
   ctx->error[0] = 0;
-  if (ctx->stepped) ctx->state->nonfinite = 0;
+  status = ctx->options.measure ? LUNA_OK : ctx->backend->begin(ctx, ctx->state, training, ctx->stepped);
   ctx->stepped = false;
-  if (training) ctx->state->step++;
-  return LUNA_OK;
+  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_begin: the backend failed: %s", luna_status_text(status));
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, true); }
@@ -5911,6 +5997,19 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ct
 LUNA_API luna_status luna_state(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 LUNA_API const char *luna_error(const luna_ctx *ctx) { return ctx ? ctx->error : "there is no context: luna_open failed (no memory, a block too small, or options that contradict each other)"; }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
+LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx->self; }
+LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx->state; }
+LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
+  lunai_fail(ctx, status, "%s", sentence);
+  return status;
+}
+/* the state as it is now: waits for the device */
+LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state) {
+  luna_step_state now;
+  memset(&now, 0, sizeof now);
+  if (state) ctx->backend->copy(ctx, &now, state, sizeof now, 2);
+  return now;
+}
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>backend: the CPU's rows. A row unpacks its op into kernel arguments, in forward order: query, forward, backward.
@@ -6826,7 +6925,13 @@ LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
   (void)direction;
-  if (bytes) memcpy(to, from, bytes);
+  if (bytes) memmove(to, from, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_cpu_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  (void)ctx;
+  if (stepped) state->nonfinite = 0;
+  state->step += training;
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cpu_zero(luna_ctx *ctx, void *at, size_t bytes) {
@@ -6943,7 +7048,7 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
 }
 
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
     { lunai_query_nothing, lunai_permute_forward, LUNAI_TRAIN(lunai_permute_backward) },
     { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
@@ -7066,11 +7171,14 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
 /* what an optimiser found out without telling the host */
 LUNAI_FN void lunai_tell_skipped(luna_ctx *ctx) {
   char sentence[160];
-  if (ctx->state->skipped == ctx->told) return;
+  luna_step_state now;
+  if (!ctx->options.log) return;
+  now = lunai_state_of(ctx, ctx->state);
+  if (now.skipped == ctx->told) return;
   lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped so far, the last in step %d: the loss or a gradient was not finite",
-              (int64_t)ctx->state->skipped, (int64_t)ctx->state->step);
-  ctx->told = ctx->state->skipped;
-  if (ctx->options.log) ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
+              (int64_t)now.skipped, (int64_t)now.step);
+  ctx->told = now.skipped;
+  ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
 LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out) {
@@ -7089,6 +7197,12 @@ LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
   return lunai_read_floats(t, grad, out);
+}
+LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
+  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  if (!t) return LUNA_BAD_ARGUMENT;
+  if (t->borrowed || (!values && bytes)) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, t->borrowed ? "luna_write: tensor %t is borrowed" : "luna_write: there are no values for tensor %t", t);
+  return t->ctx->options.measure ? LUNA_OK : t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
@@ -7127,10 +7241,24 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_row_id row, const char *name, int
 /* one more input, which may be null */
 LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
-/* Host whole numbers into the step, each checked to lie in [least, most]; null when null. *bad becomes the first offender's place. */
-LUNAI_FN const int32_t *lunai_numbers(lunai_build *s, const int32_t *values, int64_t count, int64_t least, int64_t most, const char *what, bool *failed) {
+/* Host whole numbers into the step; null: no memory, or the backend failed */
+LUNAI_FN const int32_t *lunai_numbers_kept(lunai_build *s, const int32_t *values, int64_t count, const char *what) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
+  luna_status status;
+  if (!lunai_step(ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), lunai_far(ctx), &memory)) {
+    lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d %ss", s->name, count, what);
+    return NULL;
+  }
+  status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
+  if (status == LUNA_OK) return (const int32_t *)memory;
+  lunai_fail(ctx, status, "%s: the backend could not take %d %ss", s->name, count, what);
+  return NULL;
+}
+/* the same, each checked to lie in [least, most]; null when null */
+LUNAI_FN const int32_t *lunai_numbers(lunai_build *s, const int32_t *values, int64_t count, int64_t least, int64_t most, const char *what, bool *failed) {
+  luna_ctx *ctx = s->op.ctx;
+  const int32_t *kept;
   int64_t i;
   if (!values || *failed) return NULL;
   *failed = true;
@@ -7139,13 +7267,9 @@ LUNAI_FN const int32_t *lunai_numbers(lunai_build *s, const int32_t *values, int
       lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d", s->name, what, i, (int64_t)values[i], least, most);
       return NULL;
     }
-  if (!lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory)) {
-    lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d %ss", s->name, count, what);
-    return NULL;
-  }
-  *failed = false;
-  if (count && ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1) != LUNA_OK) *failed = true;
-  return (const int32_t *)memory;
+  kept = lunai_numbers_kept(s, values, count, what);
+  *failed = kept == NULL;
+  return kept;
 }
 
 LUNAI_FN luna_tensor *lunai_give_up(lunai_build *s) {
@@ -7413,7 +7537,8 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
     }
     t = lunai_tensor_take(ctx, old[i].rank, old[i].shape); /* fits: it did before, further up */
     LUNA_ASSERT(t);
-    if (t->data) memmove(t->data, old[i].data, (size_t)luna_count(t) * sizeof(float));
+    if (t->data && ctx->backend->copy(ctx, t->data, old[i].data, (size_t)luna_count(t) * sizeof(float), 0) != LUNA_OK)
+      lunai_fail(ctx, LUNA_DEVICE_FAILED, "the backend could not copy %t", t);
     kept[i] = t;
   }
 }
@@ -7428,7 +7553,6 @@ typedef struct lunai_param {
   int64_t index;
   const char *name;
   uint64_t hash;
-  bool borrowed;
   luna_tensor tensor;
 } lunai_param;
 typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } lunai_meta;
@@ -7512,9 +7636,10 @@ LUNA_API int64_t luna_params_count(const luna_params *params) {
 }
 LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   lunai_param *p;
-  luna_status status = LUNA_OK;
+  luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
-  params->ctx->state->nonfinite = 0;  /* of a loss whose gradients these were */
+  if (params->ctx->broken != LUNA_OK) return params->ctx->broken;
+  status = params->ctx->options.measure ? LUNA_OK : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true); /* nonfinite was of a loss whose gradients these were */
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
@@ -7552,15 +7677,15 @@ LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_
 }
 LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
   const int64_t count = luna_count(&p->tensor);
-  float block[256], bound = init.scale == 0 ? 1.0f : init.scale;
+  float block[1024], bound = init.scale == 0 ? 1.0f : init.scale;
   int64_t at;
   luna_status status = LUNA_OK;
   if (init.kind == LUNA_XAVIER) {
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
     bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
-  for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 256) {
-    const int64_t n = lunai_min(256, count - at);
+  for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
+    const int64_t n = lunai_min(1024, count - at);
     lunai_first_values(block, at, n, init, bound, lunai_last(&p->tensor), p->hash, ctx->options.seed);
     status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
   }
@@ -7572,7 +7697,9 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
-  *wrong = NULL;
+  *wrong = params->shared ? (params->shared->ctx->backend != params->ctx->backend ? "lies on another device there" : NULL) :
+           lunai_far(params->ctx) ? "cannot be read in place by a device: load a copy (luna_load_bytes)" : NULL;
+  if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
   if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = "is not there";
   if (*wrong) return NULL;
@@ -7587,7 +7714,26 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
 LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
   p->tensor.needs_grad = false;
-  p->borrowed = true;
+  p->tensor.borrowed = true;
+}
+
+/* a tensor of a file into a parameter or a moment */
+LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tensor *t) {
+  const int64_t size = (int64_t)lunai_st_formats[t->dtype].size;
+  luna_status status = LUNA_OK;
+  float block[1024];
+  int64_t at;
+  if (!lunai_far(ctx)) lunai_st_floats(t, data);
+  else if (lunai_st_borrow(t)) status = ctx->backend->copy(ctx, data, t->data, t->bytes, 1);
+  else for (at = 0; at < t->count && status == LUNA_OK; at += 1024) {
+    lunai_st_tensor part = *t;
+    part.data += at * size;
+    part.count = lunai_min(1024, t->count - at);
+    part.bytes = (size_t)(part.count * size);
+    lunai_st_floats(&part, block);
+    status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
+  }
+  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "the backend could not take %d values", t->count);
 }
 
 LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64; }
@@ -7645,7 +7791,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   wrong = NULL;
   if (params->borrowing) lunai_borrow(p, lunai_borrowed(params, name, &p->tensor, &params->source, &wrong));
   else if (!params->filling && lunai_param_fill(ctx, p, init) != LUNA_OK) wrong = "could not be filled by the backend";
-  else if (params->filling && !ctx->options.measure) lunai_st_floats(&stored, p->tensor.data);
+  else if (params->filling && !ctx->options.measure && lunai_fill(ctx, p->tensor.data, &stored) != LUNA_OK) wrong = "could not be filled by the backend";
   if (wrong) {
     lunai_refuse(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
     lunai_persistent_rewind(ctx, mark);
@@ -8075,9 +8221,10 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
       return lunai_give_up(&s);
     }
     counted += !ignored;
-    logits->ctx->backend->copy(logits->ctx, kept + i, &label, sizeof label, 1);
+    kept[i] = label;
   }
-  s.op.index = kept;
+  s.op.index = lunai_far(logits->ctx) ? lunai_numbers_kept(&s, kept, rows, "label") : kept;
+  if (rows && !s.op.index) return lunai_give_up(&s);
   s.op.number[0] = c->smoothing;
   s.op.number[1] = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return lunai_finish(&s, 1, &one);
@@ -8488,9 +8635,11 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
   const float one = 1;
   int64_t shape[2], i;
   luna_tensor *w = layer->weight;
+  luna_status status = LUNA_OK;
   shape[0] = shape[1] = dim;
   if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
-  for (i = 0; w && !layer->weight && !ctx->options.measure && i < dim; i++) ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
+  for (i = 0; w && !layer->weight && !ctx->options.measure && i < dim && status == LUNA_OK; i++) status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
+  if (status != LUNA_OK) return lunai_fail(ctx, status, "the backend could not make an identity of %d rows", dim);
   return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
 }
 
@@ -9905,7 +10054,7 @@ LUNAI_FN bool lunai_optimizer_memory(luna_optimizer *o) {
   lunai_trained *t;
   lunai_param *p;
   int i;
-  if (!lunai_persist(ctx, sizeof(luna_step_state), false, &state) || !lunai_persist(ctx, (size_t)o->size * sizeof(lunai_trained), false, &trained) ||
+  if (!lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state) || !lunai_persist(ctx, (size_t)o->size * sizeof(lunai_trained), false, &trained) ||
       !lunai_persist(ctx, (size_t)o->size * sizeof(luna_tensor *), false, &parameters)) return false;
   o->state = (luna_step_state *)state;
   o->trained = t = (lunai_trained *)trained;
@@ -10018,19 +10167,28 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *g
   return matched ? LUNA_OK : lunai_refuse(o->params->ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes", group->name ? group->name : "anything");
 }
 
-LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
+LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   luna_ctx *ctx;
-  luna_update u;
   luna_status status;
   float lr;
-  int64_t i, at;
+  int64_t at;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   if (ctx->status != LUNA_OK || ctx->options.measure) return ctx->status;
   at = o->attempts++ + (o->kind != LUNA_APOLLO);
   lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
-  if (status == LUNA_OK) status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
+  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_optimizer_advance: the backend failed: %s", luna_status_text(status));
+}
+LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
+  luna_ctx *ctx;
+  luna_update u;
+  luna_status status;
+  int64_t i;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  ctx = o->params->ctx;
+  if (ctx->status != LUNA_OK || ctx->options.measure) return ctx->status;
+  status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
   memset(&u, 0, sizeof u);
   u.kind = o->kind;
   u.nesterov = o->nesterov;
@@ -10051,6 +10209,10 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   ctx->stepped = true;
   return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_optimizer_step: the backend failed: %s", luna_status_text(status));
 }
+LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
+  const luna_status status = luna_optimizer_advance(o);
+  return status == LUNA_OK ? luna_optimizer_apply(o) : status;
+}
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   if (!o) return LUNA_BAD_ARGUMENT;
@@ -10059,10 +10221,9 @@ LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   return LUNA_OK;
 }
 LUNAI_FN luna_step_state lunai_optimizer_state(const luna_optimizer *o) {
-  luna_step_state state;
-  memset(&state, 0, sizeof state);
-  if (o) o->params->ctx->backend->copy(o->params->ctx, &state, o->state, sizeof state, 2);
-  return state;
+  luna_step_state none;
+  memset(&none, 0, sizeof none);
+  return o ? lunai_state_of(o->params->ctx, o->state) : none;
 }
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).updates; }
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).skipped; }
@@ -10072,9 +10233,14 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *o) { return lunai_optim
 /* ----------------------------------------------------------------------------------------------------------------------
    >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-LUNAI_FN bool lunai_io_write(void *user, const void *bytes, size_t size) {
-  const luna_io *io = (const luna_io *)user;
+typedef struct lunai_saving { luna_ctx *ctx; luna_io io; } lunai_saving;
+LUNAI_FN bool lunai_save_write(void *user, const void *bytes, size_t size) {
+  const luna_io *io = &((lunai_saving *)user)->io;
   return io->write(io->user, bytes, size);
+}
+LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_t count) {
+  luna_ctx *ctx = ((lunai_saving *)user)->ctx;
+  return ctx->backend->copy(ctx, out, from, (size_t)count * sizeof(float), 2) == LUNA_OK;
 }
 
 /* what a file holds besides a set's parameters and pairs */
@@ -10089,7 +10255,7 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
   lunai_param *p;
   void *memory = NULL, *more = NULL;
   int64_t pair_count = extras->pair_count, count = extras->count;
-  luna_io copy;
+  lunai_saving saving;
   for (m = params->metas; m; m = m->next) pair_count++;
   if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
     lunai_step_rewind(params->ctx, mark);
@@ -10109,10 +10275,12 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
     sources[count].data = p->tensor.data;
   }
   if (extras->count) memcpy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
-  copy = *io;
+  saving.ctx = params->ctx;
+  saving.io = *io;
   memset(&writer, 0, sizeof writer);
-  writer.write = lunai_io_write;
-  writer.user = &copy;
+  writer.write = lunai_save_write;
+  writer.fetch = lunai_far(params->ctx) ? lunai_save_fetch : NULL;
+  writer.user = &saving;
   lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
   lunai_step_rewind(params->ctx, mark);
   return writer.failed ? lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the file could not be written in full") : LUNA_OK;
@@ -10195,7 +10363,7 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   lunai_st_tensor t;
   size_t cursor = 0;
   while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t))
-    if (!lunai_st_ours(t.name)) lunai_st_floats(&t, lunai_param_of(params, &t)->tensor.data);
+    if (!lunai_st_ours(t.name)) status = lunai_fill(ctx, lunai_param_of(params, &t)->tensor.data, &t);
   return status;
 }
 LUNAI_FN luna_status lunai_open_st(luna_ctx *ctx, lunai_st *st, const void *bytes, size_t size) {
@@ -10302,13 +10470,14 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
   if (status != LUNA_OK) return status;
   if (params->borrowing) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_matching: this set borrows its parameters");
   m->loaded = m->missing = m->unused = 0;
-  for (p = params->first; p; p = p->next) {
+  for (p = params->first; p && status == LUNA_OK; p = p->next) {
     const char *why = !lunai_st_find(&st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
-    if (!why && !params->ctx->options.measure) lunai_st_floats(&t, p->tensor.data);
+    if (!why && !params->ctx->options.measure) status = lunai_fill(params->ctx, p->tensor.data, &t);
     if (why) m->missing++;
     if (why && m->tell) m->tell(m->user, p->name, why);
   }
+  if (status != LUNA_OK) return status;
   while (lunai_st_next(&st, &cursor, &t)) {
     if (lunai_st_ours(t.name) || lunai_param_of(params, &t)) continue;
     m->unused++;
@@ -10459,8 +10628,9 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   value[LUNAI_TRAINING_UPDATES] = state.updates;
   value[LUNAI_TRAINING_SKIPPED] = state.skipped;
   memcpy(&value[LUNAI_TRAINING_LR], &o->config.lr, sizeof o->config.lr);
-  value[LUNAI_TRAINING_STEP] = ctx->state->step;
-  value[LUNAI_TRAINING_SEED] = ctx->state->seed;
+  state = lunai_state_of(ctx, ctx->state);
+  value[LUNAI_TRAINING_STEP] = state.step;
+  value[LUNAI_TRAINING_SEED] = state.seed;
   for (k = 0; k < LUNAI_TRAINING_KEYS; k++) {
     lunai_hex(value[k], text[k]);
     pairs[k].key = lunai_training_keys[k];
@@ -10532,16 +10702,19 @@ LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *byt
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* what waits here is not that run's */
   if (status != LUNA_OK || ctx->options.measure) return status;
   for (i = 0; i < o->size; i++)
-    for (k = 0; k < o->moments; k++)
-      if (lunai_moment_find(&st, &o->trained[i], k, &t)) lunai_st_floats(&t, o->trained[i].moment[k]);
+    for (k = 0; k < o->moments && status == LUNA_OK; k++)
+      if (lunai_moment_find(&st, &o->trained[i], k, &t)) status = lunai_fill(ctx, o->trained[i].moment[k], &t);
+  if (status != LUNA_OK) return status;
   state = lunai_optimizer_state(o);
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
   o->attempts = (int64_t)value[LUNAI_TRAINING_ATTEMPTS];
   memcpy(&o->config.lr, &value[LUNAI_TRAINING_LR], sizeof o->config.lr);
-  ctx->state->step = value[LUNAI_TRAINING_STEP];
-  ctx->state->seed = value[LUNAI_TRAINING_SEED];
-  return ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
+  status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
+  state = lunai_state_of(ctx, ctx->state);
+  state.step = value[LUNAI_TRAINING_STEP];
+  state.seed = value[LUNAI_TRAINING_SEED];
+  return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
 LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, const void *bytes, size_t size) {
   (void)params;

@@ -70,7 +70,11 @@ static void in_params(trial *t) {
     const bool matrix = p->rank > 1;
     trial_keep(t, p, luna_count(p), matrix ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5);
     const trial_array *a = &t->input[t->inputs - 1];
-    for (int64_t j = 0; j < a->count; j++) p->data[j] = (float)((matrix ? 0 : 1) * (double)p->data[j]) + a->values[j];
+    float *values = common_floats(a->count);
+    luna_read(p, values);
+    for (int64_t j = 0; j < a->count; j++) values[j] = (float)((matrix ? 0 : 1) * (double)values[j]) + a->values[j];
+    luna_write(p, values);
+    free(values);
   }
 }
 
