@@ -1770,7 +1770,7 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
-#define LUNAI_KC 256
+#define LUNAI_KC 512
 #define LUNAI_KA (LUNAI_KC + 16)               /* between gathered rows of A: no power of two, or they would share cache sets */
 #define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B packed at a time */
 #define LUNAI_SUM_ROWS 256                     /* rows of C whose partial sums are kept apart */
