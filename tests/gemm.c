@@ -189,7 +189,7 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
 
 /* ---- what is not finite stays in its row and column, and is not lost there ---- */
 static void check_not_finite(float odd) {
-  enum { M = 37, N = 45, K = 300 };
+  enum { M = 37, N = 45, K = 600 };
   lunai_gemm g;
   float *a = fresh(M * K, 1), *b = fresh(K * N, 1), *clean = zeros(M * N), *c = zeros(M * N);
   memset(&g, 0, sizeof g);
@@ -227,7 +227,7 @@ static void check_random(int times, range m, range n, range k, range batch, int 
 
 int main(void) {
   const range small = {0, 41}, batch = {3, 2}, one = {1, 1};
-  const range high = {0, 80}, wide = {0, 300}, deep = {200, 500}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200}, next = {257, 50};
+  const range high = {0, 80}, wide = {0, 300}, deep = {200, 900}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200}, next = {513, 50};
   for (int at = 0; kernels_next(&at);) {
     check_random(300, small, small, small, batch, -1);
     check_random(12, high, wide, deep, one, -1);
