@@ -1304,10 +1304,9 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 #define vf_select(m, a, b) _mm512_mask_blend_ps(m, b, a)
 LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p); }
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
-LUNAI_INLINE float vf_sum(vf v) {
+LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) {
   const __m256 a = _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+  return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
 }
 LUNAI_INLINE float vf_hmax(vf v) {
   const __m256 a = _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
@@ -1350,10 +1349,7 @@ LUNAI_INLINE __m256i LUNAI_K(first_lanes)(int64_t n) {
 }
 LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, LUNAI_K(first_lanes)(n)); }
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm256_maskstore_ps(p, LUNAI_K(first_lanes)(n), v); }
-LUNAI_INLINE float vf_sum(vf v) {
-  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
-}
+LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
 LUNAI_INLINE float vf_hmax(vf v) {
   const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
@@ -1407,10 +1403,7 @@ LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
   }
   if (n & 1) _mm_store_ss(p, v);
 }
-LUNAI_INLINE float vf_sum(vf v) {
-  const __m128 c = _mm_add_ps(v, _mm_movehl_ps(v, v));
-  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
-}
+LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return v; }
 LUNAI_INLINE float vf_hmax(vf v) {
   const __m128 c = _mm_max_ps(v, _mm_movehl_ps(v, v));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
@@ -1557,6 +1550,24 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return x;
 }
 #endif
+#endif
+
+/* the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
+#if LUNAI_PASS == LUNAI_ISA_AVX512 || LUNAI_PASS == LUNAI_ISA_AVX2 || LUNAI_PASS == LUNAI_ISA_SSE2
+LUNAI_INLINE float vf_sum(vf v) {
+  const __m128 b = LUNAI_K(halve)(v), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
+  const __m128 a = LUNAI_K(halve)(v[0]), b = LUNAI_K(halve)(v[1]), c = LUNAI_K(halve)(v[2]), d = LUNAI_K(halve)(v[3]);
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)), cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+  _mm_storeu_ps(out, _mm_mul_ps(_mm_set1_ps(alpha), _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab))));
+}
+#else
+LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
+  int i;
+  for (i = 0; i < 4; i++) out[i] = alpha * vf_sum(v[i]);
+}
 #endif
 
 #if LUNAI_PASS == LUNAI_ISA_NEON || LUNAI_PASS == LUNAI_ISA_WASM
@@ -2092,8 +2103,7 @@ LUNAI_INLINE void LUNAI_K(dots)(int rows, int64_t n, int64_t k, const float *a, 
   for (p = 0; p + VF <= k; p += VF) LUNAI_DOTS(LUNAI_WHOLE)
   if (p < k) LUNAI_DOTS(LUNAI_K(get))
 #undef LUNAI_WHOLE
-  for (i = 0; i < rows; i++)
-    for (j = 0; j < 4 && j < n; j++) out[i * LUNAI_NR + j] = alpha * vf_sum(sum[i][j]);
+  for (i = 0; i < rows; i++) LUNAI_K(sum4)(sum[i], alpha, out + i * LUNAI_NR);
 }
 LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, const LUNAI_K(target) *t) {
   float edge[4 * LUNAI_NR];

@@ -200,7 +200,7 @@ int peer_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, f
   g.run.scratch_size = (size_t)size;
   return luna_gemm_f32(&g);
 }
-#endif
+#else
 
 int main(int argc, char **argv) {
   const int threads = 2;
@@ -221,3 +221,4 @@ int main(int argc, char **argv) {
   bench_end();
   return 0;
 }
+#endif

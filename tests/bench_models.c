@@ -14,24 +14,30 @@ static void must(luna_ctx *ctx) {
 }
 
 /* --- streaming --- */
-static luna_stream *stream;
+typedef struct stream_bench {
+  luna_ctx *ctx;
+  luna_lm model;
+  luna_stream *stream;
+} stream_bench;
 static void stream_run(void *arg) {
   int32_t token = 'a';
-  (void)arg;
-  if (!luna_stream_step(stream, &token)) exit(1);
+  if (!luna_stream_step(((stream_bench *)arg)->stream, &token)) exit(1);
+}
+static void stream_open(stream_bench *b) {
+  luna_options options = {.threads = 1};
+  luna_lm_config config = {.vocab = 256, .layers = LAYERS, .memory = 16, .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}};
+  b->ctx = luna_open(&options);
+  if (luna_lm_init(&b->model, luna_params_open(b->ctx), &config) != LUNA_OK || (b->stream = luna_stream_open(&b->model, NULL)) == NULL) exit(1);
 }
 static void stream_row(void) {
-  luna_options options = {.threads = 1};
-  luna_ctx *ctx = luna_open(&options);
-  luna_params *params = luna_params_open(ctx);
-  luna_lm model;
-  luna_lm_config config = {.vocab = 256, .layers = LAYERS, .memory = 16, .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}};
+  stream_bench b;
   const int64_t weights = LAYERS * (HEADS * 16 * DIM + 3 * DIM * DIM + 2 * DIM * FFN) + 256 * DIM; /* folded pack, q, v, out, feed-forward; the output */
   float *same = (float *)malloc((size_t)weights * sizeof(float));
   double rates[9];
   bench_case row;
   memset(&row, 0, sizeof row);
-  if (!same || luna_lm_init(&model, params, &config) != LUNA_OK || (stream = luna_stream_open(&model, NULL)) == NULL) exit(1);
+  if (!same) exit(1);
+  stream_open(&b);
   for (int64_t i = 0; i < weights; i++) same[i] = (float)i; /* pages of zeros may be one page */
   for (int i = 0; i < 9; i++) rates[i] = bench_read(same, weights, 8);
   row.share_of = bench_median(rates, 9);
@@ -39,10 +45,11 @@ static void stream_row(void) {
   snprintf(row.name, sizeof row.name, "a step, %.1f MB of weights, read at %.0f GB/s", 4e-6 * (double)weights, row.share_of * 1e-9);
   row.flops = 2.0 * (double)weights;
   row.run = stream_run;
+  row.arg = &b;
   row.least = 0.85;
   bench_cases(&row, 1);
-  luna_stream_close(stream);
-  luna_close(ctx);
+  luna_stream_close(b.stream);
+  luna_close(b.ctx);
   free(same);
 }
 
@@ -186,6 +193,15 @@ static void million_row(int threads) {
   model_close(&b);
 }
 
+#ifdef BENCH_SHARED                  /* what tests/bench_peers.py calls */
+void *peer_stream(void) {
+  stream_bench *b = (stream_bench *)malloc(sizeof *b);
+  stream_open(b);
+  return b;
+}
+void peer_stream_run(void *b) { stream_run(b); }
+#else
+
 int main(int argc, char **argv) {
   const int threads = 2;
   bench_start(argc, argv);
@@ -201,3 +217,4 @@ int main(int argc, char **argv) {
   bench_end();
   return 0;
 }
+#endif

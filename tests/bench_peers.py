@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """luna.h beside PyTorch and oneDNN on this machine: medians of interleaved runs and ratios, as a Markdown table.
 
-    python3 tests/bench_peers.py [--threads 1 2] [--runs 15] [--only TEXT]
+    python3 tests/bench_peers.py [--threads 1 2] [--runs 15] [--only TEXT] [--python /usr/bin/python3]
 
 Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B. The first call makes a virtual environment
 in build/peers with PyTorch and oneDNN from PyPI; where that fails the system's torch serves, and the table says which it was. MKL takes its
 AVX-512 path on every maker's processors here (by a preloaded answer to its question): otherwise PyTorch's products would run at half their speed.
+--python measures the PyTorch of another Python instead (a distribution's, with OpenBLAS told which kernels to take, for instance).
 PyTorch runs each layer in its best form: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h folds."""
 import argparse, ctypes, os, statistics, subprocess, sys, time
 
@@ -23,13 +24,14 @@ def cases():
             rows.append((f"encoder layer, l = {l}, {what}", ["torch plain"] + (["torch folded"] if l == 16 else [])))
     rows += [(f"causal layer, l = 16, {what}", ["torch chunked"]) for what in ("forward", "training")]
     rows += [(f"classifier, batch {b}, training", ["torch plain"]) for b in (1, 4)]
+    rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"])]
     return rows
 
 
 # ---- luna.h's side ----
 def luna_open(name, threads):
     lib = ctypes.CDLL(os.path.join(BUILD, "luna_bench.so"))
-    for f in ("peer_layer", "peer_classifier"):
+    for f in ("peer_layer", "peer_classifier", "peer_stream"):
         getattr(lib, f).restype = ctypes.c_void_p
     i64 = ctypes.c_int64
     if name.startswith("gemm"):
@@ -40,6 +42,9 @@ def luna_open(name, threads):
     if name.startswith("classifier"):
         handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(int(name.split("batch ")[1].split(",")[0])), i64(N), 0))
         return lambda: lib.peer_classifier_run(handle)
+    if name.startswith("streaming"):
+        handle = ctypes.c_void_p(lib.peer_stream())
+        return lambda: lib.peer_stream_run(handle)
     l = int(name.split("l = ")[1].split(",")[0])
     handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), int("causal" in name), int("training" in name)))
     return lambda: lib.peer_layer_run(handle)
@@ -72,6 +77,9 @@ def torch_open(name, threads, form):
         a, b, c = torch.full((m, k), 0.5), torch.full((n, k), 0.5), torch.empty(m, n)
         return lambda: torch.mm(a, b.t(), out=c)
 
+    # PyTorch before 2.0 has none of its own
+    attention = getattr(F, "scaled_dot_product_attention", lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) * (D // H) ** -0.5, -1) @ v)
+
     def split(x):  # [b, n, d] -> [b, h, n, d_h]
         return x.view(x.shape[0], x.shape[1], H, D // H).transpose(1, 2)
 
@@ -94,9 +102,9 @@ def torch_open(name, threads, form):
 
         def plain(self, x, p):
             kv = split(self.pc(x))
-            packed = merge(F.scaled_dot_product_attention(split(self.pq(p)), kv, kv))
+            packed = merge(attention(split(self.pq(p)), kv, kv))
             c = split(self.c(packed))
-            return self.out(merge(F.scaled_dot_product_attention(split(self.q(x)), c, c))), packed
+            return self.out(merge(attention(split(self.q(x)), c, c))), packed
 
         def folded(self, x, p):
             b, l, scale = x.shape[0], p.shape[1], (D // H) ** -0.5
@@ -139,6 +147,39 @@ def torch_open(name, threads, form):
             y = self.product(w, a, v, t, mask).permute(0, 2, 3, 1, 4).reshape(b, n, D)
             return self.ffn(self.norm(x + self.out(y)))
 
+    if name.startswith("streaming"):
+        layers, table, log2 = [Causal(16) for _ in range(4)], torch.randn(256, D), 0.6931471805599453
+
+        class Step:  # of one layer: its pack folded, keys and values one product, the running sum S [h, d_h, l]
+            def __init__(self, layer):
+                pq = split(layer.pq(layer.p)) * (D // H) ** -0.5
+                g = (pq @ layer.pc.weight.view(H, D // H, D)).reshape(-1, D) * log2
+                bias = (pq @ layer.pc.bias.view(H, D // H, 1)).reshape(-1) * log2
+                self.weight = torch.cat([g, layer.q.weight * (D // H) ** -0.5, layer.c.weight])
+                self.bias = torch.cat([bias, layer.q.bias * (D // H) ** -0.5, layer.c.bias])
+                self.layer, self.sum, self.l = layer, torch.zeros(H, D // H, g.shape[0] // H), g.shape[0]
+
+            def __call__(self, x, t):
+                y = F.linear(x, self.weight, self.bias)
+                a = F.softplus(y[:, :self.l]).view(H, 1, -1) / log2
+                q, v = y[:, self.l:self.l + D].view(H, 1, -1), y[:, self.l + D:].view(H, -1, 1)
+                self.sum.baddbmm_(v, a)
+                w = F.softmax(torch.bmm(q, self.sum) / t, -1)
+                y = torch.bmm(w, self.sum.transpose(1, 2)) / t
+                return self.layer.ffn(self.layer.norm(x + self.layer.out(y.view(1, D))))
+
+        with torch.no_grad():
+            steps = [Step(layer) for layer in layers]
+        time_now = [0]
+
+        def run():
+            with torch.inference_mode():
+                time_now[0] += 1
+                x = table[97:98] * 16
+                for step in steps:
+                    x = step(x, time_now[0])
+                return F.linear(x, table)
+        return run
     if name.startswith("classifier"):
         batch = int(name.split("batch ")[1].split(",")[0])
         layers, table, p, head = torch.nn.ModuleList(Luna() for _ in range(4)), torch.nn.Embedding(256, D), torch.nn.Parameter(torch.randn(1, 16, D) / 16), torch.nn.Linear(D, 2)
@@ -161,7 +202,10 @@ def torch_open(name, threads, form):
                 with torch.inference_mode():
                     forward()
             return run
-    adam = torch.optim.Adam(weights, lr=1e-4, fused=True)
+    try:
+        adam = torch.optim.Adam(weights, lr=1e-4, fused=True)
+    except RuntimeError:             # older ones fuse on a GPU only
+        adam = torch.optim.Adam(weights, lr=1e-4, foreach=True)
 
     def run():
         loss().backward()
@@ -209,6 +253,8 @@ def serve(side, threads):
 class Side:
     def __init__(self, python, side, threads, case):
         env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PEERS_SIDE=side, PEERS_THREADS=str(threads))
+        if "avx512f" in open("/proc/cpuinfo").read():
+            env["OPENBLAS_CORETYPE"] = "SkylakeX" # older ones do not know newer processors
         if side.startswith("torch"):
             env["LD_PRELOAD"] = os.path.join(BUILD, "mkl_avx512.so")
         if side == "onednn":
@@ -235,16 +281,21 @@ class Side:
         self.process.wait()
 
 
-def prepare():
+def prepare(python):
     os.makedirs(BUILD, exist_ok=True)
     cc = os.environ.get("CC", "cc")
     shared = ["-shared", "-fPIC", "-O2", "-o"]
-    subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED", "-DLUNA_IMPLEMENTATION", "-I", ROOT,
-                           os.path.join(ROOT, "tests", "bench_layers.c"), "-lm", "-lpthread"])
+    luna = os.path.join(BUILD, "luna.c")
+    with open(luna, "w") as f:
+        f.write('#undef LUNAI_IMPLEMENTED\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n')
+    subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED", "-DLUNAI_IMPLEMENTED", "-I", ROOT, luna,
+                           os.path.join(ROOT, "tests", "bench_layers.c"), os.path.join(ROOT, "tests", "bench_models.c"), "-lm", "-lpthread"])
     answer = os.path.join(BUILD, "mkl_avx512.c")
     with open(answer, "w") as f:
         f.write("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
     subprocess.check_call([cc, *shared, os.path.join(BUILD, "mkl_avx512.so"), answer])
+    if python:
+        return python
     python = os.path.join(BUILD, "venv", "bin", "python")
     if not os.path.exists(python):
         subprocess.call([sys.executable, "-m", "venv", os.path.join(BUILD, "venv")])
@@ -260,12 +311,13 @@ def main():
     options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options.add_argument("--runs", type=int, default=15)
     options.add_argument("--only", default="")
+    options.add_argument("--python", default="")
     options = options.parse_args()
-    python = prepare()
+    python = prepare(options.python)
     print("| work | threads | luna.h ms | peer | its ms | its time / luna.h's | MB above the start: luna.h, peer |\n|---|---|---|---|---|---|---|")
     for threads in options.threads:
         for case, peers in cases():
-            if options.only not in case or (threads > 1 and case.startswith("gemm")):
+            if options.only not in case or (threads > 1 and case.startswith(("gemm", "streaming"))):
                 continue
             for peer in peers:
                 sides = []
@@ -283,7 +335,7 @@ def main():
                     continue
                 ratio = statistics.median(b / a for a, b in zip(*(s.seconds for s in sides)))
                 ms = [1e3 * statistics.median(s.seconds) for s in sides]
-                memory = "" if case.startswith("gemm") else f"{sides[0].bytes * 1e-6:.0f}, {sides[1].bytes * 1e-6:.0f}"
+                memory = "" if case.startswith(("gemm", "streaming")) else f"{sides[0].bytes * 1e-6:.0f}, {sides[1].bytes * 1e-6:.0f}"
                 print(f"| {case} | {threads} | {ms[0]:.3f} | {peer.replace('torch', 'PyTorch ' + sides[1].version)} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
                 for side in sides:
                     side.close()
