@@ -8,6 +8,9 @@
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
 #   make size                object sizes by build switch
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
+#   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
+#   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
+#   make cuda-bench          speed on the GPU
 CC ?= cc
 CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
@@ -18,13 +21,18 @@ FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 WARN = -Wall -Wextra
-NAMES = $(filter-out bench_%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_% cuda,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh
-PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c))
+PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
+CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
+HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && echo cuda cuda_host_check)
+NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
+NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
 TSAN = -O1 -g1 -fsanitize=thread
 FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER -DLUNA_NO_SIMD
 
@@ -53,14 +61,30 @@ $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -I. $< -o $@ $(LIBS)
 
+$(BUILD)/tests/cuda_device.o: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/cuda_host.h
+	@mkdir -p $(BUILD)/tests
+	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -I. -x c++ -c $< -o $@
+
+$(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c
+	@mkdir -p $(BUILD)/tests
+	$(CC) $(CFLAGS) $(WARN) -I. -c $< -o $@
+
+$(BUILD)/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/tests/cuda_device.o
+	$(CXX_HERE) $(CFLAGS) $^ -o $@ $(LIBS)
+
+$(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h tests/test.h $(BUILD)/luna.o
+	@mkdir -p $(BUILD)/tests
+	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -I. -Itests $< $(BUILD)/luna.o -o $@ $(LIBS)
+
 test:
-	-@$(MAKE) -k -j$(JOBS) programs
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(SCRIPTS) tests/convert.sh tests/compile.sh
+	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
+	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/compile.sh
 
 sanitize:
-	-@$(MAKE) -k -j$(JOBS) programs BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
+	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads $(SCRIPTS)
+	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(HOST:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
 golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)
@@ -85,7 +109,30 @@ bench: $(BENCHES)
 	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
 	@echo "every row is in $(BUILD)/bench.json"
 
+$(BUILD)/cuda/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h
+	@mkdir -p $(BUILD)/cuda/tests
+	$(NVCC) $(NVCC_FLAGS) -Xptxas -v -I. -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
+	@sh tests/registers.sh $@.log
+
+$(BUILD)/cuda/luna_cuda.o: luna_cuda.cuh luna.h
+	@mkdir -p $(BUILD)/cuda
+	@printf '#include "luna_cuda.cuh"\n' >$(BUILD)/cuda/luna_cuda.cu
+	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/luna_cuda.cu -o $@
+
+$(BUILD)/cuda/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/cuda/cuda_device.o
+	$(NVCC) $^ -o $@ -lcublas $(LIBS)
+
+$(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wildcard examples/*.h)
+	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
+	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas $(LIBS)
+
+cuda:
+	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm; else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
+
+cuda-test: cuda
+	$(BUILD)/cuda/tests/cuda
+
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize golden headers fuzz size bench clean
+.PHONY: run examples programs test sanitize golden headers fuzz size bench cuda cuda-test clean

@@ -835,7 +835,8 @@ typedef struct luna_stream_config {
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
 #ifndef LUNA_ONLY_STREAM
-LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config); /* memory from the model's context's allocator */
+/* memory from the model's context's allocator. Streams run on the CPU: of a model on a device they take a copy of the weights. */
+LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
 LUNA_API void luna_stream_close(luna_stream *stream);
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
@@ -5678,6 +5679,12 @@ LUNAI_FN luna_status lunai_refuse(luna_ctx *ctx, luna_status status, const char 
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, ctx->error);
   return status;
 }
+/* what a call of the backend returned, for `return`: its own sentence, if it gave one, stays */
+LUNAI_FN luna_status lunai_backend_did(luna_ctx *ctx, const char *name, luna_status status) {
+  if (status == LUNA_OK) return LUNA_OK;
+  if (ctx->status != LUNA_OK) return ctx->refused = ctx->status;
+  return lunai_refuse(ctx, status, "%s: the backend failed: %s", name, luna_status_text(status));
+}
 LUNAI_FN luna_status lunai_no_memory(luna_ctx *ctx, const char *what, size_t bytes) {
   return lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)", what, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
@@ -5998,7 +6005,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->error[0] = 0;
   status = ctx->options.measure ? LUNA_OK : ctx->backend->begin(ctx, ctx->state, training, ctx->stepped);
   ctx->stepped = false;
-  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_begin: the backend failed: %s", luna_status_text(status));
+  return lunai_backend_did(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, true); }
@@ -7516,7 +7523,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
     return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
   if (!lunai_grad_take(ctx, loss, true)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
   if (!ctx->options.measure && ((status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1)) != LUNA_OK || (status = ctx->backend->check(ctx, loss, ctx->state)) != LUNA_OK))
-    return lunai_refuse(ctx, status, "luna_backward: the backend failed: %s", luna_status_text(status));
+    return lunai_backend_did(ctx, "luna_backward", status);
   for (op = ctx->tape; op; op = op->previous)
     if (!lunai_op_backward(op, &status))
       return ctx->status != LUNA_OK ? ctx->status : lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status), op->recompute ? "a block computed again" : luna_row_name(op->row));
@@ -7743,7 +7750,7 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
     lunai_st_floats(&part, block);
     status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
   }
-  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "the backend could not take %d values", t->count);
+  return lunai_backend_did(ctx, "a parameter's values", status);
 }
 
 LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64; }
@@ -10188,7 +10195,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   at = o->attempts++ + (o->kind != LUNA_APOLLO);
   lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
-  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_optimizer_advance: the backend failed: %s", luna_status_text(status));
+  return lunai_backend_did(ctx, "luna_optimizer_advance", status);
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
@@ -10217,7 +10224,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
     status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
   }
   ctx->stepped = true;
-  return status == LUNA_OK ? LUNA_OK : lunai_refuse(ctx, status, "luna_optimizer_step: the backend failed: %s", luna_status_text(status));
+  return lunai_backend_did(ctx, "luna_optimizer_step", status);
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   const luna_status status = luna_optimizer_advance(o);
@@ -10899,6 +10906,8 @@ struct luna_stream {
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
   size_t memory_size;
+  const luna_params *params;         /* whose parameters lie on a device: */
+  float *near;                       /* their values, copied at opening; null: they are read where they are */
 #endif
 };
 
@@ -11196,40 +11205,48 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
 }
 
 #ifndef LUNA_ONLY_STREAM
-LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_tensor *weight, const luna_tensor *bias) {
+/* a parameter's values, or null of none */
+LUNAI_FN const float *lunai_stream_values(const luna_stream *s, const luna_tensor *t) {
+  const float *at = s->near;
+  lunai_param *p;
+  if (!t || !at) return t ? t->data : NULL;
+  for (p = s->params->first; &p->tensor != t; p = p->next) at += luna_count(&p->tensor);
+  return at;
+}
+LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_stream *s, const luna_tensor *weight, const luna_tensor *bias) {
   lunai_stream_linear pair;
-  pair.weight = weight ? weight->data : NULL;
-  pair.bias = bias ? bias->data : NULL;
+  pair.weight = lunai_stream_values(s, weight);
+  pair.bias = lunai_stream_values(s, bias);
   return pair;
 }
-LUNAI_FN lunai_stream_linear lunai_stream_of_linear(const luna_linear_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
-LUNAI_FN lunai_stream_linear lunai_stream_of_norm(const luna_norm_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
-LUNAI_FN void lunai_stream_from_attention(const luna_causal_attention_layer *a, lunai_stream_layer *w) {
-  w->pq = lunai_stream_of_linear(&a->pq);
-  w->pc = lunai_stream_of_linear(&a->pc);
-  w->q = lunai_stream_of_linear(&a->q);
-  w->k = lunai_stream_of_linear(&a->k);
-  w->v = lunai_stream_of_linear(&a->v);
-  w->out = lunai_stream_of_linear(&a->out);
+LUNAI_FN lunai_stream_linear lunai_stream_of_linear(const luna_stream *s, const luna_linear_layer *layer) { return lunai_stream_of(s, layer->weight, layer->bias); }
+LUNAI_FN lunai_stream_linear lunai_stream_of_norm(const luna_stream *s, const luna_norm_layer *layer) { return lunai_stream_of(s, layer->weight, layer->bias); }
+LUNAI_FN void lunai_stream_from_attention(const luna_stream *s, const luna_causal_attention_layer *a, lunai_stream_layer *w) {
+  w->pq = lunai_stream_of_linear(s, &a->pq);
+  w->pc = lunai_stream_of_linear(s, &a->pc);
+  w->q = lunai_stream_of_linear(s, &a->q);
+  w->k = lunai_stream_of_linear(s, &a->k);
+  w->v = lunai_stream_of_linear(s, &a->v);
+  w->out = lunai_stream_of_linear(s, &a->out);
 }
-LUNAI_FN void lunai_stream_from_causal(const luna_causal_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(&layer->attention, w);
-  w->memory = layer->memory->data;
-  w->fc1 = lunai_stream_of_linear(&layer->fc1);
-  w->fc2 = lunai_stream_of_linear(&layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(&layer->attention_norm);
-  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
-  w->conv = lunai_stream_of(layer->kernel, layer->kernel_bias);
+LUNAI_FN void lunai_stream_from_causal(const luna_stream *s, const luna_causal_layer *layer, lunai_stream_layer *w) {
+  lunai_stream_from_attention(s, &layer->attention, w);
+  w->memory = lunai_stream_values(s, layer->memory);
+  w->fc1 = lunai_stream_of_linear(s, &layer->fc1);
+  w->fc2 = lunai_stream_of_linear(s, &layer->fc2);
+  w->attention_norm = lunai_stream_of_norm(s, &layer->attention_norm);
+  w->final_norm = lunai_stream_of_norm(s, &layer->final_norm);
+  w->conv = lunai_stream_of(s, layer->kernel, layer->kernel_bias);
 }
-LUNAI_FN void lunai_stream_from_decoder(const luna_decoder_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(&layer->self_attention, w);
-  w->fc1 = lunai_stream_of_linear(&layer->fc1);
-  w->fc2 = lunai_stream_of_linear(&layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(&layer->self_norm);
-  w->cross_q = lunai_stream_of_linear(&layer->cross_attention.q);
-  w->cross_out = lunai_stream_of_linear(&layer->cross_attention.out);
-  w->cross_norm = lunai_stream_of_norm(&layer->cross_norm);
-  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
+LUNAI_FN void lunai_stream_from_decoder(const luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *w) {
+  lunai_stream_from_attention(s, &layer->self_attention, w);
+  w->fc1 = lunai_stream_of_linear(s, &layer->fc1);
+  w->fc2 = lunai_stream_of_linear(s, &layer->fc2);
+  w->attention_norm = lunai_stream_of_norm(s, &layer->self_norm);
+  w->cross_q = lunai_stream_of_linear(s, &layer->cross_attention.q);
+  w->cross_out = lunai_stream_of_linear(s, &layer->cross_attention.out);
+  w->cross_norm = lunai_stream_of_norm(s, &layer->cross_norm);
+  w->final_norm = lunai_stream_of_norm(s, &layer->final_norm);
 }
 
 /* the context a stream is opened in, and its defaults; null with a sentence when there can be none */
@@ -11240,15 +11257,17 @@ LUNAI_FN const char *lunai_stream_from(luna_ctx *ctx, luna_stream *first, const 
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   first->allocator = ctx->options.allocator;
   if (ctx->options.measure) return "a context that measures has no weights";
-  if (ctx->backend->allocate) return "streams run on the CPU: open one from the checkpoint's bytes";
   return lunai_stream_config(first, &own);
 }
-/* memory from the context's allocator, laid out */
-LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
-  const size_t size = lunai_stream_lay_out(first, NULL);
+/* memory from the context's allocator, laid out; with the values of parameters that lie on a device */
+LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, const luna_params *params) {
+  const size_t size = lunai_stream_lay_out(first, NULL), near = lunai_far(ctx) ? (size_t)luna_params_count(params) * sizeof(float) : 0;
+  luna_status status = LUNA_OK;
+  lunai_param *p;
   luna_stream *s;
+  float *at;
   char *raw;
-  first->memory_size = size + LUNAI_ALIGN;
+  first->memory_size = size + LUNAI_ALIGN + near;
   if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
     lunai_no_memory(ctx, ctx->options.block ? "luna_stream_open: a context in one block has none to spare (use luna_stream_open_bytes)" : "luna_stream_open", size);
     return NULL;
@@ -11258,7 +11277,15 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   *s = *first;
   lunai_stream_lay_out(s, (char *)s);
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  return s;
+  if (!near) return s;
+  s->params = params;
+  s->near = at = (float *)(void *)((char *)s + size);
+  for (p = params->first; p && status == LUNA_OK; at += luna_count(&p->tensor), p = p->next)
+    status = ctx->backend->copy(ctx, at, p->tensor.data, (size_t)luna_count(&p->tensor) * sizeof(float), 2);
+  if (status == LUNA_OK) return s;
+  luna_stream_close(s);
+  (void)lunai_backend_did(ctx, "luna_stream_open", status);
+  return NULL;
 }
 
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
@@ -11274,13 +11301,13 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: %s", wrong);
     return NULL;
   }
-  s = lunai_stream_allocate(ctx, &first);
+  s = lunai_stream_allocate(ctx, &first, model->params);
   if (!s) return NULL;
-  s->embedding = s->output = model->embedding->data;
-  s->positions = model->positions ? model->positions->data : NULL;
-  s->norm = lunai_stream_of(model->norm.weight, model->norm.bias);
+  s->embedding = s->output = lunai_stream_values(s, model->embedding);
+  s->positions = lunai_stream_values(s, model->positions);
+  s->norm = lunai_stream_of_norm(s, &model->norm);
   for (i = 0; i < s->sizes.layers; i++) {
-    lunai_stream_from_causal(&model->layers[i], &s->layers[i]);
+    lunai_stream_from_causal(s, &model->layers[i], &s->layers[i]);
     lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
   }
   return s;
@@ -11292,15 +11319,16 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
   luna_tensor *packed = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
+  luna_ctx *ctx = context->ctx;
+  void *memory = (*p)->data;
   int64_t b;
-  for (b = 0; b < s->sources; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
+  if (lunai_far(ctx) && (!lunai_step(ctx, bytes, false, &memory) || luna_read(*p, (float *)memory) != LUNA_OK)) return lunai_no_memory(ctx, "luna_seq2seq_stream_open", bytes), false;
+  for (b = 0; b < s->sources; b++) lunai_stream_fold(s, w, (const float *)memory + b * s->sizes.memory * s->sizes.dim, b);
   v = luna_linear_layer_forward(&cross->v, packed);
   k = cross->config.sharing == LUNA_TIED || !packed ? v : lunai_project(&cross->k, packed);
   *p = lunai_residual(c, *p, packed, &layer->memory_norm);
   if (!k || !v || !*p) return false;
-  if (bytes) memcpy(w->keys, k->data, bytes);
-  if (bytes) memcpy(w->values, v->data, bytes);
-  return true;
+  return ctx->backend->copy(ctx, w->keys, k->data, bytes, 2) == LUNA_OK && ctx->backend->copy(ctx, w->values, v->data, bytes, 2) == LUNA_OK;
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam) {
   const luna_seq2seq_config *c;
@@ -11337,16 +11365,16 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
-  first.embedding = model->embedding->data;
-  first.output = model->output->data;
-  first.positions = model->positions ? model->positions->data : NULL;
-  first.norm = lunai_stream_of(model->norm.weight, model->norm.bias);
-  s = lunai_stream_allocate(ctx, &first);
+  s = lunai_stream_allocate(ctx, &first, model->params);
   if (!s) return NULL;
+  s->embedding = lunai_stream_values(s, model->embedding);
+  s->output = lunai_stream_values(s, model->output);
+  s->positions = lunai_stream_values(s, model->positions);
+  s->norm = lunai_stream_of_norm(s, &model->norm);
   for (i = 0; i < batch * beam; i++)
     s->slots[i] = s->source_slots[i / beam] = (int32_t)lunai_min(lengths ? lengths[i / beam] : n, s->sizes.memory);
   for (i = 0; i < s->sizes.layers && good; i++) {
-    lunai_stream_from_decoder(&model->layers[i], &s->layers[i]);
+    lunai_stream_from_decoder(s, &model->layers[i], &s->layers[i]);
     good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, lengths);
   }
   if (good) return s;

@@ -42,9 +42,13 @@ TOOL int move(const char *from, const char *to) { return rename(from, to); }
 
 /* ---- settings, sentences, random numbers --------------------------------------------------------------------------- */
 
+#ifdef EXAMPLE_CUDA
+const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a file that nvcc compiles */
+#endif
+
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume;
-  int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads;
+  int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads, device;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -115,6 +119,7 @@ typedef struct flag {
   { "--resume", "t", TEXT(set.resume), "such a checkpoint to go on from; its settings hold" }
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
+#define FLAG_DEVICE(commands) { "--device", commands, CHOICE(set.device, "cpu cuda"), "cuda: the first NVIDIA GPU, of a program that make cuda built" }
 
 typedef struct command {
   const char *name, *files[4];       /* what the file names that follow it are: "model", "text"; "?target" may be left out */
@@ -235,8 +240,14 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
     return *word ? fail("there is no command %s", word) : fail("%s?", list);
   }
   if (parse(c, flags, count - 2, given + 2, words)) return 2;
-  luna_ctx *ctx = luna_open(&(luna_options){ .threads = (int)set.threads, .seed = (uint64_t)set.seed });
-  int status = ctx ? c->run(ctx, words) : fail("out of memory");
+  luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed };
+#ifdef EXAMPLE_CUDA
+  if (set.device) options.backend = luna_cuda_backend(0);
+#else
+  if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
+#endif
+  luna_ctx *ctx = luna_open(&options);
+  int status = !ctx ? fail("out of memory") : luna_state(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
   luna_close(ctx);
   return status;
 }

@@ -114,7 +114,7 @@ int main(int argc, char **argv) {
   far.norm = far_norm;
   far.update = far_update;
   for (int i = 0; i < LUNA_ROWS; i++) far.row[i].query = far_query, far.row[i].forward = far_forward, far.row[i].backward = far_backward;
-  const device d = {&far, 0, 0, false, NULL};
+  const device d = {&far, 0, 0, false, NULL, NULL};
   device_all(&d, argc > 1 ? argv[1] : NULL);
   CHECK(far_opened == 0, "%d devices are still open", far_opened);
 

@@ -1,0 +1,3751 @@
+/* luna_cuda.cuh: the models of luna.h on an NVIDIA GPU. CUDA Toolkit 12 or newer, compute capability 8.0 or newer; nothing else.
+
+   In one .cu file:      #include "luna_cuda.cuh"
+   in the program:       luna_options options = {0};
+                         options.backend = luna_cuda_backend(0);
+                         luna_ctx *ctx = luna_open(&options);
+   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas. luna.h's implementation may stand in the same .cu file
+   or, faster on the CPU, in a .c file of its own.
+
+   Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back. Pointers of host memory never go
+               into an op but through the calls that take host arrays (tokens, lengths, labels, luna_tensor_new).
+   Waiting     All work goes, in order, into one stream of the context, luna_cuda_stream(ctx). luna_item, luna_read, saving and what reads an optimiser's
+               counters wait for it; nothing else does. A fault of the device surfaces there, as the context's error.
+   Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
+               The same program gives the same bits on the same device: no kernel adds floats in an order that can change.
+   Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
+   Streams     (luna_stream, luna_translate's decoder) run on the CPU, from a copy of the weights that is made when they are opened.
+   Graphs      A step can be captured once and replayed. What changes from step to step lies in device memory, so between
+                   cudaStreamBeginCapture(luna_cuda_stream(ctx), cudaStreamCaptureModeThreadLocal) and cudaStreamEndCapture
+               call luna_begin_step, forward, luna_backward and luna_optimizer_apply (a step that has run twice, so that its memory is there), and before each
+               cudaGraphLaunch call luna_optimizer_advance, which sets the learning rate. Tokens, lengths and labels are those of the capture.
+
+   Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>backend
+
+   The kernels are plain CUDA C++ over a small vocabulary (LUNACU_LAUNCH, LUNACU_SHARED, lunacu_shared), so that tests/cuda_host.h can compile and run
+   them on a machine without a GPU. */
+#ifndef LUNA_CUDA_CUH
+#define LUNA_CUDA_CUH
+#include "luna.h"
+#ifndef LUNA_CUDA_HOST
+#include <cublas_v2.h>
+#include <cuda_runtime.h>
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+typedef enum luna_cuda_math { LUNA_CUDA_F32 = 0, LUNA_CUDA_TF32, LUNA_CUDA_BF16 } luna_cuda_math; /* of products */
+/* Device 0, 1, ... The table is there even when the device is not: luna_open then gives a context whose error says why. */
+const luna_backend *luna_cuda_backend(int device);
+const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math); /* null: no such mode, or device not in 0..15 */
+cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this backend; lives as long as the context */
+#ifdef __cplusplus
+}
+#endif
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>base: what every chapter below stands on
+   ---------------------------------------------------------------------------------------------------------------------- */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef LUNA_CUDA_HOST
+#define LUNACU_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  do { \
+    const auto lunacu_kernel = kernel; \
+    lunacu_kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
+  } while (0)
+#define LUNACU_UNROLL _Pragma("unroll")
+#define LUNACU_SHARED(type, name, count) __shared__ type name[count]
+#define LUNACU_DYNAMIC_SHARED(type, name) \
+  extern __shared__ __align__(16) unsigned char lunacu_dynamic[]; \
+  type *name = (type *)lunacu_dynamic
+template <class T> using lunacu_shared = T *; /* a pointer into shared memory */
+template <class To, class From> __device__ __forceinline__ To *lunacu_cast(From *p) { return (To *)p; }
+#endif
+
+#define LUNACU_FULL 0xFFFFFFFFu
+#define LUNACU_WARP 32
+#define LUNACU_BLOCK 256             /* threads of a block, where nothing speaks for another number */
+#define LUNACU_MOST_BLOCKS 65535     /* along y and z; loops stride further */
+
+/* What one context needs of its device */
+struct lunacu_block;
+struct lunacu {
+  luna_ctx *ctx;
+  int device, processors;
+  luna_cuda_math math;
+  cudaStream_t stream;
+  cublasHandle_t blas;
+  void *blas_workspace;
+  double *partials;                  /* of sums that end in one number */
+  char *staging;                     /* pinned, on its way to the device */
+  size_t staged;                     /* bytes of it handed out since it was last known to be empty */
+  lunacu_block *kept;                /* released memory, to be given out again */
+};
+static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
+/* where a context's work goes; makes its device the current one, as launches want */
+static inline cudaStream_t lunacu_stream_of(const luna_ctx *ctx) {
+  (void)cudaSetDevice(lunacu_self(ctx)->device);
+  return lunacu_self(ctx)->stream;
+}
+static inline cudaStream_t lunacu_stream(const luna_op *op) { return lunacu_stream_of(op->ctx); }
+
+/* LUNA_OK, or the sentence of a CUDA call that failed */
+static luna_status lunacu_check(luna_ctx *ctx, cudaError_t error, const char *what) {
+  char sentence[256];
+  if (error == cudaSuccess) return LUNA_OK;
+  snprintf(sentence, sizeof sentence, "%s: CUDA device %d: %s", what, lunacu_self(ctx) ? lunacu_self(ctx)->device : 0, cudaGetErrorString(error));
+  return luna_backend_fail(ctx, error == cudaErrorMemoryAllocation ? LUNA_OUT_OF_MEMORY : LUNA_DEVICE_FAILED, sentence);
+}
+/* after the launches of a row or of a table entry */
+static luna_status lunacu_done(luna_ctx *ctx, const char *what) { return lunacu_check(ctx, cudaGetLastError(), what); }
+static luna_status lunacu_row_done(luna_op *op) { return lunacu_done(op->ctx, luna_row_name(op->row)); }
+
+static inline int64_t lunacu_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+/* blocks along x for `count` units of work, a block doing `unit` of them: kernels stride by gridDim.x, so it may be fewer */
+static inline unsigned lunacu_blocks(int64_t count, int64_t unit) {
+  const int64_t blocks = lunacu_divide_up(count, unit);
+  return (unsigned)(blocks < 1 ? 1 : blocks > (1 << 20) ? (1 << 20) : blocks);
+}
+static inline int64_t lunacu_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
+static inline int64_t lunacu_rows(const luna_tensor *t) { return lunacu_last(t) ? luna_count(t) / lunacu_last(t) : 0; }
+static inline float *lunacu_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
+static inline float *lunacu_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
+static inline const luna_tensor *lunacu_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
+static inline bool lunacu_fresh(const luna_op *op, int i) { return op->fresh >> i & 1; } /* that gradient is to be set, not added to */
+/* `floats` floats from *at on, in multiples of 256 bytes; with *at starting at null, *at counts bytes */
+static inline float *lunacu_take(char **at, int64_t floats) {
+  float *here = (float *)*at;
+  *at += ((size_t)floats * sizeof(float) + 255) / 256 * 256;
+  return here;
+}
+
+__device__ __forceinline__ int64_t lunacu_index() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int64_t lunacu_stride() { return (int64_t)gridDim.x * blockDim.x; }
+
+/* sums and maxima over the lanes of a warp, the same in all of them, in an order that never changes */
+template <class T> __device__ __forceinline__ T lunacu_warp_sum(T x) {
+  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
+  return x;
+}
+__device__ __forceinline__ float lunacu_warp_max(float x) {
+  for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(LUNACU_FULL, x, i));
+  return x;
+}
+/* over a block of whole warps: the same in all threads; `scratch` holds a word a warp (32 at most) and may be used again afterwards */
+template <class T> __device__ __forceinline__ T lunacu_block_sum(T x, lunacu_shared<T> scratch) {
+  const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
+  T sum = 0;
+  x = lunacu_warp_sum(x);
+  if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
+  __syncthreads();
+  for (int i = 0; i < warps; i++) sum += scratch[i];
+  __syncthreads();
+  return sum;
+}
+__device__ __forceinline__ float lunacu_block_max(float x, lunacu_shared<float> scratch) {
+  const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
+  float most = -INFINITY;
+  x = lunacu_warp_max(x);
+  if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
+  __syncthreads();
+  for (int i = 0; i < warps; i++) most = fmaxf(most, scratch[i]);
+  __syncthreads();
+  return most;
+}
+
+/* --- dropout: what luna_dropout decides, from the seed and the step in device memory --- */
+struct lunacu_dropout {
+  const luna_step_state *state;
+  uint32_t threshold, op;            /* threshold 0: nothing is dropped */
+  float keep;
+};
+static lunacu_dropout lunacu_dropout_of(const luna_op *op, float probability, uint32_t number) {
+  lunacu_dropout d = {luna_backend_state(op->ctx), 0, number, 1.0f};
+  if (probability > 0) {
+    d.threshold = (uint32_t)((double)probability * 65536.0 + 0.5);
+    d.keep = 1.0f / (1.0f - probability);
+  }
+  return d;
+}
+static inline lunacu_dropout lunacu_op_dropout(const luna_op *op) { return lunacu_dropout_of(op, op->dropout, op->dropout_op); }
+static inline lunacu_dropout lunacu_last_dropout(const luna_op *op) { return lunacu_dropout_of(op, op->last_dropout, op->last_dropout_op); }
+/* the four words that decide for elements 8 block to 8 block + 7: half-word i for the i-th */
+__device__ __forceinline__ void lunacu_philox(const lunacu_dropout &d, int64_t block, uint32_t word[4]) {
+  uint32_t c0 = (uint32_t)block, c1 = (uint32_t)((uint64_t)block >> 32), c2 = d.op, c3 = (uint32_t)d.state->step;
+  uint32_t k0 = (uint32_t)d.state->seed, k1 = (uint32_t)(d.state->seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    const uint32_t h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0, h2 = __umulhi(0xCD9E8D57u, c2), l2 = 0xCD9E8D57u * c2;
+    c0 = h2 ^ c1 ^ k0;
+    c1 = l2;
+    c2 = h0 ^ c3 ^ k1;
+    c3 = l0;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  word[0] = c0; word[1] = c1; word[2] = c2; word[3] = c3;
+}
+/* the factor of an element: 0, or 1/(1 - p) */
+__device__ __forceinline__ float lunacu_drop(const lunacu_dropout &d, int64_t element) {
+  uint32_t word[4];
+  if (d.threshold == 0) return 1.0f;
+  lunacu_philox(d, element / 8, word);
+  const int at = (int)(element % 8);
+  return (word[at / 2] >> (at % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
+}
+/* the factors of elements 8 block to 8 block + 7 */
+__device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t block, float factor[8]) {
+  uint32_t word[4];
+  lunacu_philox(d, block, word);
+  for (int i = 0; i < 8; i++) factor[i] = (word[i / 2] >> (i % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
+}
+/* x times its factor, where a dropped NaN is 0 */
+__device__ __forceinline__ float lunacu_dropped(float x, float factor) { return factor > 0 ? x * factor : 0.0f; }
+
+/* --- activations, and their slopes: a NaN stays one --- */
+__device__ __forceinline__ float lunacu_activation(int kind, float x) {
+  switch (kind) {
+    case LUNA_RELU: return x <= 0 ? 0.0f : x;
+    case LUNA_GELU: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
+    case LUNA_ELU1: return x > 0 ? x + 1 : expf(x);
+    case LUNA_SOFTPLUS: return (x <= 0 ? 0.0f : x) + log1pf(expf(-fabsf(x)));
+    case LUNA_SOFTPLUS2: return (x <= 0 ? 0.0f : x) + 1.44269504088896341f * log1pf(exp2f(-fabsf(x)));
+    default: return x;
+  }
+}
+__device__ __forceinline__ float lunacu_slope(int kind, float x) {
+  switch (kind) {
+    case LUNA_RELU: return x > 0 ? 1.0f : x <= 0 ? 0.0f : x;
+    case LUNA_GELU: return 0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * expf(-0.5f * x * x);
+    case LUNA_ELU1: return x > 0 ? 1.0f : expf(x);
+    case LUNA_SOFTPLUS: return 1 / (1 + expf(-x));
+    case LUNA_SOFTPLUS2: return 1 / (1 + exp2f(-x));
+    default: return 1.0f;
+  }
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>context: one device, its memory, copies
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNACU_STAGING ((size_t)4 << 20)
+#define LUNACU_BLAS_WORKSPACE ((size_t)32 << 20)
+#define LUNACU_PARTIALS 4096
+#define LUNACU_DEVICES 16
+
+struct lunacu_block {                /* released device memory */
+  lunacu_block *next;
+  void *at;
+  size_t bytes;
+};
+
+static void lunacu_forget(lunacu *self) { /* gives the kept memory back to the device */
+  while (self->kept) {
+    lunacu_block *block = self->kept;
+    self->kept = block->next;
+    (void)cudaFree(block->at);
+    free(block);
+  }
+}
+
+static void lunacu_close(void *user) {
+  lunacu *self = (lunacu *)user;
+  (void)cudaSetDevice(self->device);
+  if (self->stream) (void)cudaStreamSynchronize(self->stream);
+  lunacu_forget(self);
+  if (self->blas) (void)cublasDestroy(self->blas);
+  if (self->blas_workspace) (void)cudaFree(self->blas_workspace);
+  if (self->partials) (void)cudaFree(self->partials);
+  if (self->staging) (void)cudaFreeHost(self->staging);
+  if (self->stream) (void)cudaStreamDestroy(self->stream);
+  (void)cudaGetLastError();
+  free(self);
+}
+
+/* the sentence of a device that cannot be used, or null */
+static const char *lunacu_refusal(int device, int *processors, char *room, size_t size) {
+  int count = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count < 1) snprintf(room, size, "luna_open: there is no CUDA device (%s)", error == cudaSuccess ? "none found" : cudaGetErrorString(error));
+  else if (device >= count) snprintf(room, size, "luna_open: there is no CUDA device %d (there are %d, from 0)", device, count);
+  else if ((error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) != cudaSuccess ||
+           (error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) != cudaSuccess ||
+           (error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess || (error = cudaSetDevice(device)) != cudaSuccess)
+    snprintf(room, size, "luna_open: CUDA device %d: %s", device, cudaGetErrorString(error));
+  else if (major < 8) snprintf(room, size, "luna_open: CUDA device %d has compute capability %d.%d; 8.0 or newer is needed", device, major, minor);
+  else return NULL;
+  (void)cudaGetLastError();
+  return room;
+}
+
+static luna_cuda_math lunacu_math_of(const luna_ctx *ctx);
+static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
+  char sentence[256];
+  const int device = number - 1;     /* tensors say 0 for the CPU */
+  int processors = 0;
+  const char *wrong = lunacu_refusal(device, &processors, sentence, sizeof sentence);
+  if (wrong) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, wrong);
+  lunacu *self = (lunacu *)calloc(1, sizeof *self);
+  if (!self) return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_open: no memory for what a context keeps of its CUDA device");
+  self->device = device;
+  self->processors = processors;
+  self->math = lunacu_math_of(ctx);
+  cudaError_t error = cudaStreamCreateWithFlags(&self->stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING, cudaHostAllocDefault);
+  if (error == cudaSuccess) error = cudaMalloc(&self->blas_workspace, LUNACU_BLAS_WORKSPACE);
+  if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS * sizeof(double));
+  if (error != cudaSuccess) snprintf(sentence, sizeof sentence, "luna_open: CUDA device %d: %s", device, cudaGetErrorString(error));
+  else {
+    cublasStatus_t status = cublasCreate(&self->blas);
+    if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(self->blas, self->stream);
+    if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetWorkspace(self->blas, self->blas_workspace, LUNACU_BLAS_WORKSPACE);
+    if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetAtomicsMode(self->blas, CUBLAS_ATOMICS_NOT_ALLOWED);
+    if (status == CUBLAS_STATUS_SUCCESS) {
+      *out = self;
+      return LUNA_OK;
+    }
+    snprintf(sentence, sizeof sentence, "luna_open: cuBLAS on CUDA device %d: %s", device, cublasGetStatusString(status));
+  }
+  lunacu_close(self);
+  return luna_backend_fail(ctx, error == cudaErrorMemoryAllocation ? LUNA_OUT_OF_MEMORY : LUNA_DEVICE_FAILED, sentence);
+}
+
+/* Memory is given out again where it fits without much waste: the stream's order makes that safe without waiting. */
+static void *lunacu_allocate(void *user, size_t bytes) {
+  lunacu *self = (lunacu *)user;
+  lunacu_block **at, **best = NULL, *block;
+  void *memory = NULL;
+  if (!self || cudaSetDevice(self->device) != cudaSuccess) return NULL;
+  for (at = &self->kept; *at; at = &(*at)->next)
+    if ((*at)->bytes >= bytes && (*at)->bytes / 4 * 3 <= bytes && (!best || (*at)->bytes < (*best)->bytes)) best = at;
+  if (best) {
+    block = *best;
+    *best = block->next;
+    memory = block->at;
+    free(block);
+    return memory;
+  }
+  if (cudaMalloc(&memory, bytes ? bytes : 1) == cudaSuccess) return memory;
+  (void)cudaGetLastError();
+  lunacu_forget(self);
+  if (cudaMalloc(&memory, bytes ? bytes : 1) == cudaSuccess) return memory;
+  (void)cudaGetLastError();          /* luna.h says what there was no memory for */
+  return NULL;
+}
+static void lunacu_release(void *user, void *memory, size_t bytes) {
+  lunacu *self = (lunacu *)user;
+  lunacu_block *block = (lunacu_block *)malloc(sizeof *block);
+  if (!block) {
+    (void)cudaFree(memory);
+    return;
+  }
+  block->next = self->kept;
+  block->at = memory;
+  block->bytes = bytes;
+  self->kept = block;
+}
+
+/* Values carried by the launch itself: a graph that is being captured keeps them, where memory of the host would have to stay */
+#define LUNACU_CARRIED 960
+struct lunacu_carried { uint32_t word[LUNACU_CARRIED]; };
+__global__ void lunacu_write_kernel(lunacu_carried carried, uint32_t *to, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = carried.word[i];
+}
+static luna_status lunacu_carry(luna_ctx *ctx, void *to, const void *from, size_t bytes) {
+  lunacu_carried carried;
+  for (size_t at = 0; at < bytes; at += sizeof carried) {
+    const size_t part = bytes - at < sizeof carried ? bytes - at : sizeof carried;
+    memcpy(carried.word, (const char *)from + at, part);
+    LUNACU_LAUNCH(lunacu_write_kernel, 1, LUNACU_BLOCK, 0, lunacu_self(ctx)->stream, carried, (uint32_t *)((char *)to + at), (int)(part / 4));
+  }
+  return lunacu_done(ctx, "copy to the device");
+}
+
+static luna_status lunacu_to_device(luna_ctx *ctx, void *to, const void *from, size_t bytes) {
+  lunacu *self = lunacu_self(ctx);
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  cudaError_t error = cudaStreamIsCapturing(self->stream, &capturing);
+  if (error != cudaSuccess) return lunacu_check(ctx, error, "copy to the device");
+  if (bytes % 4 == 0 && (bytes <= 64 || capturing != cudaStreamCaptureStatusNone)) return lunacu_carry(ctx, to, from, bytes);
+  while (bytes > 0 && error == cudaSuccess) {
+    const size_t part = bytes < LUNACU_STAGING ? bytes : LUNACU_STAGING;
+    if (self->staged + part > LUNACU_STAGING) {
+      error = cudaStreamSynchronize(self->stream);
+      self->staged = 0;
+    }
+    if (error != cudaSuccess) break;
+    memcpy(self->staging + self->staged, from, part);
+    error = cudaMemcpyAsync(to, self->staging + self->staged, part, cudaMemcpyHostToDevice, self->stream);
+    self->staged += (part + 255) / 256 * 256;
+    to = (char *)to + part;
+    from = (const char *)from + part;
+    bytes -= part;
+  }
+  return lunacu_check(ctx, error, "copy to the device");
+}
+/* Pieces no longer than the distance between the two do not overlap; luna.h moves memory only downwards. */
+static luna_status lunacu_within(luna_ctx *ctx, char *to, const char *from, size_t bytes) {
+  const size_t distance = from > to ? (size_t)(from - to) : (size_t)(to - from);
+  const size_t part = to < from && distance < bytes ? distance : bytes;
+  cudaError_t error = cudaSuccess;
+  for (size_t at = 0; at < bytes && distance > 0 && error == cudaSuccess; at += part)
+    error = cudaMemcpyAsync(to + at, from + at, bytes - at < part ? bytes - at : part, cudaMemcpyDeviceToDevice, lunacu_self(ctx)->stream);
+  return lunacu_check(ctx, error, "copy on the device");
+}
+static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  lunacu *self = lunacu_self(ctx);
+  if (!self) return LUNA_DEVICE_FAILED;
+  cudaError_t error = cudaSetDevice(self->device);
+  if (error != cudaSuccess) return lunacu_check(ctx, error, "copy");
+  if (bytes == 0) return LUNA_OK;
+  if (direction == 0) return lunacu_within(ctx, (char *)to, (const char *)from, bytes);
+  if (direction == 1) return lunacu_to_device(ctx, to, from, bytes);
+  error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, self->stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(self->stream);
+  self->staged = 0;
+  return lunacu_check(ctx, error, "copy to the host");
+}
+static luna_status lunacu_zero(luna_ctx *ctx, void *at, size_t bytes) {
+  if (!lunacu_self(ctx)) return LUNA_DEVICE_FAILED;
+  return bytes ? lunacu_check(ctx, cudaMemsetAsync(at, 0, bytes, lunacu_self(ctx)->stream), "zero") : LUNA_OK;
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>maps: shapes, elementwise rows, sums and maxima over an axis
+   ---------------------------------------------------------------------------------------------------------------------- */
+
+/* whether vectors of four floats fit: a row of `unit` floats is whole vectors, and all of these lie on 16 bytes */
+template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) { return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0; }
+/* W floats at p, which lies on 16 bytes when W > 1 */
+template <int W> __device__ __forceinline__ void lunacu_get(const float *p, float (&v)[W]) {
+  if constexpr (W == 1) v[0] = *p;
+  else
+    LUNACU_UNROLL for (int i = 0; i < W; i += 4) {
+      const float4 four = *(const float4 *)(p + i);
+      v[i] = four.x;
+      v[i + 1] = four.y;
+      v[i + 2] = four.z;
+      v[i + 3] = four.w;
+    }
+}
+/* p = v, or p += v */
+template <int W> __device__ __forceinline__ void lunacu_put(float *p, float (&v)[W], bool add) {
+  if (add) {
+    float old[W];
+    lunacu_get(p, old);
+    LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] += old[i];
+  }
+  if constexpr (W == 1) *p = v[0];
+  else
+    LUNACU_UNROLL for (int i = 0; i < W; i += 4) *(float4 *)(p + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+}
+
+/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i, a multiple of W, on. y may be where f reads. */
+template <int W, class F> __global__ void lunacu_map_kernel(int64_t count, float *y, bool add, F f) {
+  for (int64_t i = lunacu_index(); i < count / W; i += lunacu_stride()) {
+    float v[W];
+    f.at(i * W, v);
+    lunacu_put(y + i * W, v, add);
+  }
+  if (W > 1 && lunacu_index() < count % W) {
+    const int64_t i = count / W * W + lunacu_index();
+    float v[1];
+    f.at(i, v);
+    lunacu_put(y + i, v, add);
+  }
+}
+/* `wide`: f's pointers and rows allow vectors */
+template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t count, float *y, bool add, bool wide, const F &f) {
+  const cudaStream_t stream = lunacu_stream(op);
+  if (count == 0) return;
+  if (wide && lunacu_wide(0, y)) LUNACU_LAUNCH((lunacu_map_kernel<W, F>), lunacu_blocks(count, W * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y, add, f);
+  else LUNACU_LAUNCH((lunacu_map_kernel<1, F>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y, add, f);
+}
+
+/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once. A block's threads are `columns` columns of `lanes` lanes that share the
+   rows, as often as there is room; rows are split among blocks where the columns alone are too few, and the parts then added in order. Sums are of
+   at most 64 floats a lane, then in double. --- */
+#define LUNACU_SUMS 5                /* the most at once */
+#define LUNACU_ENOUGH (1 << 20)      /* threads that keep a GPU busy for long enough */
+struct lunacu_sums {
+  int64_t outer, rows, n, splits, length; /* length: rows of a split */
+  int columns, lanes;
+  __host__ __device__ int64_t units() const { return outer * splits * ((n + columns - 1) / columns); } /* one: the columns and lanes that share rows */
+  __host__ __device__ int at_once() const { return LUNACU_BLOCK / (columns * lanes); }                 /* units of a block */
+  unsigned blocks() const { return lunacu_blocks(units(), at_once()); }
+};
+static lunacu_sums lunacu_sums_of(int64_t outer, int64_t rows, int64_t n, bool split) {
+  lunacu_sums s = {outer, rows, n, 1, rows, 1, 1};
+  const int widest = split || outer * n >= LUNACU_ENOUGH / 64 ? LUNACU_WARP : 8; /* few columns: more lanes for each */
+  while (s.columns < widest && s.columns < n) s.columns *= 2;
+  while (s.columns * s.lanes < LUNACU_BLOCK && s.lanes * 8 < rows) s.lanes *= 2;
+  const int64_t threads = outer * lunacu_divide_up(n, s.columns) * s.columns * s.lanes, most = rows / (16 * s.lanes);
+  if (!split || most < 2 || threads == 0 || threads > LUNACU_ENOUGH / 2) return s;
+  s.length = lunacu_divide_up(rows, LUNACU_ENOUGH / threads < most ? LUNACU_ENOUGH / threads : most);
+  s.splits = lunacu_divide_up(rows, s.length);
+  return s;
+}
+static int64_t lunacu_sums_floats(const lunacu_sums &s, int sums) { return s.splits > 1 ? s.splits * s.outer * sums * s.n : 0; } /* of parts */
+/* what a thread of the block that has units `first` on works at */
+struct lunacu_place {
+  int64_t o, split, j;
+  int lane;
+  bool mine;
+  __device__ lunacu_place(const lunacu_sums &s, int64_t first) {
+    const int64_t tiles = (s.n + s.columns - 1) / s.columns, unit = first + threadIdx.x / (s.columns * s.lanes);
+    lane = threadIdx.x / s.columns % s.lanes;
+    j = unit % tiles * s.columns + threadIdx.x % s.columns;
+    split = unit / tiles % s.splits;
+    o = unit / tiles / s.splits;
+    mine = o < s.outer && j < s.n;
+  }
+};
+#define LUNACU_EACH_UNIT(s, first) for (int64_t first = (int64_t)blockIdx.x * (s).at_once(); first < (s).units(); first += (int64_t)gridDim.x * (s).at_once())
+
+/* where sums go: number k of [outer, parts, n] to to[part][(o n + j) stride], or nowhere */
+struct lunacu_sums_to {
+  float *to[LUNACU_SUMS];
+  int64_t stride[LUNACU_SUMS], n;
+  int parts;
+  float factor;
+  bool add;
+  __device__ void put(int64_t k, double sum) const {
+    const int part = (int)(k / n % parts);
+    LUNACU_UNROLL for (int q = 0; q < LUNACU_SUMS; q++)
+      if (q == part && to[q]) {
+        float *at = to[q] + (k / n / parts * n + k % n) * stride[q];
+        *at = (float)((add ? (double)*at : 0) + sum * (double)factor);
+      }
+  }
+};
+template <int Q, class F> __global__ void lunacu_sums_kernel(F f, lunacu_sums s, lunacu_sums_to to, float *partial) {
+  LUNACU_SHARED(double, part, Q * LUNACU_BLOCK);
+  LUNACU_EACH_UNIT(s, first) {
+    const lunacu_place at(s, first);
+    const int me = threadIdx.x;
+    double total[Q] = {};
+    if (at.mine)
+      for (int64_t r = at.split * s.length + at.lane, end = min(s.rows, (at.split + 1) * s.length); r < end;) {
+        float sum[Q] = {};
+        LUNACU_UNROLL for (const int64_t stop = min(end, r + 64 * s.lanes); r < stop; r += s.lanes) f.add(at.o, r, at.j, sum);
+        LUNACU_UNROLL for (int q = 0; q < Q; q++) total[q] += (double)sum[q];
+      }
+    LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] = total[q];
+    __syncthreads();
+    for (int half = s.lanes / 2; half > 0; half /= 2) {
+      if (at.lane < half)
+        LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] += part[q * LUNACU_BLOCK + me + half * s.columns];
+      __syncthreads();
+    }
+    LUNACU_UNROLL for (int q = 0; q < Q && at.mine && at.lane == 0; q++) {
+      const int64_t k = (at.o * Q + q) * s.n + at.j;
+      if (partial) partial[at.split * s.outer * Q * s.n + k] = (float)part[q * LUNACU_BLOCK + me];
+      else to.put(k, part[q * LUNACU_BLOCK + me]);
+    }
+    __syncthreads();
+  }
+}
+struct lunacu_column {               /* f: x[o, r, j] */
+  const float *x;
+  int64_t rows, n;
+  __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += x[(o * rows + r) * n + j]; }
+};
+struct lunacu_column_product {       /* f: a[r, j] b[r, j] */
+  const float *a, *b;
+  int64_t n;
+  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += a[r * n + j] * b[r * n + j]; }
+};
+/* parts [splits, count], added in order */
+static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial, const lunacu_sums_to &to) {
+  const lunacu_sums s = lunacu_sums_of(1, splits, count, false);
+  const lunacu_column f = {partial, splits, count};
+  LUNACU_LAUNCH((lunacu_sums_kernel<1, lunacu_column>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to, (float *)NULL);
+}
+/* partial: lunacu_sums_floats */
+template <int Q, class F> static void lunacu_sums_run(const luna_op *op, const lunacu_sums &s, const F &f, const lunacu_sums_to &to, float *partial) {
+  if (s.outer * s.n == 0) return;
+  LUNACU_LAUNCH((lunacu_sums_kernel<Q, F>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to, s.splits > 1 ? partial : (float *)NULL);
+  if (s.splits > 1) lunacu_sums_end(op, s.splits, s.outer * Q * s.n, partial, to);
+}
+
+/* --- rows of a part: to[r, c] = (or +=) from[r, c] for c < width, rows to_row and from_row apart: slice, concat, repeat --- */
+template <int W> __global__ void lunacu_part_kernel(int64_t rows, int64_t width, const float *from, int64_t from_row, float *to, int64_t to_row, bool add) {
+  for (int64_t i = lunacu_index(); i < rows * (width / W); i += lunacu_stride()) {
+    const int64_t r = i / (width / W), c = i % (width / W) * W;
+    float v[W];
+    lunacu_get(from + r * from_row + c, v);
+    lunacu_put(to + r * to_row + c, v, add);
+  }
+}
+static void lunacu_part(const luna_op *op, int64_t rows, int64_t width, const float *from, int64_t from_row, float *to, int64_t to_row, bool add) {
+  const cudaStream_t stream = lunacu_stream(op);
+  const int64_t count = rows * width;
+  if (count == 0) return;
+  if (lunacu_wide(width | from_row | to_row, from, to))
+    LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
+  else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
+}
+/* a part of an axis lies in rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of one of the axis */
+struct lunacu_axis { int64_t rows, width, stride, unit; };
+static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *part, int64_t axis) {
+  lunacu_axis a = {1, 0, 0, 1};
+  for (int64_t i = 0; i < axis; i++) a.rows *= whole->shape[i];
+  for (int64_t i = axis + 1; i < whole->rank; i++) a.unit *= whole->shape[i];
+  a.width = part->shape[axis] * a.unit;
+  a.stride = whole->shape[axis] * a.unit;
+  return a;
+}
+
+/* slice: size axis, start */
+static void lunacu_slice_query(luna_op *op) { (void)op; }
+static luna_status lunacu_slice_forward(luna_op *op) {
+  const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->size[0]);
+  lunacu_part(op, a.rows, a.width, op->in[0]->data + op->size[1] * a.unit, a.stride, op->out[0]->data, a.width, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_slice_backward(luna_op *op) {
+  const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->size[0]);
+  lunacu_part(op, a.rows, a.width, op->out[0]->grad, a.width, op->in[0]->grad + op->size[1] * a.unit, a.stride, true);
+  return lunacu_row_done(op);
+}
+
+/* concat: size axis */
+static void lunacu_concat_query(luna_op *op) { op->set = (1 << op->inputs) - 1; }
+static luna_status lunacu_concat_run(luna_op *op, bool back) {
+  int64_t start = 0;
+  for (int i = 0; i < op->inputs; i++) {
+    const lunacu_axis a = lunacu_axis_of(op->out[0], op->in[i], op->size[0]);
+    if (!back) lunacu_part(op, a.rows, a.width, op->in[i]->data, a.width, op->out[0]->data + start, a.stride, false);
+    else if (op->in[i]->grad) lunacu_part(op, a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width, !lunacu_fresh(op, i));
+    start += a.width;
+  }
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_concat_forward(luna_op *op) { return lunacu_concat_run(op, false); }
+static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_run(op, true); }
+
+/* repeat: size count */
+static void lunacu_repeat_query(luna_op *op) {
+  op->set = 1;
+  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->size[0], luna_count(op->in[0]), true), 1) * sizeof(float);
+}
+static luna_status lunacu_repeat_forward(luna_op *op) {
+  const int64_t n = luna_count(op->in[0]);
+  lunacu_part(op, op->size[0], n, op->in[0]->data, 0, op->out[0]->data, n, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_repeat_backward(luna_op *op) {
+  const int64_t n = luna_count(op->in[0]);
+  const lunacu_column f = {op->out[0]->grad, op->size[0], n};
+  const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 0)};
+  lunacu_sums_run<1>(op, lunacu_sums_of(1, op->size[0], n, true), f, to, (float *)op->workspace);
+  return lunacu_row_done(op);
+}
+
+/* --- permute: `to` has axes of these sizes, one of which moves by `stride` in `from`. Where the last axis stays, vectors of it are fetched; where it
+   does not, tiles go through shared memory, so that both sides are read and written along their last axes. --- */
+struct lunacu_permuted {
+  const float *from;
+  int64_t shape[4], stride[4];
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    const int64_t j = i / shape[3], k = j / shape[2];
+    lunacu_get(from + k / shape[1] * stride[0] + k % shape[1] * stride[1] + j % shape[2] * stride[2] + i % shape[3] * stride[3], v);
+  }
+};
+#define LUNACU_TILE 32
+/* to's last axis, the one that is last in `from`, and the other two: their sizes, and strides in both */
+struct lunacu_swapped { int64_t shape[4], from[4], to[4]; };
+__global__ void lunacu_transpose_kernel(const float *from, lunacu_swapped s, float *to, bool add) {
+  LUNACU_SHARED(float, tile, LUNACU_TILE * (LUNACU_TILE + 1));
+  const int x = threadIdx.x % LUNACU_TILE, y = threadIdx.x / LUNACU_TILE;
+  const int64_t across = (s.shape[0] + LUNACU_TILE - 1) / LUNACU_TILE, down = (s.shape[1] + LUNACU_TILE - 1) / LUNACU_TILE;
+  for (int64_t u = blockIdx.x; u < s.shape[2] * s.shape[3] * down * across; u += gridDim.x) {
+    const int64_t i0 = u % across * LUNACU_TILE, i1 = u / across % down * LUNACU_TILE, i2 = u / across / down % s.shape[2], i3 = u / across / down / s.shape[2];
+    for (int k = y; k < LUNACU_TILE; k += LUNACU_BLOCK / LUNACU_TILE)
+      if (i0 + k < s.shape[0] && i1 + x < s.shape[1])
+        tile[k * (LUNACU_TILE + 1) + x] = from[(i0 + k) * s.from[0] + (i1 + x) * s.from[1] + i2 * s.from[2] + i3 * s.from[3]];
+    __syncthreads();
+    for (int k = y; k < LUNACU_TILE; k += LUNACU_BLOCK / LUNACU_TILE)
+      if (i1 + k < s.shape[1] && i0 + x < s.shape[0]) {
+        float *at = to + (i0 + x) * s.to[0] + (i1 + k) * s.to[1] + i2 * s.to[2] + i3 * s.to[3];
+        *at = (add ? *at : 0) + tile[x * (LUNACU_TILE + 1) + k];
+      }
+    __syncthreads();
+  }
+}
+/* to's axis i is from's axes[i] */
+static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, const int64_t *axes, const float *from, float *to, bool add) {
+  const int rank = shape->rank, pad = 4 - rank;
+  const int64_t count = luna_count(shape);
+  lunacu_permuted f = {from, {1, 1, 1, 1}, {0, 0, 0, 0}};
+  lunacu_swapped s = {};
+  int last = 3, at = 2;
+  for (int i = 0; i < rank; i++) {
+    int64_t stride = 1;
+    for (int inner = (int)axes[i] + 1; inner < rank; inner++) stride *= shape->shape[inner];
+    f.shape[pad + i] = shape->shape[axes[i]];
+    f.stride[pad + i] = stride;
+    if (axes[i] == rank - 1) last = pad + i;
+  }
+  if (count == 0) return;
+  if (last == 3 || f.shape[3] < 8 || f.shape[last] < 8) {
+    lunacu_map(op, count, to, add, last == 3 && lunacu_wide(f.shape[3], from), f);
+    return;
+  }
+  for (int64_t i = 3, stride = 1; i >= 0; stride *= f.shape[i--]) {
+    const int k = i == 3 ? 0 : i == last ? 1 : at++;
+    s.shape[k] = f.shape[i];
+    s.from[k] = f.stride[i];
+    s.to[k] = stride;
+  }
+  const int64_t tiles = lunacu_divide_up(s.shape[0], LUNACU_TILE) * lunacu_divide_up(s.shape[1], LUNACU_TILE) * s.shape[2] * s.shape[3];
+  LUNACU_LAUNCH(lunacu_transpose_kernel, lunacu_blocks(tiles, 1), LUNACU_BLOCK, 0, lunacu_stream(op), from, s, to, add);
+}
+static void lunacu_permute_query(luna_op *op) { op->set = 1; }
+static luna_status lunacu_permute_forward(luna_op *op) {
+  lunacu_permute_run(op, op->in[0], op->size, op->in[0]->data, op->out[0]->data, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_permute_backward(luna_op *op) {
+  int64_t inverse[4] = {0, 0, 0, 0};
+  for (int i = 0; i < op->in[0]->rank; i++) inverse[op->size[i]] = i;
+  lunacu_permute_run(op, op->out[0], inverse, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0));
+  return lunacu_row_done(op);
+}
+
+/* --- add, mul, scale. size[0]: elements of b, which repeats along a --- */
+struct lunacu_binary {
+  const float *a, *b;
+  int64_t n;
+  bool product;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    float other[W];
+    lunacu_get(a + i, v);
+    lunacu_get(b + (i < n ? i : i % n), other);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = product ? v[k] * other[k] : v[k] + other[k];
+  }
+};
+struct lunacu_scaled {
+  const float *x;
+  float factor;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    lunacu_get(x + i, v);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= factor;
+  }
+};
+static void lunacu_binary_run(const luna_op *op, const float *a, const float *b, int64_t n, bool product, float *y, bool add) {
+  const int64_t count = luna_count(op->in[0]);
+  const lunacu_binary f = {a, b, n, product};
+  lunacu_map(op, count, y, add, lunacu_wide(n == count ? 0 : n, a, b), f);
+}
+static void lunacu_scaled_run(const luna_op *op, const float *x, float factor, float *y, bool add) {
+  const lunacu_scaled f = {x, factor};
+  lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
+}
+/* of the gradient of a b that repeats */
+static lunacu_sums lunacu_repeated(const luna_op *op) { return lunacu_sums_of(1, op->size[0] ? luna_count(op->in[0]) / op->size[0] : 0, op->size[0], true); }
+static void lunacu_binary_query(luna_op *op) {
+  op->set = 3;
+  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_repeated(op), 1) * sizeof(float);
+}
+static void lunacu_add_query(luna_op *op) {
+  lunacu_binary_query(op);
+  op->in_place = true;
+  op->take = lunacu_owner(op->in[0]) != lunacu_owner(op->in[1]) ? 1 : 0;
+}
+static luna_status lunacu_add_forward(luna_op *op) {
+  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->size[0], false, op->out[0]->data, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_add_backward(luna_op *op) {
+  const int64_t n = op->size[0];
+  const float *dy = op->out[0]->grad;
+  float *da = op->in[0]->grad, *db = op->in[1]->grad;
+  if (da && da != dy) lunacu_scaled_run(op, dy, 1, da, !lunacu_fresh(op, 0));
+  if (db && n == luna_count(op->in[0])) lunacu_scaled_run(op, dy, 1, db, !lunacu_fresh(op, 1));
+  else if (db) {
+    const lunacu_sums s = lunacu_repeated(op);
+    const lunacu_column f = {dy, s.rows, n};
+    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 1)};
+    lunacu_sums_run<1>(op, s, f, to, (float *)op->workspace);
+  }
+  return lunacu_row_done(op);
+}
+static void lunacu_mul_query(luna_op *op) { lunacu_binary_query(op); }
+static luna_status lunacu_mul_forward(luna_op *op) {
+  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->size[0], true, op->out[0]->data, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_mul_backward(luna_op *op) {
+  const int64_t n = op->size[0];
+  const float *a = op->in[0]->data, *b = op->in[1]->data, *dy = op->out[0]->grad;
+  float *da = op->in[0]->grad, *db = op->in[1]->grad;
+  if (da) lunacu_binary_run(op, dy, b, n, true, da, !lunacu_fresh(op, 0));
+  if (db && n == luna_count(op->in[0])) lunacu_binary_run(op, dy, a, n, true, db, !lunacu_fresh(op, 1));
+  else if (db) {
+    const lunacu_column_product f = {dy, a, n};
+    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 1)};
+    lunacu_sums_run<1>(op, lunacu_repeated(op), f, to, (float *)op->workspace);
+  }
+  return lunacu_row_done(op);
+}
+static void lunacu_scale_query(luna_op *op) {
+  op->in_place = true;
+  op->set = 1;
+}
+static luna_status lunacu_scale_forward(luna_op *op) {
+  lunacu_scaled_run(op, op->in[0]->data, op->number[0], op->out[0]->data, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_scale_backward(luna_op *op) {
+  lunacu_scaled_run(op, op->out[0]->grad, op->number[0], op->in[0]->grad, !lunacu_fresh(op, 0));
+  return lunacu_row_done(op);
+}
+
+/* --- activation: y = act(x), dx = slope(x) dy --- */
+struct lunacu_activated {
+  const float *x;
+  int kind;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    lunacu_get(x + i, v);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_activation(kind, v[k]);
+  }
+};
+struct lunacu_sloped {
+  const float *x, *dy;
+  int kind;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    float given[W];
+    lunacu_get(dy + i, v);
+    lunacu_get(x + i, given);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= lunacu_slope(kind, given[k]);
+  }
+};
+static void lunacu_activation_query(luna_op *op) { op->set = 1; }
+static luna_status lunacu_activation_forward(luna_op *op) {
+  const lunacu_activated f = {op->in[0]->data, (int)op->activation};
+  lunacu_map(op, luna_count(op->in[0]), op->out[0]->data, false, lunacu_wide(0, f.x), f);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_activation_backward(luna_op *op) {
+  const lunacu_sloped f = {op->in[0]->data, op->out[0]->grad, (int)op->activation};
+  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_fresh(op, 0), lunacu_wide(0, f.x, f.dy), f);
+  return lunacu_row_done(op);
+}
+
+/* --- dropout: eight elements a thread, what one Philox block decides --- */
+/* v = drop(v) for elements i on, all of one block of eight or one alone */
+template <int W> __device__ __forceinline__ void lunacu_drops_of(const lunacu_dropout &d, int64_t i, float (&v)[W]) {
+  float factor[W];
+  if (d.threshold == 0) return;
+  if constexpr (W == 8) lunacu_drop8(d, i / 8, factor);
+  else factor[0] = lunacu_drop(d, i);
+  LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_dropped(v[k], factor[k]);
+}
+struct lunacu_drops {
+  const float *x;
+  lunacu_dropout d;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    lunacu_get(x + i, v);
+    lunacu_drops_of(d, i, v);
+  }
+};
+static void lunacu_dropout_query(luna_op *op) { lunacu_scale_query(op); }
+static luna_status lunacu_dropout_run(luna_op *op, const float *x, float *y, bool add) {
+  const lunacu_drops f = {x, lunacu_op_dropout(op)};
+  lunacu_map<8>(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_dropout_forward(luna_op *op) { return lunacu_dropout_run(op, op->in[0]->data, op->out[0]->data, false); }
+static luna_status lunacu_dropout_backward(luna_op *op) { return lunacu_dropout_run(op, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0)); }
+
+/* --- mask: rows from lengths[b] on become `fill`, and what lies there is not read; size[0]: floats a row --- */
+struct lunacu_masked {
+  const float *x;
+  const int32_t *lengths;
+  int64_t n, width;                  /* rows of a sequence, floats of a row */
+  float fill;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    const int64_t row = i / width;
+    if (row % n < lengths[row / n]) lunacu_get(x + i, v);
+    else
+      LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = fill;
+  }
+};
+static void lunacu_mask_query(luna_op *op) { op->set = 1; }
+static luna_status lunacu_mask_run(luna_op *op, const float *x, float fill, float *y, bool add) {
+  const lunacu_masked f = {x, op->lengths, op->in[0]->shape[1], op->size[0], fill};
+  lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(f.width, x), f);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_mask_forward(luna_op *op) { return lunacu_mask_run(op, op->in[0]->data, op->number[0], op->out[0]->data, false); }
+static luna_status lunacu_mask_backward(luna_op *op) { return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_fresh(op, 0)); }
+
+/* --- reduce: size outer, axis, inner; number[0]: the factor (1, or 1/axis for the mean) --- */
+struct lunacu_spread {               /* every row of an axis gets the gradient of their sum */
+  const float *dy;
+  int64_t axis, inner;
+  float factor;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    const float *from = dy + i / (axis * inner) * inner + i % inner;
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = factor * from[inner > 1 ? k : 0];
+  }
+};
+static void lunacu_reduce_query(luna_op *op) {
+  op->set = 1;
+  op->workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(op->size[0], op->size[1], op->size[2], true), 1) * sizeof(float);
+}
+static luna_status lunacu_reduce_forward(luna_op *op) {
+  const lunacu_column f = {op->in[0]->data, op->size[1], op->size[2]};
+  const lunacu_sums_to to = {{op->out[0]->data}, {1}, op->size[2], 1, op->number[0], false};
+  lunacu_sums_run<1>(op, lunacu_sums_of(op->size[0], op->size[1], op->size[2], true), f, to, (float *)op->workspace);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_reduce_backward(luna_op *op) {
+  const lunacu_spread f = {op->out[0]->grad, op->size[1], op->size[2], op->number[0]};
+  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_fresh(op, 0), lunacu_wide(f.inner > 1 ? f.inner : f.axis), f);
+  return lunacu_row_done(op);
+}
+
+/* --- max: size outer, axis, inner. kept: the row of each maximum, the first of equals; a NaN is the greatest --- */
+#define LUNACU_NOWHERE 0xFFFFFFFFu
+__device__ __forceinline__ bool lunacu_beats(float a, uint32_t a_at, float b, uint32_t b_at) {
+  return a != a || b != b ? a != a && (b == b || a_at < b_at) : a > b || (a == b && a_at < b_at);
+}
+__global__ void lunacu_max_kernel(const float *x, lunacu_sums s, float *y, uint32_t *where) {
+  LUNACU_SHARED(float, most, LUNACU_BLOCK);
+  LUNACU_SHARED(uint32_t, place, LUNACU_BLOCK);
+  LUNACU_EACH_UNIT(s, first) {
+    const lunacu_place at(s, first);
+    const int me = threadIdx.x;
+    float best = -INFINITY;
+    uint32_t best_at = LUNACU_NOWHERE;
+    for (int64_t r = at.lane; r < s.rows && at.mine; r += s.lanes) {
+      const float v = x[(at.o * s.rows + r) * s.n + at.j];
+      if (lunacu_beats(v, (uint32_t)r, best, best_at)) {
+        best = v;
+        best_at = (uint32_t)r;
+      }
+    }
+    most[me] = best;
+    place[me] = best_at;
+    __syncthreads();
+    for (int half = s.lanes / 2; half > 0; half /= 2) {
+      const int other = me + half * s.columns;
+      if (at.lane < half && lunacu_beats(most[other], place[other], most[me], place[me])) {
+        most[me] = most[other];
+        place[me] = place[other];
+      }
+      __syncthreads();
+    }
+    if (at.mine && at.lane == 0) {
+      y[at.o * s.n + at.j] = s.rows > 0 ? most[me] : 0.0f;
+      if (where) where[at.o * s.n + at.j] = place[me];
+    }
+    __syncthreads();
+  }
+}
+__global__ void lunacu_max_back_kernel(int64_t count, int64_t axis, int64_t inner, const uint32_t *where, const float *dy, float *dx) {
+  for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) dx[(i / inner * axis + where[i]) * inner + i % inner] += dy[i];
+}
+static void lunacu_max_query(luna_op *op) {
+  if (op->training) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(uint32_t);
+}
+static luna_status lunacu_max_forward(luna_op *op) {
+  const lunacu_sums s = lunacu_sums_of(op->size[0], op->size[1], op->size[2], false);
+  if (s.outer * s.n > 0)
+    LUNACU_LAUNCH(lunacu_max_kernel, s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), op->in[0]->data, s, op->out[0]->data, (uint32_t *)op->kept);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_max_backward(luna_op *op) {
+  const int64_t count = op->size[1] ? luna_count(op->out[0]) : 0;
+  if (count > 0)
+    LUNACU_LAUNCH(lunacu_max_back_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), count, op->size[1], op->size[2],
+                  (const uint32_t *)op->kept, op->out[0]->grad, op->in[0]->grad);
+  return lunacu_row_done(op);
+}
+
+/* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
+struct lunacu_ratios {
+  const float *x;
+  int64_t n;
+  __device__ void at(int64_t i, float (&v)[1]) const {
+    const float *row = x + i / n * (n + 1);
+    v[0] = (row[n] == 0 ? 0 : 1 / row[n]) * row[i % n];
+  }
+};
+/* a warp a row: dx_j (+)= dy_j / last, dlast (+)= -dy . y / last */
+__global__ void lunacu_ratio_back_kernel(int64_t rows, int64_t n, const float *x, const float *y, const float *dy, float *dx, bool add) {
+  const int lane = threadIdx.x % LUNACU_WARP;
+  for (int64_t r = lunacu_index() / LUNACU_WARP; r < rows; r += lunacu_stride() / LUNACU_WARP) {
+    const float last = x[r * (n + 1) + n], inverse = last == 0 ? 0 : 1 / last;
+    float *to = dx + r * (n + 1), dot = 0;
+    for (int64_t c = lane; c < n; c += LUNACU_WARP) {
+      const float g = dy[r * n + c];
+      to[c] = (add ? to[c] : 0) + inverse * g;
+      dot += g * y[r * n + c];
+    }
+    dot = lunacu_warp_sum(dot);
+    if (lane == 0) to[n] = (add ? to[n] : 0) - inverse * dot;
+  }
+}
+static void lunacu_ratio_query(luna_op *op) { op->set = 1; }
+static luna_status lunacu_ratio_forward(luna_op *op) {
+  const lunacu_ratios f = {op->in[0]->data, lunacu_last(op->out[0])};
+  lunacu_map<1>(op, luna_count(op->out[0]), op->out[0]->data, false, false, f);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_ratio_backward(luna_op *op) {
+  const int64_t rows = lunacu_rows(op->in[0]), n = lunacu_last(op->out[0]);
+  if (rows > 0)
+    LUNACU_LAUNCH(lunacu_ratio_back_kernel, lunacu_blocks(rows, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0, lunacu_stream(op), rows, n, op->in[0]->data,
+                  op->out[0]->data, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0));
+  return lunacu_row_done(op);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>gemm: products by cuBLAS, and the rows made of them: matmul, linear, feed-forward
+   ---------------------------------------------------------------------------------------------------------------------- */
+
+/* C = alpha A B (+ C) for `batch` products: A [m, k], B [k, n], C [m, n] dense; strides in floats, of which one of a row's and a column's is 1 */
+struct lunacu_product {
+  const float *a, *b;
+  float *c;
+  int64_t m, n, k, a_row, a_column, b_row, b_column, batch, a_batch, b_batch, c_batch;
+  bool accumulate;
+};
+static lunacu_product lunacu_matrix(const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column, float *c,
+                                    int64_t m, int64_t n, int64_t k, bool accumulate) {
+  return {a, b, c, m, n, k, a_row, a_column, b_row, b_column, 1, 0, 0, 0, accumulate};
+}
+/* cuBLAS counts by columns: C^T = B^T A^T. It takes 32-bit sizes, and a leading dimension of at least 1 even where there is but one row. */
+static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
+  lunacu *self = lunacu_self(ctx);
+  const float one = 1, beta = p.accumulate ? 1.0f : 0.0f;
+  const bool a_flat = p.a_column == 1 && p.a_row >= p.k, b_flat = p.b_column == 1 && p.b_row >= p.n; /* by rows; else by columns */
+  const int64_t lda = a_flat ? p.a_row : p.a_column, ldb = b_flat ? p.b_row : p.b_column;
+  const cublasComputeType_t type = self->math == LUNA_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : self->math == LUNA_CUDA_BF16 ? CUBLAS_COMPUTE_32F_FAST_16BF : CUBLAS_COMPUTE_32F;
+  char sentence[256];
+  if (!p.c || p.m == 0 || p.n == 0 || p.batch == 0) return LUNA_OK;
+  if (p.k == 0) {
+    luna_status status = LUNA_OK;
+    for (int64_t i = 0; i < p.batch && !p.accumulate && status == LUNA_OK; i++) status = lunacu_zero(ctx, p.c + i * p.c_batch, (size_t)(p.m * p.n) * sizeof(float));
+    return status;
+  }
+  if (p.m > INT32_MAX || p.n > INT32_MAX || p.k > INT32_MAX || lda > INT32_MAX || ldb > INT32_MAX || p.batch > INT32_MAX)
+    return luna_backend_fail(ctx, LUNA_UNSUPPORTED, "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
+  const cublasStatus_t status = cublasGemmStridedBatchedEx(
+      self->blas, b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, a_flat ? CUBLAS_OP_N : CUBLAS_OP_T, (int)p.n, (int)p.m, (int)p.k, &one, p.b, CUDA_R_32F, (int)ldb, p.b_batch,
+      p.a, CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type, CUBLAS_GEMM_DEFAULT);
+  if (status == CUBLAS_STATUS_SUCCESS) return LUNA_OK;
+  snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s", (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,
+           self->device, cublasGetStatusString(status));
+  return luna_backend_fail(ctx, LUNA_DEVICE_FAILED, sentence);
+}
+
+/* --- column sums, for the gradients of biases: parts of the rows, then the parts in order --- */
+#define LUNACU_COLUMNS 32            /* a block's columns; 8 of its threads share one */
+static int64_t lunacu_parts(int64_t rows) {
+  const int64_t parts = lunacu_divide_up(rows, 128);
+  return parts < 1 ? 1 : parts > 128 ? 128 : parts;
+}
+__global__ void lunacu_column_parts(const float *__restrict__ x, int64_t rows, int64_t width, float *__restrict__ partial) {
+  LUNACU_SHARED(float, sums, 8 * LUNACU_COLUMNS);
+  const int lane = threadIdx.x % LUNACU_COLUMNS, group = threadIdx.x / LUNACU_COLUMNS;
+  const int64_t column = (int64_t)blockIdx.x * LUNACU_COLUMNS + lane, first = rows * blockIdx.y / gridDim.y, last = rows * (blockIdx.y + 1) / gridDim.y;
+  float sum = 0;
+  for (int64_t r = first + group; r < last && column < width; r += 8) sum += x[r * width + column];
+  sums[group * LUNACU_COLUMNS + lane] = sum;
+  __syncthreads();
+  if (group != 0 || column >= width) return;
+  for (int i = 1; i < 8; i++) sum += sums[i * LUNACU_COLUMNS + lane];
+  partial[blockIdx.y * width + column] = sum;
+}
+__global__ void lunacu_column_total(const float *__restrict__ partial, int64_t parts, int64_t width, float *__restrict__ to) {
+  double sum = 0;
+  const int64_t column = lunacu_index();
+  if (column >= width) return;
+  for (int64_t i = 0; i < parts; i++) sum += (double)partial[i * width + column];
+  to[column] += (float)sum;
+}
+/* to[width] += the sums of x's [rows, width] columns; scratch: lunacu_parts(rows) * width floats */
+static void lunacu_column_sums(const luna_op *op, const float *x, int64_t rows, int64_t width, float *to, float *scratch) {
+  const int64_t parts = lunacu_parts(rows);
+  const dim3 grid((unsigned)lunacu_divide_up(width, LUNACU_COLUMNS), (unsigned)parts);
+  if (!to || rows == 0 || width == 0) return;
+  LUNACU_LAUNCH(lunacu_column_parts, grid, 8 * LUNACU_COLUMNS, 0, lunacu_stream(op), x, rows, width, scratch);
+  LUNACU_LAUNCH(lunacu_column_total, lunacu_blocks(width, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), scratch, parts, width, to);
+}
+
+/* --- what comes between products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
+struct lunacu_ending {
+  const float *x, *bias, *residual;
+  float *pre;
+  int64_t width, first;              /* floats of a row; the number of x's first element in dropout's counting, a multiple of 8 */
+  int activation;
+  bool active_pre;                   /* pre is kept after the activation */
+  lunacu_dropout dropout;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    float other[W];
+    lunacu_get(x + i, v);
+    if (bias) {
+      lunacu_get(bias + i % width, other);
+      LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] += other[k];
+    }
+    if (pre && !active_pre) lunacu_put(pre + i, v, false);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_activation(activation, v[k]);
+    if (pre && active_pre) lunacu_put(pre + i, v, false);
+    lunacu_drops_of(dropout, first + i, v);
+    if (residual) {
+      lunacu_get(residual + i, other);
+      LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] += other[k];
+    }
+  }
+};
+static void lunacu_end(const luna_op *op, int64_t count, float *y, const lunacu_ending &e) {
+  lunacu_map<8>(op, count, y, false, (!e.bias || e.width % 8 == 0) && lunacu_wide(0, e.x, e.bias, e.residual, e.pre), e);
+}
+/* the way back: slope(given) drop(dy); given null: no activation */
+struct lunacu_beginning {
+  const float *dy, *given;
+  int64_t first;
+  int activation;
+  lunacu_dropout dropout;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    float x[W];
+    lunacu_get(dy + i, v);
+    lunacu_drops_of(dropout, first + i, v);
+    if (!given) return;
+    lunacu_get(given + i, x);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= lunacu_slope(activation, x[k]);
+  }
+};
+static void lunacu_begin_back(const luna_op *op, int64_t count, float *y, const lunacu_beginning &b) { lunacu_map<8>(op, count, y, false, lunacu_wide(0, b.dy, b.given), b); }
+/* a residual input's gradient, where it is not out[0]'s very own */
+static void lunacu_residual_backward(const luna_op *op, int at) {
+  const float *dy = op->out[0]->grad;
+  if (at >= op->inputs || !lunacu_grad(op, at) || op->in[at]->grad == dy) return;
+  lunacu_map(op, luna_count(op->out[0]), op->in[at]->grad, true, lunacu_wide(0, dy), lunacu_scaled{dy, 1.0f});
+}
+
+/* --- matmul: size outer, inner, m, n, k (b has `inner` matrices, a outer * inner); flags: transposed --- */
+static luna_status lunacu_matmul_product(luna_op *op, int which) {
+  const int64_t outer = op->size[0], inner = op->size[1], m = op->size[2], n = op->size[3], k = op->size[4];
+  const bool ta = op->flag[0], tb = op->flag[1];
+  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
+  const int64_t ar = ta ? 1 : k, ac = ta ? m : 1, br = tb ? 1 : n, bc = tb ? k : 1; /* of A [m, k] and B [k, n] */
+  lunacu_product p;
+  int64_t a_size, b_size, c_size;    /* of one matrix of each */
+  bool b_shared = which != 2, a_shared = false, c_shared = which == 2; /* among `outer` */
+  if (which == 0) {
+    p = lunacu_matrix(x->data, ar, ac, w->data, br, bc, y->data, m, n, k, false);
+    a_size = m * k; b_size = k * n; c_size = m * n;
+  } else if (which == 1 && ta) {     /* dA^T = B dC^T */
+    p = lunacu_matrix(w->data, br, bc, y->grad, 1, n, x->grad, k, m, n, true);
+    a_size = k * n; b_size = m * n; c_size = m * k;
+    a_shared = true;
+    b_shared = false;
+  } else if (which == 1) {           /* dA = dC B^T */
+    p = lunacu_matrix(y->grad, n, 1, w->data, bc, br, x->grad, m, k, n, true);
+    a_size = m * n; b_size = k * n; c_size = m * k;
+  } else if (tb) {                   /* dB^T = dC^T A */
+    p = lunacu_matrix(y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m, true);
+    a_size = m * n; b_size = m * k; c_size = k * n;
+  } else {                           /* dB = A^T dC */
+    p = lunacu_matrix(x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m, true);
+    a_size = m * k; b_size = m * n; c_size = k * n;
+  }
+  if (!p.c || outer * inner == 0) return LUNA_OK;
+  if (inner == 1 && !ta) {           /* one b for all: the batch is more rows */
+    if (which < 2) p.m *= outer;
+    else p.k *= outer;
+    return lunacu_gemm(op->ctx, p);
+  }
+  /* a launch for each of the fewer, unless the sum over `outer` wants its order */
+  const bool along_outer = which != 2 && outer > inner;
+  const int64_t launches = along_outer ? inner : outer;
+  p.batch = along_outer ? outer : inner;
+  p.a_batch = along_outer ? (a_shared ? 0 : a_size * inner) : a_size;
+  p.b_batch = along_outer ? (b_shared ? 0 : b_size * inner) : b_size;
+  p.c_batch = along_outer ? (c_shared ? 0 : c_size * inner) : c_size;
+  for (int64_t i = 0; i < launches; i++) {
+    lunacu_product part = p;
+    part.a += along_outer ? i * a_size : a_shared ? 0 : i * a_size * inner;
+    part.b += along_outer ? i * b_size : b_shared ? 0 : i * b_size * inner;
+    part.c += along_outer ? i * c_size : c_shared ? 0 : i * c_size * inner;
+    const luna_status status = lunacu_gemm(op->ctx, part);
+    if (status != LUNA_OK) return status;
+  }
+  return LUNA_OK;
+}
+static void lunacu_matmul_query(luna_op *op) { (void)op; }
+static luna_status lunacu_matmul_forward(luna_op *op) { return lunacu_matmul_product(op, 0); }
+static luna_status lunacu_matmul_backward(luna_op *op) {
+  const luna_status status = lunacu_matmul_product(op, 1);
+  return status == LUNA_OK ? lunacu_matmul_product(op, 2) : status;
+}
+
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation --- */
+static bool lunacu_linear_changes(const luna_op *op) { return op->activation != LUNA_NONE || op->last_dropout > 0; }
+static void lunacu_linear_query(luna_op *op) {
+  char *at = NULL;
+  op->set = 1;
+  op->take = lunacu_owner(op->in[3]) != lunacu_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
+  if (op->training && op->activation != LUNA_NONE) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
+  if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
+  (void)lunacu_take(&at, lunacu_parts(lunacu_rows(op->in[0])) * lunacu_last(op->out[0]));
+  op->backward_workspace_size = (size_t)(uintptr_t)at;
+}
+static luna_status lunacu_linear_forward(luna_op *op) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
+  const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(x->data, in, 1, op->in[1]->data, 1, in, y->data, rows, out, in, false));
+  if (status != LUNA_OK) return status;
+  if (op->in[2] || op->in[3] || lunacu_linear_changes(op))
+    lunacu_end(op, luna_count(y), y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3), op->kept_size ? (float *)op->kept : NULL, out, 0, (int)op->activation, false, lunacu_last_dropout(op)});
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_linear_backward(luna_op *op) {
+  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
+  const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
+  char *at = (char *)op->workspace;
+  float *dy = y->grad;
+  luna_status status;
+  if (lunacu_linear_changes(op)) {
+    dy = lunacu_take(&at, luna_count(y));
+    lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_NONE ? (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
+  }
+  status = lunacu_gemm(op->ctx, lunacu_matrix(dy, out, 1, w->data, in, 1, x->grad, rows, in, out, !lunacu_fresh(op, 0)));
+  if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, out, x->data, in, 1, w->grad, out, in, rows, true));
+  if (status != LUNA_OK) return status;
+  lunacu_column_sums(op, dy, rows, out, lunacu_grad(op, 2), (float *)at);
+  lunacu_residual_backward(op, 3);
+  return lunacu_row_done(op);
+}
+
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows; flag: keep nothing of the
+   hidden layer. kept: what ReLU makes of it, or what another activation is given --- */
+#define LUNACU_FFN_ROWS 16384
+struct lunacu_ffn {
+  int64_t rows, in, hidden, out, block; /* rows in all, and of a block */
+  float *given, *a, *dh, *dy, *scratch;
+};
+/* where the parts of a block lie in the workspace, and its bytes; a: what W2 is given, its own only where it is not `given` */
+static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, void *workspace) {
+  char *at = (char *)workspace;
+  *f = {};
+  f->rows = lunacu_rows(op->in[0]);
+  f->in = lunacu_last(op->in[0]);
+  f->hidden = lunacu_last(op->in[3]);
+  f->out = lunacu_last(op->out[0]);
+  f->block = f->rows < LUNACU_FFN_ROWS ? f->rows : LUNACU_FFN_ROWS;
+  if (op->kept_size == 0) f->given = lunacu_take(&at, f->block * f->hidden);
+  if (op->activation != LUNA_RELU || op->dropout > 0) f->a = lunacu_take(&at, f->block * f->hidden);
+  if (backward) f->dh = lunacu_take(&at, f->block * f->hidden);
+  if (backward && op->last_dropout > 0) f->dy = lunacu_take(&at, f->block * f->out);
+  if (backward) f->scratch = lunacu_take(&at, lunacu_parts(f->block) * (f->hidden > f->out ? f->hidden : f->out));
+  return (size_t)(at - (char *)workspace);
+}
+static void lunacu_feed_forward_query(luna_op *op) {
+  lunacu_ffn f;
+  op->set = 1;
+  op->take = 1 << 5;
+  op->kept_size = op->training && !op->flag[0] ? (size_t)(lunacu_rows(op->in[0]) * lunacu_last(op->in[3])) * sizeof(float) : 0;
+  op->workspace_size = lunacu_ffn_start(op, &f, false, NULL);
+  op->backward_workspace_size = lunacu_ffn_start(op, &f, true, NULL);
+}
+/* the hidden layer of `rows` rows from `first` on: given, and a; `again`: given is there already */
+static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, int64_t first, int64_t rows, float *given, float *a, bool again) {
+  const bool relu = op->activation == LUNA_RELU;
+  const lunacu_dropout drop = lunacu_op_dropout(op);
+  if (!again) {
+    const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(op->in[0]->data + first * f.in, f.in, 1, op->in[1]->data, 1, f.in, given, rows, f.hidden, f.in, false));
+    if (status != LUNA_OK) return status;
+    lunacu_end(op, rows * f.hidden, a, {given, lunacu_data(op, 2), NULL, given, f.hidden, first * f.hidden, (int)op->activation, relu, drop});
+  } else if (a != given) lunacu_end(op, rows * f.hidden, a, {given, NULL, NULL, NULL, f.hidden, first * f.hidden, relu ? LUNA_NONE : (int)op->activation, false, drop});
+  return LUNA_OK;
+}
+static luna_status lunacu_feed_forward_forward(luna_op *op) {
+  const luna_tensor *y = op->out[0];
+  lunacu_ffn f;
+  luna_status status = LUNA_OK;
+  lunacu_ffn_start(op, &f, false, op->workspace);
+  for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
+    const int64_t rows = f.rows - first < f.block ? f.rows - first : f.block;
+    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given, *to = y->data + first * f.out;
+    status = lunacu_ffn_hidden(op, f, first, rows, given, a, false);
+    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(a, f.hidden, 1, op->in[3]->data, 1, f.hidden, to, rows, f.out, f.hidden, false));
+    if (status == LUNA_OK && (op->in[4] || op->in[5] || op->last_dropout > 0))
+      lunacu_end(op, rows * f.out, to, {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out, first * f.out, LUNA_NONE, false, lunacu_last_dropout(op)});
+  }
+  return status == LUNA_OK ? lunacu_row_done(op) : status;
+}
+/* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
+static luna_status lunacu_feed_forward_backward(luna_op *op) {
+  const float *w1 = op->in[1]->data, *w2 = op->in[3]->data;
+  float *dx = lunacu_grad(op, 0);
+  lunacu_ffn f;
+  luna_status status = LUNA_OK;
+  lunacu_ffn_start(op, &f, true, op->workspace);
+  lunacu_residual_backward(op, 5);
+  for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
+    const int64_t rows = f.rows - first < f.block ? f.rows - first : f.block;
+    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given, *dy = op->out[0]->grad + first * f.out;
+    const float *x = op->in[0]->data + first * f.in;
+    status = lunacu_ffn_hidden(op, f, first, rows, given, a, op->kept_size > 0);
+    if (op->last_dropout > 0) {
+      lunacu_begin_back(op, rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_NONE, lunacu_last_dropout(op)});
+      dy = f.dy;
+    }
+    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, f.out, a, f.hidden, 1, lunacu_grad(op, 3), f.out, f.hidden, rows, true));       /* dW2 = dy^T a */
+    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, f.out, 1, w2, f.hidden, 1, f.dh, rows, f.hidden, f.out, false));                    /* da = dy W2 */
+    if (status != LUNA_OK) break;
+    lunacu_column_sums(op, dy, rows, f.out, lunacu_grad(op, 4), f.scratch);
+    lunacu_begin_back(op, rows * f.hidden, f.dh, {f.dh, given, first * f.hidden, (int)op->activation, lunacu_op_dropout(op)});
+    lunacu_column_sums(op, f.dh, rows, f.hidden, lunacu_grad(op, 2), f.scratch);
+    status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, 1, f.hidden, x, f.in, 1, lunacu_grad(op, 1), f.hidden, f.in, rows, true));                              /* dW1 = dh^T x */
+    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, f.hidden, 1, w1, f.in, 1, dx ? dx + first * f.in : NULL, rows, f.in, f.hidden, !lunacu_fresh(op, 0))); /* dx = dh W1 */
+  }
+  return status == LUNA_OK ? lunacu_row_done(op) : status;
+}
+
+/* --- custom: the user's functions get tensors on the device, and launch into luna_cuda_stream --- */
+static void lunacu_custom_query(luna_op *op) { (void)op; }
+static luna_status lunacu_custom_forward(luna_op *op) {
+  op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)op->custom.state);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_custom_backward(luna_op *op) {
+  op->custom.backward(op->in, op->inputs, op->out[0], (void *)op->custom.state);
+  return lunacu_row_done(op);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>rows: softmax, layer norm, embedding, cross-entropy, the short convolution
+   ---------------------------------------------------------------------------------------------------------------------- */
+
+/* Rows of n floats, each worked at by a team of 4 to 512 threads of a block: as many as hold the row in 16 registers each, if they can. Lane l has the
+   vectors l, l + team, ... of W floats. */
+#define LUNACU_TEAM 512
+#define LUNACU_HELD 16
+struct lunacu_teams {
+  int64_t rows, n;
+  int team;
+  bool held() const { return n <= team * LUNACU_HELD; }
+  int block() const { return team > LUNACU_WARP ? team : LUNACU_BLOCK; }
+  unsigned blocks() const { return lunacu_blocks(rows, block() / team); }
+};
+static lunacu_teams lunacu_teams_of(int64_t rows, int64_t n) {
+  lunacu_teams t = {rows, n, 4};
+  while (t.team < LUNACU_TEAM && t.team * LUNACU_HELD < n) t.team *= 2;
+  return t;
+}
+/* kernel<W, K>: a lane holds K vectors of four; or none (K = 0) of a row that is too long or not `wide`, and reads its floats each time */
+#define LUNACU_TEAMS(kernel, op, t, blocks, wide, ...) \
+  do { \
+    if ((wide) && (t).held()) LUNACU_LAUNCH((kernel<4, LUNACU_HELD / 4>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
+    else LUNACU_LAUNCH((kernel<1, 0>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
+  } while (0)
+/* all of a block's threads must come, and those of a team get its sum or maximum */
+__device__ __forceinline__ float lunacu_team_sum(int team, float x, lunacu_shared<float> scratch) {
+  if (team > LUNACU_WARP) return lunacu_block_sum(x, scratch);
+  for (int i = team / 2; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
+  return x;
+}
+__device__ __forceinline__ float lunacu_team_max(int team, float x, lunacu_shared<float> scratch) {
+  if (team > LUNACU_WARP) return lunacu_block_max(x, scratch);
+  for (int i = team / 2; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(LUNACU_FULL, x, i));
+  return x;
+}
+/* a lane's part of a row; zeros where there is none */
+template <int W, int K> struct lunacu_held {
+  const float *row;
+  int64_t n;
+  float v[K ? K : 1][W];
+  __device__ __forceinline__ void read(int64_t c, float (&to)[W]) const {
+    LUNACU_UNROLL for (int i = 0; i < W; i++) to[i] = 0;
+    if (c < n) lunacu_get(row + c, to);
+  }
+  __device__ __forceinline__ lunacu_held(const float *row_, int64_t n_, int lane, int team) : row(row_), n(n_) {
+    LUNACU_UNROLL for (int k = 0; k < K; k++) read((lane + k * team) * (int64_t)W, v[k]);
+  }
+  __device__ __forceinline__ void get(int k, int64_t c, float (&to)[W]) const {
+    if constexpr (K == 0) read(c, to);
+    else
+      LUNACU_UNROLL for (int i = 0; i < W; i++) to[i] = v[k][i];
+  }
+};
+#define LUNACU_EACH_ROW(t, first) \
+  for (int64_t first = (int64_t)blockIdx.x * (blockDim.x / (t).team); first < (t).rows; first += (int64_t)gridDim.x * (blockDim.x / (t).team))
+/* k: number of the lane's vector, c: its first column */
+#define LUNACU_EACH_VECTOR(t, k, c) \
+  LUNACU_UNROLL for (int64_t k = 0, c = lane * W; K ? k < K : c < (t).n; k++, c += (t).team * W)
+
+/* --- softmax over the last axis; lengths mask it by axis 0, which has `group` rows a sequence --- */
+__device__ __forceinline__ int64_t lunacu_softmax_width(const lunacu_teams &t, int64_t row, const int32_t *lengths, int64_t group) {
+  return row >= t.rows ? 0 : lengths ? min(t.n, (int64_t)lengths[row / group]) : t.n;
+}
+template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+lunacu_softmax_kernel(lunacu_teams t, const float *x, const int32_t *lengths, int64_t group, float *y) {
+  LUNACU_SHARED(float, scratch, LUNACU_WARP);
+  const int lane = threadIdx.x % t.team;
+  LUNACU_EACH_ROW(t, first) {
+    const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group);
+    const lunacu_held<W, K> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
+    float v[W], e[K ? K : 1][W], most = -INFINITY, sum = 0;
+    LUNACU_EACH_VECTOR(t, k, c) {
+      held.get(k, c, v);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) most = fmaxf(most, v[i]);
+    }
+    most = lunacu_team_max(t.team, most, scratch);
+    const float shift = most > -INFINITY ? most : 0;
+    LUNACU_EACH_VECTOR(t, k, c) {
+      held.get(k, c, v);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) {
+        e[K ? k : 0][i] = c + i < width ? expf(v[i] - shift) : 0;
+        sum += e[K ? k : 0][i];
+      }
+    }
+    sum = lunacu_team_sum(t.team, sum, scratch);
+    const float factor = sum > 0 ? 1 / sum : sum; /* an empty row stays 0, a NaN spreads */
+    LUNACU_EACH_VECTOR(t, k, c) {
+      if (K == 0) held.get(k, c, v);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = c + i < width ? factor * (K ? e[K ? k : 0][i] : expf(v[i] - shift)) : 0;
+      if (c < held.n) lunacu_put(y + row * t.n + c, v, false);
+    }
+  }
+}
+/* dx (+)= y (dy - y . dy) */
+template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, const int32_t *lengths, int64_t group, float *dx, bool add) {
+  LUNACU_SHARED(float, scratch, LUNACU_WARP);
+  const int lane = threadIdx.x % t.team;
+  LUNACU_EACH_ROW(t, first) {
+    const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group), n = row < t.rows ? t.n : 0;
+    const lunacu_held<W, K> ys(y + row * t.n, n, lane, t.team), gs(dy + row * t.n, n, lane, t.team);
+    float v[W], g[W], dot = 0;
+    LUNACU_EACH_VECTOR(t, k, c) {
+      ys.get(k, c, v);
+      gs.get(k, c, g);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) dot += v[i] * g[i];
+    }
+    dot = lunacu_team_sum(t.team, dot, scratch);
+    LUNACU_EACH_VECTOR(t, k, c) {
+      ys.get(k, c, v);
+      gs.get(k, c, g);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = c + i < width ? v[i] * (g[i] - dot) : 0;
+      if (c < n) lunacu_put(dx + row * t.n + c, v, add);
+    }
+  }
+}
+static void lunacu_softmax_query(luna_op *op) { op->set = 1; }
+static int64_t lunacu_softmax_group(const luna_op *op) { return op->in[0]->shape[0] ? lunacu_rows(op->in[0]) / op->in[0]->shape[0] : 1; }
+static luna_status lunacu_softmax_forward(luna_op *op) {
+  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
+  const float *x = op->in[0]->data;
+  float *y = op->out[0]->data;
+  if (t.rows > 0) LUNACU_TEAMS(lunacu_softmax_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, y), x, op->lengths, lunacu_softmax_group(op), y);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_softmax_backward(luna_op *op) {
+  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
+  const float *y = op->out[0]->data, *dy = op->out[0]->grad;
+  float *dx = op->in[0]->grad;
+  const bool wide = lunacu_wide(t.n, y, dy, dx);
+  if (t.rows > 0) LUNACU_TEAMS(lunacu_softmax_back_kernel, op, t, t.blocks(), wide, y, dy, op->lengths, lunacu_softmax_group(op), dx, !lunacu_fresh(op, 0));
+  return lunacu_row_done(op);
+}
+
+/* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of each row --- */
+#define LUNACU_NORM_EPSILON 1e-5f
+template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, const float *bias, float *y, float *kept) {
+  LUNACU_SHARED(float, scratch, LUNACU_WARP);
+  const int lane = threadIdx.x % t.team;
+  LUNACU_EACH_ROW(t, first) {
+    const int64_t row = first + threadIdx.x / t.team;
+    const lunacu_held<W, K> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
+    float v[W], w[W], b[W], sum = 0, squares = 0;
+    LUNACU_EACH_VECTOR(t, k, c) {
+      held.get(k, c, v);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) sum += v[i];
+    }
+    const float center = lunacu_team_sum(t.team, sum, scratch) / (float)t.n; /* rounded: the second pass also finds by how much it is off */
+    sum = 0;
+    LUNACU_EACH_VECTOR(t, k, c) {
+      held.get(k, c, v);
+      LUNACU_UNROLL for (int i = 0; i < W && c < held.n; i++) {
+        sum += v[i] - center;
+        squares += (v[i] - center) * (v[i] - center);
+      }
+    }
+    const float off = lunacu_team_sum(t.team, sum, scratch) / (float)t.n, variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
+    const float r = 1 / sqrtf((variance < 0 ? 0 : variance) + LUNACU_NORM_EPSILON);
+    LUNACU_EACH_VECTOR(t, k, c) {
+      if (c >= held.n) continue;
+      held.get(k, c, v);
+      if (weight) lunacu_get(weight + c, w);
+      if (bias) lunacu_get(bias + c, b);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = (v[i] - center - off) * r * (weight ? w[i] : 1) + (bias ? b[i] : 0);
+      lunacu_put(y + row * t.n + c, v, false);
+    }
+    if (kept && lane == 0 && row < t.rows) {
+      kept[row] = center + off;
+      kept[t.rows + row] = r;
+    }
+  }
+}
+/* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2, n], where K > 0, or null: sums over
+   the block's rows of dy xhat and of dy, by each team in registers, then over its teams in turn. */
+template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
+lunacu_layer_norm_back_kernel(lunacu_teams t, const float *x, const float *weight, const float *kept, const float *dy, float *dx, bool add, float *partial) {
+  LUNACU_SHARED(float, scratch, LUNACU_WARP);
+  LUNACU_SHARED(float, both, 2 * LUNACU_WARP * LUNACU_HELD);
+  const int lane = threadIdx.x % t.team, turns = K && partial ? blockDim.x / t.team : 0;
+  float dweight[K ? K : 1][W] = {}, dbias[K ? K : 1][W] = {};
+  LUNACU_EACH_ROW(t, first) {
+    const int64_t row = first + threadIdx.x / t.team, n = row < t.rows ? t.n : 0;
+    const float mean = n ? kept[row] : 0, r = n ? kept[t.rows + row] : 0;
+    const lunacu_held<W, K> xs(x + row * t.n, n, lane, t.team), gs(dy + row * t.n, n, lane, t.team);
+    float v[W], g[W], w[W], sum = 0, moment = 0;
+    LUNACU_EACH_VECTOR(t, k, c) {
+      if (c >= n) continue;
+      xs.get(k, c, v);
+      gs.get(k, c, g);
+      if (weight) lunacu_get(weight + c, w);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) {
+        const float xhat = (v[i] - mean) * r, gw = weight ? g[i] * w[i] : g[i];
+        sum += gw;
+        moment += gw * xhat;
+        dweight[K ? k : 0][i] += g[i] * xhat;
+        dbias[K ? k : 0][i] += g[i];
+      }
+    }
+    sum = lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
+    moment = lunacu_team_sum(t.team, moment, scratch) / (float)t.n;
+    LUNACU_EACH_VECTOR(t, k, c) {
+      if (c >= n || !dx) continue;
+      xs.get(k, c, v);
+      gs.get(k, c, g);
+      if (weight) lunacu_get(weight + c, w);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = r * ((weight ? g[i] * w[i] : g[i]) - sum - (v[i] - mean) * r * moment);
+      lunacu_put(dx + row * t.n + c, v, add);
+    }
+  }
+  for (int turn = 0; turn < turns; turn++) {
+    float *part = partial + 2 * blockIdx.x * t.n;
+    if ((int)threadIdx.x / t.team == turn)
+      LUNACU_EACH_VECTOR(t, k, c)
+        LUNACU_UNROLL for (int i = 0; i < W && c < t.n; i++) {
+          const int at = (int)c + i, other = LUNACU_WARP * LUNACU_HELD + at;
+          if (turn > 0) {
+            dweight[K ? k : 0][i] += both[at];
+            dbias[K ? k : 0][i] += both[other];
+          }
+          if (turn < turns - 1) {
+            both[at] = dweight[K ? k : 0][i];
+            both[other] = dbias[K ? k : 0][i];
+          } else {
+            part[c + i] = dweight[K ? k : 0][i];
+            part[t.n + c + i] = dbias[K ? k : 0][i];
+          }
+        }
+    __syncthreads();
+  }
+}
+/* the same two sums over all rows, where K = 0 */
+struct lunacu_normed {
+  const float *x, *dy, *kept;
+  int64_t rows, n;
+  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[2]) const {
+    const float g = dy[r * n + j];
+    sum[0] += g * ((x[r * n + j] - kept[r]) * kept[rows + r]);
+    sum[1] += g;
+  }
+};
+/* A team has at most 128 rows, whose float sums are short, and less where that gives too few blocks. */
+static int64_t lunacu_layer_norm_blocks(const lunacu_teams &t) {
+  const int64_t teams = t.block() / t.team, passes = lunacu_divide_up(t.rows, teams * 1024);
+  return lunacu_divide_up(t.rows, teams * (passes < 1 ? 1 : passes > 128 ? 128 : passes));
+}
+static void lunacu_layer_norm_query(luna_op *op) {
+  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
+  const int64_t held = t.held() ? lunacu_layer_norm_blocks(t) * 2 * t.n : 0, sums = lunacu_sums_floats(lunacu_sums_of(1, t.rows, t.n, true), 2);
+  op->set = 1;
+  if (op->training) op->kept_size = (size_t)t.rows * 2 * sizeof(float);
+  if (op->in[1] || op->in[2]) op->backward_workspace_size = (size_t)(held > sums ? held : sums) * sizeof(float);
+}
+static luna_status lunacu_layer_norm_forward(luna_op *op) {
+  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
+  const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *bias = lunacu_data(op, 2);
+  float *y = op->out[0]->data;
+  if (t.rows > 0) LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), x, weight, bias, y, (float *)op->kept);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_layer_norm_backward(luna_op *op) {
+  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
+  const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *dy = op->out[0]->grad, *kept = (const float *)op->kept;
+  float *dx = op->in[0]->grad, *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2), *partial = (float *)op->workspace;
+  const bool sums = dweight || dbias, held = lunacu_wide(t.n, x, weight, dy, dx) && t.held();
+  const lunacu_sums_to to = {{dweight, dbias}, {1, 1}, t.n, 2, 1.0f, true};
+  const int64_t blocks = lunacu_layer_norm_blocks(t);
+  if (t.rows == 0) return LUNA_OK;
+  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, x, weight, kept, dy, dx, !lunacu_fresh(op, 0), sums ? partial : NULL);
+  if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
+  else if (sums) lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
+  return lunacu_row_done(op);
+}
+
+/* --- embedding: in table [V, d]; index: tokens [count] --- */
+struct lunacu_embedded {
+  const float *table;
+  const int32_t *tokens;
+  int64_t d;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const { lunacu_get(table + tokens[i / d] * d + i % d, v); }
+};
+static luna_status lunacu_embedding_forward(luna_op *op) {
+  const lunacu_embedded f = {op->in[0]->data, op->index, lunacu_last(op->in[0])};
+  lunacu_map(op, luna_count(op->out[0]), op->out[0]->data, false, lunacu_wide(f.d, f.table), f);
+  return lunacu_row_done(op);
+}
+/* The gradient: the tokens are sorted with their positions, each token's rows then added in the order of their positions.
+   A key is token 2^32 + position, so that no two are equal. First within chunks of a block, by counting the keys that are less ... */
+__global__ void lunacu_sort_kernel(const int32_t *tokens, int64_t count, uint64_t *keys) {
+  LUNACU_SHARED(int, chunk, LUNACU_BLOCK);
+  for (int64_t start = (int64_t)blockIdx.x * LUNACU_BLOCK; start < count; start += (int64_t)gridDim.x * LUNACU_BLOCK) {
+    const int n = (int)min((int64_t)LUNACU_BLOCK, count - start), me = threadIdx.x;
+    const int mine = me < n ? tokens[start + me] : 0;
+    int rank = 0;
+    chunk[me] = mine;
+    __syncthreads();
+    for (int i = 0; i < n; i++) rank += chunk[i] < mine + (i < me);
+    if (me < n) keys[start + rank] = (uint64_t)mine << 32 | (uint64_t)(start + me);
+    __syncthreads();
+  }
+}
+/* ... then four sorted runs become one: a key's place is its own in its run, and for each of the others the number of keys less than it */
+__global__ void lunacu_merge_kernel(const uint64_t *keys, int64_t count, int64_t run, uint64_t *to) {
+  for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) {
+    const uint64_t key = keys[i];
+    const int64_t own = i / run * run, group = i / (4 * run) * (4 * run);
+    int64_t place = group + i - own;
+    for (int64_t start = group; start < group + 4 * run && start < count; start += run) {
+      int64_t low = start, high = min(start + run, count);
+      while (low < high && start != own) {
+        const int64_t middle = (low + high) / 2;
+        if (keys[middle] < key) low = middle + 1;
+        else high = middle;
+      }
+      place += low - start;
+    }
+    to[place] = key;
+  }
+}
+/* Then sums over runs of one token, by tiles of 32 entries. A run that lies within a tile is added to the gradient. One that goes beyond it leaves what the
+   tile has of it as an entry of the next level: the run that was open before the tile is its first entry, the one open after it its second (zeros when that
+   is the same run), -1 for none. So a token's entries stay side by side, and no thread adds more than 32 rows, whatever the tokens. */
+#define LUNACU_ENTRIES 32
+struct lunacu_level {
+  int64_t count;                     /* entries */
+  const uint64_t *keys;              /* of the first level: token and row; null in others, whose rows are the entries */
+  const int32_t *tokens;
+  const float *rows;
+  int32_t *next_tokens;
+  float *next_rows;
+  __device__ int token(int64_t i) const { return keys ? (int)(keys[i] >> 32) : tokens[i]; }
+  __device__ int64_t row(int64_t i) const { return keys ? (int64_t)(uint32_t)keys[i] : i; }
+};
+template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, int team, float *grad) {
+  const int64_t tiles = (l.count + LUNACU_ENTRIES - 1) / LUNACU_ENTRIES, across = (d + team * W - 1) / (team * W); /* teams over a row */
+  for (int64_t u = lunacu_index() / team; u < tiles * across; u += lunacu_stride() / team) {
+    const int64_t tile = u / across, start = tile * LUNACU_ENTRIES, end = min(start + LUNACU_ENTRIES, l.count);
+    const int64_t c = (u % across * team + lunacu_index() % team) * W; /* the thread's columns, of which there may be none */
+    const int before = start > 0 ? l.token(start - 1) : -1, after = end < l.count ? l.token(end) : -1;
+    int run = l.token(start), entry[2] = {-1, -1};
+    bool opened = run == before;       /* the run was open before the tile */
+    float sum[W] = {};
+    for (int64_t i = start; i < end; i += 4) {
+      int token[4];
+      float v[4][W] = {};
+      LUNACU_UNROLL for (int k = 0; k < 4; k++) {
+        token[k] = i + k < end ? l.token(i + k) : after;
+        if (i + k < end && token[k] >= 0 && c < d) lunacu_get(l.rows + l.row(i + k) * d + c, v[k]);
+      }
+      LUNACU_UNROLL for (int k = 0; k < 4; k++) {
+        if (i + k < end && token[k] != run) {
+          if (opened) entry[0] = run;
+          if (run >= 0 && c < d) lunacu_put(opened ? l.next_rows + 2 * tile * d + c : grad + run * d + c, sum, !opened);
+          run = token[k];
+          opened = false;
+          LUNACU_UNROLL for (int j = 0; j < W; j++) sum[j] = 0;
+        }
+        LUNACU_UNROLL for (int j = 0; j < W && i + k < end; j++) sum[j] += v[k][j];
+      }
+    }
+    const bool open = run == after;
+    if (opened) entry[0] = run;
+    if (open) entry[1] = run;
+    if (run >= 0 && c < d) {
+      if (opened) {
+        lunacu_put(l.next_rows + 2 * tile * d + c, sum, false);
+        LUNACU_UNROLL for (int j = 0; j < W; j++) sum[j] = 0;
+      }
+      if (open) lunacu_put(l.next_rows + (2 * tile + 1) * d + c, sum, false);
+      else if (!opened) lunacu_put(grad + run * d + c, sum, true);
+    }
+    if (l.next_tokens && c < W && u % across == 0) {
+      l.next_tokens[2 * tile] = entry[0];
+      l.next_tokens[2 * tile + 1] = entry[1];
+    }
+  }
+}
+/* Where the keys and the levels lie in the workspace, and its bytes; `run`: the work as well */
+static size_t lunacu_embedding_gradient(const luna_op *op, int64_t count, int64_t d, char *workspace, bool run) {
+  char *at = workspace;
+  uint64_t *keys = (uint64_t *)lunacu_take(&at, 2 * count), *other = (uint64_t *)lunacu_take(&at, 2 * count);
+  lunacu_level l = {count, NULL, NULL, op->out[0]->grad, NULL, NULL};
+  const bool wide = run && lunacu_wide(d, op->out[0]->grad, op->in[0]->grad);
+  int team = 8;
+  if (run) LUNACU_LAUNCH(lunacu_sort_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), op->index, count, keys);
+  for (int64_t length = LUNACU_BLOCK; length < count && run; length *= 4) {
+    LUNACU_LAUNCH(lunacu_merge_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), keys, count, length, other);
+    uint64_t *merged = other;
+    other = keys;
+    keys = merged;
+  }
+  l.keys = keys;
+  while (team < LUNACU_BLOCK && team * (wide ? 4 : 1) < d) team *= 2;
+  for (bool more = count > 0; more;) {
+    const int64_t tiles = lunacu_divide_up(l.count, LUNACU_ENTRIES);
+    const unsigned blocks = lunacu_blocks(tiles * lunacu_divide_up(d, team * (wide ? 4 : 1)), LUNACU_BLOCK / team);
+    more = tiles > 1;
+    l.next_rows = more ? lunacu_take(&at, 2 * tiles * d) : NULL;
+    l.next_tokens = more ? (int32_t *)lunacu_take(&at, 2 * tiles) : NULL;
+    if (wide) LUNACU_LAUNCH((lunacu_level_kernel<4>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, op->in[0]->grad);
+    else if (run) LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, op->in[0]->grad);
+    l = {2 * tiles, NULL, l.next_tokens, l.next_rows, NULL, NULL};
+  }
+  return (size_t)(at - workspace);
+}
+static void lunacu_embedding_query(luna_op *op) {
+  op->backward_workspace_size = lunacu_embedding_gradient(op, lunacu_rows(op->out[0]), lunacu_last(op->in[0]), NULL, false);
+}
+static luna_status lunacu_embedding_backward(luna_op *op) {
+  const int64_t count = lunacu_rows(op->out[0]), d = lunacu_last(op->in[0]);
+  if (count > 0) lunacu_embedding_gradient(op, count, d, (char *)op->workspace, true);
+  return lunacu_row_done(op);
+}
+
+/* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n; index: labels (-1: ignored); number:
+   smoothing, factor. kept: log-sum-exp of each row. One pass: each thread rescales its sum when it meets a new maximum. --- */
+template <int W> __global__ void __launch_bounds__(LUNACU_TEAM)
+lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *labels, float smoothing, float *loss, float *kept) {
+  LUNACU_SHARED(float, scratch, LUNACU_WARP);
+  const int lane = threadIdx.x % t.team;
+  LUNACU_EACH_ROW(t, first) {
+    const int64_t row = first + threadIdx.x / t.team;
+    const int label = row < t.rows ? labels[row] : -1;
+    const float *x = logits + row * t.n;
+    float most = -INFINITY, sum = 0, all = 0;
+    for (int64_t c = lane * W; c < t.n && label >= 0; c += t.team * 8) {
+      float v[8 / W][W], next = most;
+      LUNACU_UNROLL for (int k = 0; k < 8 / W; k++) {
+        const int64_t at = c + k * t.team * W;
+        LUNACU_UNROLL for (int i = 0; i < W; i++) v[k][i] = -INFINITY;
+        if (at < t.n) lunacu_get(x + at, v[k]);
+        LUNACU_UNROLL for (int i = 0; i < W; i++) {
+          next = fmaxf(next, v[k][i]);
+          if (smoothing > 0 && at < t.n) all += v[k][i];
+        }
+      }
+      const float shift = next > -INFINITY ? next : 0;
+      if (next > most) sum *= expf(most - next);
+      LUNACU_UNROLL for (int k = 0; k < 8; k++) sum += expf(v[k / W][k % W] - shift);
+      most = next;
+    }
+    const float largest = lunacu_team_max(t.team, most, scratch), shift = largest > -INFINITY ? largest : 0;
+    if (largest > most) sum *= expf(most - largest);
+    sum = lunacu_team_sum(t.team, sum, scratch);
+    if (smoothing > 0) all = lunacu_team_sum(t.team, all, scratch);
+    if (lane == 0 && row < t.rows) {
+      const double log_sum = (double)logf(sum), mine = label >= 0 ? (double)x[label] : 0;
+      double value = log_sum + ((double)shift - mine);
+      if (smoothing > 0) value += (double)smoothing * (mine - (double)all / (double)t.n);
+      loss[row] = label >= 0 ? (float)value : 0;
+      if (kept) kept[row] = label >= 0 ? (float)((double)shift + log_sum) : 0;
+    }
+  }
+}
+/* dlogits = factor dloss (softmax(logits) - target) */
+struct lunacu_unlikely {
+  const float *logits, *kept, *dloss;
+  const int32_t *labels;
+  int64_t n, rows;
+  float smoothing, factor;
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    const float f = factor * *dloss, base = smoothing / (float)n, hit = f * (1 - smoothing);
+    int64_t row = i / n, c = i % n;
+    int label = labels[row];
+    float lse = kept[row];
+    lunacu_get(logits + i, v);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) {
+      v[k] = label < 0 ? 0 : f * (expf(v[k] - lse) - base) - (c == label ? hit : 0);
+      if (++c == n && ++row < rows) {
+        c = 0;
+        label = labels[row];
+        lse = kept[row];
+      }
+    }
+  }
+};
+static void lunacu_cross_entropy_query(luna_op *op) {
+  const int64_t rows = lunacu_rows(op->in[0]);
+  char *at = NULL;
+  (void)lunacu_take(&at, rows);
+  (void)lunacu_take(&at, lunacu_sums_floats(lunacu_sums_of(1, rows, 1, true), 1));
+  op->set = 1;
+  op->workspace_size = (size_t)(uintptr_t)at;
+  if (op->training) op->kept_size = (size_t)rows * sizeof(float);
+}
+static luna_status lunacu_cross_entropy_forward(luna_op *op) {
+  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
+  const float *logits = op->in[0]->data;
+  char *at = (char *)op->workspace;
+  float *loss = lunacu_take(&at, t.rows), *kept = (float *)op->kept;
+  if (t.rows > 0 && lunacu_wide(t.n, logits))
+    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<4>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->number[0], loss, kept);
+  else if (t.rows > 0)
+    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<1>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->number[0], loss, kept);
+  const lunacu_sums_to to = {{op->out[0]->data}, {1}, 1, 1, op->number[1], false};
+  lunacu_sums_run<1>(op, lunacu_sums_of(1, t.rows, 1, true), lunacu_column{loss, t.rows, 1}, to, (float *)at);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_cross_entropy_backward(luna_op *op) {
+  const luna_tensor *x = op->in[0];
+  const lunacu_unlikely f = {x->data, (const float *)op->kept, op->out[0]->grad, op->index, lunacu_last(x), lunacu_rows(x), op->number[0], op->number[1]};
+  lunacu_map(op, luna_count(x), x->grad, !lunacu_fresh(op, 0), lunacu_wide(0, f.logits), f);
+  return lunacu_row_done(op);
+}
+
+/* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias + sum_i weight_i x_(t - width + 1 + i).
+   A thread has four rows of a channel. Backward: dx_t (+)= sum_i weight_i dy_(t + width - 1 - i). A row that does not exist has no term. --- */
+#define LUNACU_STRIP 4
+struct lunacu_convolution {
+  const float *x, *weight, *bias;    /* x: dy in backward */
+  float *y;
+  int64_t batch, n, d, width;
+  bool back, add;
+};
+__global__ void lunacu_convolution_kernel(lunacu_convolution a) {
+  const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP;
+  for (int64_t i = lunacu_index(); i < a.batch * strips * a.d; i += lunacu_stride()) {
+    const int64_t c = i % a.d, t = i / a.d % strips * LUNACU_STRIP, start = i / a.d / strips * a.n * a.d + c;
+    const int64_t first = a.back ? t : max((int64_t)0, t - a.width + 1), last = min(a.n, t + LUNACU_STRIP + (a.back ? a.width - 1 : 0));
+    float sum[LUNACU_STRIP];
+    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) sum[k] = a.bias ? a.bias[c] : 0;
+    for (int64_t s = first; s < last; s++) {
+      const float v = a.x[start + s * a.d];
+      LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) {
+        const int64_t lag = a.back ? s - t - k : t + k - s;
+        if (lag >= 0 && lag < a.width) sum[k] += a.weight[c * a.width + a.width - 1 - lag] * v;
+      }
+    }
+    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++)
+      if (t + k < a.n) {
+        float *to = a.y + start + (t + k) * a.d;
+        *to = a.add ? *to + sum[k] : sum[k];
+      }
+  }
+}
+/* sums over all rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy */
+struct lunacu_taps {
+  const float *x, *dy;
+  int64_t n, d, width, base;
+  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[5]) const {
+    const float g = dy[r * d + j];
+    LUNACU_UNROLL for (int q = 0; q < 4; q++) {
+      const int64_t lag = width - 1 - base - q;
+      if (lag >= 0 && lag <= r % n) sum[q] += g * x[(r - lag) * d + j];
+    }
+    sum[4] += g;
+  }
+};
+static lunacu_sums lunacu_taps_sums(const luna_op *op) { return lunacu_sums_of(1, op->in[0]->shape[0] * op->in[0]->shape[1], op->in[0]->shape[2], true); }
+static void lunacu_short_convolution_query(luna_op *op) {
+  op->set = 1;
+  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_taps_sums(op), 5) * sizeof(float);
+}
+static void lunacu_convolve(const luna_op *op, const float *x, const float *bias, float *y, bool back, bool add) {
+  const luna_tensor *in = op->in[0];
+  const lunacu_convolution a = {x, op->in[1]->data, bias, y, in->shape[0], in->shape[1], in->shape[2], lunacu_last(op->in[1]), back, add};
+  const int64_t count = a.batch * lunacu_divide_up(a.n, LUNACU_STRIP) * a.d;
+  if (count > 0) LUNACU_LAUNCH(lunacu_convolution_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+}
+static luna_status lunacu_short_convolution_forward(luna_op *op) {
+  lunacu_convolve(op, op->in[0]->data, lunacu_data(op, 2), op->out[0]->data, false, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_short_convolution_backward(luna_op *op) {
+  const int64_t width = lunacu_last(op->in[1]), n = op->in[0]->shape[1], d = op->in[0]->shape[2];
+  float *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2);
+  if (op->in[0]->grad) lunacu_convolve(op, op->out[0]->grad, NULL, op->in[0]->grad, true, !lunacu_fresh(op, 0));
+  for (int64_t base = 0; base < (dweight ? width : dbias ? 1 : 0); base += 4) {
+    const lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, d, width, base};
+    lunacu_sums_to to = {{NULL, NULL, NULL, NULL, base == 0 ? dbias : NULL}, {width, width, width, width, 1}, d, 5, 1.0f, true};
+    for (int q = 0; q < 4 && dweight && base + q < width; q++) to.to[q] = dweight + base + q;
+    lunacu_sums_run<5>(op, lunacu_taps_sums(op), f, to, (float *)op->workspace);
+  }
+  return lunacu_row_done(op);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
+   Forward: a block has a tile of queries and a run of keys, and goes over these a tile at a time: S = Q K^T in registers, P = exp(S - the largest so far)
+   in shared memory, O = O exp(the largest before - now) + P V. Where queries are few, several blocks share the keys; what each of them found (largest, sum,
+   O) is merged in the order of the keys. Values wider than a tile go by chunks of columns, with O in memory between.
+   Backward: waves of scores. One kernel makes P and dS = P (dP - delta) of as many scores as memory is lent for, with P from each row's log-sum-exp and
+   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as plain products. A wave is large enough to fill a GPU and small enough to be lent for one call;
+   products with a long sum and a small result are split, and the parts added in order. Sizes of waves, splits and tiles follow from shapes alone.
+   Causality is exact: a key that a query does not see has weight 0 there, and what is not finite in its value is kept out of the product.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNACU_TILE_THREADS 128
+#define LUNACU_DEPTH 16              /* of a sum, what is in shared memory at a time */
+#define LUNACU_LENT ((int64_t)8 << 20)  /* floats lent for P, for dS and for parts of results, each */
+
+/* four neighbours in shared memory, at a multiple of 16 bytes */
+#ifdef LUNA_CUDA_HOST
+#define LUNACU_ROLLED
+inline float4 lunacu_read4(lunacu_shared<const float> p) { return make_float4(p[0], p[1], p[2], p[3]); }
+inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, float w) { p[0] = x; p[1] = y; p[2] = z; p[3] = w; }
+#else
+#define LUNACU_ROLLED _Pragma("unroll 1")
+__device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
+__device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) { *(float4 *)p = make_float4(x, y, z, w); }
+#endif
+
+/* The factors of four elements from `element` on */
+__device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
+  const int at = (int)(element % 8), first = at / 2;
+  uint32_t w[4], more[4] = {0, 0, 0, 0};
+  lunacu_philox(d, element / 8, w);
+  if (at > 4) lunacu_philox(d, element / 8 + 1, more);
+  const uint32_t a = first == 0 ? w[0] : first == 1 ? w[1] : first == 2 ? w[2] : w[3], b = first == 0 ? w[1] : first == 1 ? w[2] : first == 2 ? w[3] : more[0];
+  const uint32_t c = first == 0 ? w[2] : first == 1 ? w[3] : first == 2 ? more[0] : more[1], low = at % 2 ? a >> 16 | b << 16 : a, high = at % 2 ? b >> 16 | c << 16 : b;
+  factor[0] = (low & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
+  factor[1] = low >> 16 < d.threshold ? 0.0f : d.keep;
+  factor[2] = (high & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
+  factor[3] = high >> 16 < d.threshold ? 0.0f : d.keep;
+}
+
+/* --- products by tiles: C [TALL, WIDE] = A B, of which a thread has rows x columns, fours of neighbours --- */
+template <int TALL, int WIDE> struct lunacu_tile {
+  static constexpr int tall = TALL, wide = WIDE, rows = TALL <= 32 ? 4 : 8, columns = TALL * WIDE / LUNACU_TILE_THREADS / rows, across = WIDE / columns;
+  static_assert(TALL / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
+  static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, room = LUNACU_DEPTH * (a_pitch + b_pitch); /* floats */
+  static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4);
+  static __device__ __forceinline__ int lane() { return threadIdx.x % across; }
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / across * 4; }
+  static __device__ __forceinline__ int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
+  static __device__ __forceinline__ int column(int j) { return j / 4 * column_step + lane() * 4 + j % 4; }
+};
+
+/* four neighbours of a row of memory that has `width` floats: the one at `c` and what follows */
+__device__ __forceinline__ float4 lunacu_get4(const float *row, int c, int width, bool vector) {
+  if (vector && c + 4 <= width) return *(const float4 *)(row + c);
+  return make_float4(c < width ? row[c] : 0, c + 1 < width ? row[c + 1] : 0, c + 2 < width ? row[c + 2] : 0, c + 3 < width ? row[c + 3] : 0);
+}
+__device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float x, float y, float z, float w) {
+  if (vector && c + 4 <= width) *(float4 *)(row + c) = make_float4(x, y, z, w);
+  else {
+    if (c < width) row[c] = x;
+    if (c + 1 < width) row[c + 1] = y;
+    if (c + 2 < width) row[c + 2] = z;
+    if (c + 3 < width) row[c + 3] = w;
+  }
+}
+
+/* A factor of a product in memory: zeros outside rows x width; from row `clean` on what is not finite counts as zero */
+struct lunacu_side {
+  const float *at;
+  int64_t row;
+  int rows, width, clean;
+  bool vector;                       /* may be read by four */
+  __device__ __forceinline__ bool plain(int last_row, int end) const { return vector && last_row < rows && last_row < clean && end <= width; }
+};
+__device__ __forceinline__ float lunacu_finite(float x) { return fabsf(x) < INFINITY ? x : 0; }
+__device__ __forceinline__ float4 lunacu_load4(const lunacu_side &s, int i, int c) {
+  if (i >= s.rows) return make_float4(0, 0, 0, 0);
+  const float4 x = lunacu_get4(s.at + i * s.row, c, s.width, s.vector);
+  return i < s.clean ? x : make_float4(lunacu_finite(x.x), lunacu_finite(x.y), lunacu_finite(x.z), lunacu_finite(x.w));
+}
+/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on: to[step * PITCH + place]. ALONG: the sum goes along rows of the memory */
+template <bool ALONG, int PITCH> __device__ __forceinline__ void lunacu_put4(lunacu_shared<float> to, int i, int c, float4 x) {
+  if (ALONG) {
+    to[c * PITCH + i] = x.x;
+    to[(c + 1) * PITCH + i] = x.y;
+    to[(c + 2) * PITCH + i] = x.z;
+    to[(c + 3) * PITCH + i] = x.w;
+  } else lunacu_write4(to + i * PITCH + c, x.x, x.y, x.z, x.w);
+}
+template <bool ALONG, int SIZE, int PITCH> __device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to, const lunacu_side &s, int first, int k) {
+  constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS, line = ALONG ? LUNACU_DEPTH / 4 : SIZE / 4;
+  constexpr int step = LUNACU_TILE_THREADS / line;
+  const int own = threadIdx.x / line, c = threadIdx.x % line * 4, row = ALONG ? first : k, column = ALONG ? k : first;
+  if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
+  if (s.plain(row + (ALONG ? SIZE : LUNACU_DEPTH) - 1, column + (ALONG ? LUNACU_DEPTH : SIZE))) {
+    const float *from = s.at + (row + own) * s.row + column + c;
+    float4 x[turns];
+    LUNACU_UNROLL
+    for (int t = 0; t < turns; t++) x[t] = *(const float4 *)(from + t * step * s.row);
+    LUNACU_UNROLL
+    for (int t = 0; t < turns; t++) lunacu_put4<ALONG, PITCH>(to, own + t * step, c, x[t]);
+  } else {
+    LUNACU_ROLLED
+    for (int i = own; i < turns * step; i += step) lunacu_put4<ALONG, PITCH>(to, i, c, lunacu_load4(s, row + i, column + c));
+  }
+}
+/* one step of the sum: a and b are a thread's first four of it, the next are a_step and b_step on */
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a, int a_step, lunacu_shared<const float> b, int b_step) {
+  float x[ROWS], y[COLUMNS];
+  LUNACU_UNROLL
+  for (int i = 0; i < ROWS; i += 4) {
+    const float4 v = lunacu_read4(a + i / 4 * a_step);
+    x[i] = v.x; x[i + 1] = v.y; x[i + 2] = v.z; x[i + 3] = v.w;
+  }
+  LUNACU_UNROLL
+  for (int j = 0; j < COLUMNS; j += 4) {
+    const float4 v = lunacu_read4(b + j / 4 * b_step);
+    y[j] = v.x; y[j + 1] = v.y; y[j + 2] = v.z; y[j + 3] = v.w;
+  }
+  LUNACU_UNROLL
+  for (int i = 0; i < ROWS; i++) {
+    LUNACU_UNROLL
+    for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
+  }
+}
+/* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column) */
+template <class T, bool A_ALONG, bool B_ALONG>
+__device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room, const lunacu_side &a, int row, const lunacu_side &b, int column,
+                                                int from, int end) {
+  const lunacu_shared<float> a_room = room, b_room = room + LUNACU_DEPTH * T::a_pitch;
+  for (int k = from; k < end; k += LUNACU_DEPTH) {
+    __syncthreads();
+    lunacu_stage<A_ALONG, T::tall, T::a_pitch>(a_room, a, row, k);
+    lunacu_stage<B_ALONG, T::wide, T::b_pitch>(b_room, b, column, k);
+    __syncthreads();
+    LUNACU_UNROLL
+    for (int i = 0; i < LUNACU_DEPTH; i++)
+      lunacu_outer(sum, a_room + i * T::a_pitch + T::first_row(), T::row_step, b_room + i * T::b_pitch + T::lane() * 4, T::column_step);
+  }
+}
+
+/* --- one head of one batch row --- */
+struct lunacu_attention {            /* as lunai_attention: strides in floats, a batch stride 0 shares */
+  const float *q, *k, *v, *grad_out, *grad_sums;
+  float *out, *lse, *sums, *grad_q, *grad_k, *grad_v;
+  int64_t batch, queries, keys, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
+  int heads, head_dim, value_dim;
+  const int32_t *lengths, *query_offsets, *key_offsets;
+  float scale;
+  bool causal, q_vector, k_vector, v_vector, out_vector; /* _vector: rows, and those of its gradient, may be read by four */
+  lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
+};
+struct lunacu_head {
+  int b, h, queries, keys, query, key; /* how many are real; where a packed sequence begins */
+};
+__device__ __forceinline__ lunacu_head lunacu_head_at(const lunacu_attention &a, int64_t pair) {
+  lunacu_head r;
+  r.b = (int)(pair / a.heads);
+  r.h = (int)(pair % a.heads);
+  r.query = a.query_offsets ? a.query_offsets[r.b] : 0;
+  r.key = a.key_offsets ? a.key_offsets[r.b] : 0;
+  r.queries = a.query_offsets ? a.query_offsets[r.b + 1] - r.query : (int)a.queries;
+  r.keys = a.key_offsets ? a.key_offsets[r.b + 1] - r.key : (int)a.keys;
+  if (a.lengths) r.keys = min(r.keys, max(a.lengths[r.b], 0));
+  if (a.causal) r.keys = min(r.keys, r.queries);
+  return r;
+}
+/* where its row i lies in each: q, k, v, out; in lse and sums; the number of its first weight for dropout */
+__device__ __forceinline__ int64_t lunacu_q_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.q_batch + r.h * a.q_head + ((int64_t)r.query + i) * a.q_row; }
+__device__ __forceinline__ int64_t lunacu_k_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.k_batch + r.h * a.k_head + ((int64_t)r.key + i) * a.k_row; }
+__device__ __forceinline__ int64_t lunacu_v_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.v_batch + r.h * a.v_head + ((int64_t)r.key + i) * a.v_row; }
+__device__ __forceinline__ int64_t lunacu_out_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.out_batch + r.h * a.out_head + ((int64_t)r.query + i) * a.out_row; }
+__device__ __forceinline__ int64_t lunacu_line_at(const lunacu_attention &a, const lunacu_head &r, int i) { return ((a.query_offsets ? r.query : r.b * a.queries) + i) * a.heads + r.h; }
+__device__ __forceinline__ int64_t lunacu_element_at(const lunacu_attention &a, const lunacu_head &r, int i) { return (((int64_t)r.b * a.heads + r.h) * a.queries + i) * a.keys; }
+
+/* --- forward. Block: pair (batch row, head), tile of queries, run of keys --- */
+struct lunacu_runs {
+  int tall, wide;                    /* the tile */
+  int64_t units;                     /* pairs * tiles * splits: the blocks */
+  int tiles, splits, keys;           /* of queries; runs of keys, and how many keys a run has: a multiple of the tile's */
+  int chunk, chunk_log;              /* columns of values at a time, a power of two */
+  float *partial;                    /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
+};
+/* The scores become exp(s - the largest so far), in p[key][query]. stats of each row: the largest score, the sum, how much what is older fades */
+template <class T>
+__device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int first, int key, int keys, float (&s)[T::rows][T::columns], lunacu_shared<float> p,
+                                                         lunacu_shared<float> stats) {
+  LUNACU_UNROLL
+  for (int i = 0; i < T::rows; i++) {
+    const int row = T::row(i), seen = a.causal ? min(keys, first + row + 1 - key) : keys;
+    const float before = stats[row];
+    float top = before, total = 0;
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j++) {
+      s[i][j] = T::column(j) < seen ? s[i][j] * a.scale : -INFINITY;
+      top = fmaxf(top, s[i][j]);
+    }
+    for (int m = T::across / 2; m > 0; m /= 2) top = fmaxf(top, __shfl_xor_sync(LUNACU_FULL, top, m));
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j++) {
+      s[i][j] = expf(T::column(j) < seen ? s[i][j] - top : -INFINITY);
+      total += s[i][j];
+    }
+    for (int m = T::across / 2; m > 0; m /= 2) total += __shfl_xor_sync(LUNACU_FULL, total, m);
+    __syncwarp();                    /* a row belongs to lanes of one warp */
+    if (T::lane() == 0) {
+      const float fade = top == before ? 1 : expf(before - top);
+      stats[row] = top;
+      stats[T::tall + row] = stats[T::tall + row] * fade + total;
+      stats[2 * T::tall + row] = fade;
+    }
+    if (i % 4 < 3) continue;
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j++) lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
+  }
+}
+/* Drops weights of row thread % tall, by fours, and returns their sum: the threads of a row have every so manieth four */
+template <class T> __device__ __forceinline__ float lunacu_attention_drop(const lunacu_dropout &d, int64_t element, int keys, lunacu_shared<float> p) {
+  float sum = 0;
+  for (int k = threadIdx.x / T::tall * 4; k < keys; k += LUNACU_TILE_THREADS / T::tall * 4) {
+    const lunacu_shared<float> at = p + k * T::a_pitch + threadIdx.x % T::tall;
+    float factor[4];
+    lunacu_drop4(d, element + k, factor);
+    LUNACU_UNROLL
+    for (int c = 0; c < 4; c++) {
+      const float x = at[c * T::a_pitch] * factor[c];
+      at[c * T::a_pitch] = x;
+      sum += x;
+    }
+  }
+  return sum;
+}
+/* The product with the values. WHOLE: of a row's values all are in one chunk; where this is narrower than the tile, groups of lanes have it, and each of them has
+   every so manieth key. A thread's column j is column(j) of the chunk */
+template <class T, bool WHOLE> struct lunacu_values {
+  int groups, group, step, lane, chunk_log;
+  __device__ __forceinline__ explicit lunacu_values(const lunacu_runs &r) {
+    const int across = WHOLE ? r.chunk / T::columns : T::across;
+    groups = WHOLE ? T::wide / r.chunk : 1;
+    group = WHOLE ? T::lane() / across : 0;
+    lane = WHOLE ? T::lane() % across * 4 : T::lane() * 4;
+    step = WHOLE ? r.chunk / (T::columns / 4) : T::column_step;
+    chunk_log = r.chunk_log;
+  }
+  __device__ __forceinline__ int column(int j) const { return j / 4 * step + lane + j % 4; }
+};
+template <class T, bool WHOLE>
+__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T, WHOLE> &own, const lunacu_side &v, int keys, int ahead, int from, lunacu_shared<const float> p,
+                                                            lunacu_shared<float> room, float (&sum)[T::rows][T::columns]) {
+  constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
+  const int keys_staged = LUNACU_DEPTH * own.groups, line_log = own.chunk_log - 2, key = threadIdx.x >> line_log, c = (threadIdx.x & ((1 << line_log) - 1)) * 4;
+  const int key_step = LUNACU_TILE_THREADS >> line_log;
+  for (int k = 0; k < keys; k += keys_staged) {
+    __syncthreads();
+    if (v.plain(k + keys_staged - 1, from + (1 << own.chunk_log))) {
+      float4 x[turns];
+      LUNACU_UNROLL
+      for (int t = 0; t < turns; t++) x[t] = *(const float4 *)(v.at + (k + key + t * key_step) * v.row + from + c);
+      LUNACU_UNROLL
+      for (int t = 0; t < turns; t++) lunacu_put4<false, 0>(room + ((key + t * key_step) << own.chunk_log), 0, c, x[t]);
+    } else {
+      LUNACU_ROLLED
+      for (int i = key; i < keys_staged; i += key_step) lunacu_put4<false, 0>(room + (i << own.chunk_log), 0, c, lunacu_load4(v, k + i, from + c));
+    }
+    __syncthreads();
+    LUNACU_UNROLL
+    for (int i = 0; i < LUNACU_DEPTH; i++) {
+      const int at = i * own.groups + own.group;
+      lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step, room + (at << own.chunk_log) + own.lane, own.step);
+    }
+  }
+  /* what was kept out, where it is seen */
+  for (int k = v.clean / own.groups * own.groups + own.group; k < keys; k += own.groups) {
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j++) {
+      const float x = k >= v.clean && from + own.column(j) < v.width ? v.at[k * v.row + from + own.column(j)] : 0;
+      if (fabsf(x) < INFINITY) continue;
+      LUNACU_UNROLL
+      for (int i = 0; i < T::rows; i++) if (T::row(i) >= k + ahead) sum[i][j] += p[k * T::a_pitch + T::row(i)] * x;
+    }
+  }
+}
+/* WHOLE: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of keys */
+template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
+  LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch]; at the end O by groups */
+  const lunacu_shared<float> room = p + T::wide * T::a_pitch, stats = room + T::room;
+  const int64_t unit = blockIdx.x, pair = unit / ((int64_t)r.tiles * r.splits);
+  const int tile = (int)(unit / r.splits % r.tiles), first = (a.causal ? r.tiles - 1 - tile : tile) * T::tall; /* causal: the longest rows start first */
+  const lunacu_head head = lunacu_head_at(a, pair);
+  const lunacu_values<T, WHOLE> own(r);
+  const int rows = min(T::tall, head.queries - first), begin = (int)(unit % r.splits) * r.keys;
+  const int end = min(min(head.keys, begin + r.keys), a.causal ? first + rows : head.keys);
+  float *out = r.partial ? r.partial + unit * T::tall * a.value_dim : a.out + lunacu_out_at(a, head, first);
+  const int64_t out_row = r.partial ? a.value_dim : a.out_row;
+  const bool vector = r.partial ? a.value_dim % 4 == 0 : a.out_vector;
+  float sum[T::rows][T::columns] = {}, left = 0;
+  if (rows <= 0 || (r.partial && begin >= end)) return;
+  for (int i = threadIdx.x; i < T::tall; i += LUNACU_TILE_THREADS) {
+    stats[i] = -INFINITY;
+    stats[T::tall + i] = 0;
+  }
+  __syncthreads();
+  const lunacu_side q = {a.q + lunacu_q_at(a, head, first), a.q_row, rows, a.head_dim, INT32_MAX, a.q_vector};
+  for (int key = begin; key < end; key += T::wide) {
+    const int keys = min(T::wide, end - key);
+    {
+      const lunacu_side k = {a.k + lunacu_k_at(a, head, key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
+      float s[T::rows][T::columns] = {};
+      lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.head_dim);
+      lunacu_attention_weights<T>(a, first, key, keys, s, p, stats);
+    }
+    __syncthreads();
+    if (a.dropout.threshold) {       /* values are read after another barrier */
+      const int row = threadIdx.x % T::tall;
+      left = left * stats[2 * T::tall + row] + lunacu_attention_drop<T>(a.dropout, lunacu_element_at(a, head, first + row) + key, keys, p);
+    }
+    const lunacu_side v = {a.v + lunacu_v_at(a, head, key), a.v_row, keys, a.value_dim, a.causal ? max(first + 1 - key, 0) : INT32_MAX, a.v_vector};
+    for (int from = 0; from < (WHOLE ? 1 : a.value_dim); from += T::wide) {
+      LUNACU_UNROLL
+      for (int i = 0; i < T::rows; i++) {
+        const float fade = WHOLE ? stats[2 * T::tall + T::row(i)] : 0.0f;
+        LUNACU_UNROLL
+        for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
+      }
+      lunacu_attention_add_values<T, WHOLE>(own, v, keys, key - first, from, p, room, sum);
+      if (WHOLE) continue;
+      LUNACU_UNROLL
+      for (int i = 0; i < T::rows; i++) {
+        const int row = T::row(i);
+        const float fade = stats[2 * T::tall + row], factor = key + T::wide >= end && !r.partial ? 1 / stats[T::tall + row] : 1;
+        if (row >= rows) continue;
+        LUNACU_UNROLL
+        for (int j = 0; j < T::columns; j += 4) {
+          const int c = from + own.column(j);
+          const float4 x = key > begin ? lunacu_get4(out + row * out_row, c, a.value_dim, vector) : make_float4(0, 0, 0, 0);
+          lunacu_set4(out + row * out_row, c, a.value_dim, vector, (x.x * fade + sum[i][j]) * factor, (x.y * fade + sum[i][j + 1]) * factor,
+                      (x.z * fade + sum[i][j + 2]) * factor, (x.w * fade + sum[i][j + 3]) * factor);
+        }
+      }
+    }
+  }
+  __syncthreads();
+  room[threadIdx.x] = left;
+  if (WHOLE) {                       /* the groups' O one after another, then their sum */
+    LUNACU_UNROLL
+    for (int i = 0; i < T::rows; i++) {
+      LUNACU_UNROLL
+      for (int j = 0; j < T::columns; j += 4)
+        lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j), sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
+    }
+  }
+  __syncthreads();
+  if (WHOLE || begin >= end) {
+    for (int row = threadIdx.x / LUNACU_WARP; row < rows; row += LUNACU_TILE_THREADS / LUNACU_WARP)
+      for (int c = threadIdx.x % LUNACU_WARP * 4; c < a.value_dim; c += LUNACU_WARP * 4) {
+        const float factor = r.partial ? 1 : 1 / stats[T::tall + row];
+        float4 x = make_float4(0, 0, 0, 0);
+        for (int g = 0; begin < end && g < own.groups; g++) {
+          const float4 y = lunacu_read4(p + ((g * T::tall + row) << own.chunk_log) + c);
+          x.x += y.x * factor; x.y += y.y * factor; x.z += y.z * factor; x.w += y.w * factor;
+        }
+        lunacu_set4(out + row * out_row, c, a.value_dim, vector, x.x, x.y, x.z, x.w);
+      }
+  }
+  for (int i = threadIdx.x; i < rows; i += LUNACU_TILE_THREADS) {
+    const float most = stats[i], total = stats[T::tall + i];
+    const int64_t at = lunacu_line_at(a, head, first + i);
+    left = 0;
+    for (int t = i; t < LUNACU_TILE_THREADS; t += T::tall) left += room[t];
+    if (r.partial) {
+      float *to = r.partial + r.units * T::tall * a.value_dim + unit * 3 * T::tall + i;
+      to[0] = most;
+      to[T::tall] = total;
+      to[2 * T::tall] = left;
+      continue;
+    }
+    if (a.lse) a.lse[at] = begin >= end ? 0 : most + logf(total);
+    if (a.sums) a.sums[at] = begin >= end ? 0 : a.dropout.threshold ? left / total : 1;
+  }
+}
+/* Merges the runs of keys: each element of `out` from those that its tile had */
+__global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r, int tall) {
+  const int64_t element = lunacu_index(), column = element % a.value_dim, query = element / a.value_dim % a.queries, pair = element / a.value_dim / a.queries;
+  if (pair >= a.batch * a.heads) return;
+  const lunacu_head head = lunacu_head_at(a, pair);
+  const int tile = (int)(query / tall), row = (int)(query % tall), keys = a.causal ? min(head.keys, min((tile + 1) * tall, head.queries)) : head.keys;
+  const int splits = (keys + r.keys - 1) / r.keys;
+  const int64_t unit = (pair * r.tiles + (a.causal ? r.tiles - 1 - tile : tile)) * r.splits;
+  const float *values = r.partial + (unit * tall + row) * a.value_dim + column, *stats = r.partial + r.units * tall * a.value_dim + unit * 3 * tall + row;
+  const bool drops = a.dropout.threshold != 0;
+  float top = -INFINITY;
+  double sum = 0, kept = 0, value = 0;
+  if (query >= head.queries) return;
+  for (int s = 0; s < splits; s++) top = fmaxf(top, stats[(int64_t)s * 3 * tall]);
+  for (int s = 0; s < splits; s++) {
+    const float *at = stats + (int64_t)s * 3 * tall;
+    const double factor = (double)expf(at[0] - top);
+    sum += factor * (double)at[tall];
+    if (drops) kept += factor * (double)at[2 * tall];
+    value += factor * (double)values[(int64_t)s * tall * a.value_dim];
+  }
+  a.out[lunacu_out_at(a, head, (int)query) + column] = splits ? (float)(value / sum) : 0;
+  if (column != 0) return;
+  if (a.lse) a.lse[lunacu_line_at(a, head, (int)query)] = splits ? top + logf((float)sum) : 0;
+  if (a.sums) a.sums[lunacu_line_at(a, head, (int)query)] = splits == 0 ? 0 : drops ? (float)(kept / sum) : 1;
+}
+
+/* --- backward --- */
+/* delta = dO . O, and the gradient of the row's sum times that sum where dropout makes it vary. Warp: row and head */
+__global__ void lunacu_attention_delta_kernel(lunacu_attention a, int64_t lines, float *__restrict__ delta) {
+  const int64_t line = lunacu_index() / LUNACU_WARP, at = line / a.heads * a.out_row + line % a.heads * a.out_head;
+  float sum = 0;
+  if (line >= lines) return;         /* whole warps */
+  for (int c = threadIdx.x % LUNACU_WARP; c < a.value_dim; c += LUNACU_WARP) sum += a.grad_out[at + c] * a.out[at + c];
+  sum = lunacu_warp_sum(sum);
+  if (threadIdx.x % LUNACU_WARP == 0) delta[line] = a.grad_sums && a.dropout.threshold ? sum + a.grad_sums[line] * a.sums[line] : sum;
+}
+/* The scores in work: those of `pairs` from `pair` on, their queries from `query` and keys from `key` on */
+struct lunacu_wave {
+  int64_t pair, pairs;
+  int query, queries, key, keys, row; /* row: keys in multiples of 4 */
+  float *p, *ds;                     /* [pairs, queries, row] */
+  const float *delta;
+};
+/* P, dropped, and dS. Block: tile of keys, tile of queries, pair */
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
+  LUNACU_DYNAMIC_SHARED(float, room);
+  const int64_t wide = (w.keys + T::wide - 1) / T::wide, tall = (w.queries + T::tall - 1) / T::tall, pair = blockIdx.x / (wide * tall);
+  const int first = (int)(blockIdx.x / wide % tall) * T::tall, key = (int)(blockIdx.x % wide) * T::wide;
+  const lunacu_head head = lunacu_head_at(a, w.pair + pair);
+  const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key), ahead = w.key + key - w.query - first;
+  const lunacu_side q = {a.q + lunacu_q_at(a, head, w.query), a.q_row, queries, a.head_dim, INT32_MAX, a.q_vector};
+  const lunacu_side k = {a.k + lunacu_k_at(a, head, w.key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
+  const lunacu_side out = {a.grad_out + lunacu_out_at(a, head, w.query), a.out_row, queries, a.value_dim, INT32_MAX, a.out_vector};
+  const lunacu_side v = {a.v + lunacu_v_at(a, head, w.key), a.v_row, keys, a.value_dim, INT32_MAX, a.v_vector};
+  float s[T::rows][T::columns] = {}, g[T::rows][T::columns] = {};
+  if (first >= queries || key >= keys) return;
+  if (!a.causal || ahead < T::tall) { /* otherwise no query of the tile sees a key of it */
+    lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.head_dim);
+    lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.value_dim);
+  }
+  LUNACU_UNROLL
+  for (int i = 0; i < T::rows; i++) {
+    const int row = first + T::row(i), seen = a.causal ? min(keys - key, T::row(i) + 1 - ahead) : keys - key;
+    const int64_t line = lunacu_line_at(a, head, w.query + row), at = (pair * w.queries + row) * w.row + key;
+    if (row >= queries) continue;
+    const float lse = a.lse[line], delta = w.delta[line], add = a.grad_sums && a.dropout.threshold ? a.grad_sums[line] : 0;
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j += 4) {
+      float factor[4] = {1, 1, 1, 1}, p[4], ds[4];
+      if (key + T::column(j) >= w.row) continue;
+      if (a.dropout.threshold) lunacu_drop4(a.dropout, lunacu_element_at(a, head, w.query + row) + w.key + key + T::column(j), factor);
+      LUNACU_UNROLL
+      for (int c = 0; c < 4; c++) {
+        const bool sees = T::column(j) + c < seen;
+        p[c] = sees ? expf(s[i][j + c] * a.scale - lse) : 0;
+        ds[c] = sees ? p[c] * ((g[i][j + c] + add) * factor[c] - delta) : 0;
+        p[c] *= factor[c];
+      }
+      *(float4 *)(w.p + at + T::column(j)) = make_float4(p[0], p[1], p[2], p[3]);
+      *(float4 *)(w.ds + at + T::column(j)) = make_float4(ds[0], ds[1], ds[2], ds[3]);
+    }
+  }
+}
+/* A gradient's rows from the wave's first on, += factor times a product with P or dS, or a part of it. Q: dQ += scale dS K, K: dK += scale dS^T Q,
+   V: dV += P^T dO */
+enum { LUNACU_GRAD_Q, LUNACU_GRAD_K, LUNACU_GRAD_V };
+struct lunacu_gradient {
+  int tall, wide;                    /* the tile */
+  int which, rows, width;            /* of the result */
+  int64_t tiles_down, tiles_across;
+  int splits, depth;                 /* parts of the sum, and how long a part is */
+  bool vector;                       /* the result may be written by four */
+  float *partial;                    /* [pairs, splits, rows, width]; null: not split */
+};
+/* where the result lies, and how far apart its rows are */
+__device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w, const lunacu_gradient &g, const lunacu_head &head) {
+  return g.which == LUNACU_GRAD_Q ? a.grad_q + lunacu_q_at(a, head, w.query) : g.which == LUNACU_GRAD_K ? a.grad_k + lunacu_k_at(a, head, w.key) : a.grad_v + lunacu_v_at(a, head, w.key);
+}
+__device__ __forceinline__ int64_t lunacu_gradient_row(const lunacu_attention &a, const lunacu_gradient &g) {
+  return g.which == LUNACU_GRAD_Q ? a.q_row : g.which == LUNACU_GRAD_K ? a.k_row : a.v_row;
+}
+/* Block: tile of the result, part of the sum, pair */
+template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4) lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
+  LUNACU_DYNAMIC_SHARED(float, room);
+  const int64_t tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits), split = blockIdx.x / tiles % g.splits;
+  const int row = (int)(blockIdx.x / g.tiles_across % g.tiles_down) * T::tall, column = (int)(blockIdx.x % g.tiles_across) * T::wide;
+  const lunacu_head head = lunacu_head_at(a, w.pair + pair);
+  const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key);
+  const lunacu_side scores = {(g.which == LUNACU_GRAD_V ? w.p : w.ds) + pair * w.queries * w.row, w.row, queries, keys, INT32_MAX, true};
+  const int rows = KEYS ? keys : queries;
+  int from = (int)split * g.depth, end = min(from + g.depth, KEYS ? queries : keys);
+  float sum[T::rows][T::columns] = {};
+  lunacu_side with;
+  if (g.which == LUNACU_GRAD_Q) with = {a.k + lunacu_k_at(a, head, w.key), a.k_row, keys, g.width, INT32_MAX, a.k_vector};
+  else if (g.which == LUNACU_GRAD_K) with = {a.q + lunacu_q_at(a, head, w.query), a.q_row, queries, g.width, INT32_MAX, a.q_vector};
+  else with = {a.grad_out + lunacu_out_at(a, head, w.query), a.out_row, queries, g.width, INT32_MAX, a.out_vector};
+  if (row >= rows) return;
+  if (a.causal && KEYS) from = max(from, w.key + row - w.query); /* queries before see none of the tile's keys */
+  if (a.causal && !KEYS) {
+    with.clean = max(w.query + row + 1 - w.key, 0);
+    end = min(end, w.query + row + T::tall - w.key);
+  }
+  with.rows = min(with.rows, end);
+  lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end);
+  const float factor = g.partial || g.which == LUNACU_GRAD_V ? 1 : a.scale;
+  float *to = g.partial ? g.partial + (pair * g.splits + split) * g.rows * g.width : lunacu_gradient_at(a, w, g, head);
+  const int64_t to_row = g.partial ? g.width : lunacu_gradient_row(a, g);
+  LUNACU_UNROLL
+  for (int i = 0; i < T::rows; i++) {
+    const int r = row + T::row(i);
+    if (r >= rows) continue;
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j += 4) {
+      const int c = column + T::column(j);
+      const float4 x = g.partial ? make_float4(0, 0, 0, 0) : lunacu_get4(to + r * to_row, c, g.width, g.vector);
+      lunacu_set4(to + r * to_row, c, g.width, g.vector, x.x + sum[i][j] * factor, x.y + sum[i][j + 1] * factor, x.z + sum[i][j + 2] * factor, x.w + sum[i][j + 3] * factor);
+    }
+  }
+}
+__global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
+  const int64_t element = lunacu_index(), size = (int64_t)g.rows * g.width, pair = element / size, row = element % size / g.width, column = element % g.width;
+  if (pair >= w.pairs) return;
+  const lunacu_head head = lunacu_head_at(a, w.pair + pair);
+  const float *from = g.partial + pair * g.splits * size + element % size;
+  double sum = 0;
+  if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key))) return;
+  for (int s = 0; s < g.splits; s++) sum += (double)from[s * size];
+  lunacu_gradient_at(a, w, g, head)[row * lunacu_gradient_row(a, g) + column] += (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
+}
+
+/* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
+   pack is the same with in weights, context; one head, scale 1, keys = values --- */
+static lunacu_attention lunacu_attention_of(const luna_op *op) {
+  const bool packed = op->query_offsets != NULL;
+  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->row == LUNA_ROW_PACK ? 1 : 2];
+  lunacu_attention a = {};
+  a.q = q->data; a.k = k->data; a.v = v->data; a.out = op->out[0]->data;
+  a.lse = op->kept_size ? (float *)op->kept : NULL;
+  a.sums = op->out[1] ? op->out[1]->data : NULL;
+  a.heads = (int)op->size[0]; a.batch = op->size[1]; a.queries = op->size[2]; a.keys = op->size[3];
+  a.q_row = lunacu_last(q); a.k_row = lunacu_last(k); a.v_row = a.out_row = lunacu_last(v);
+  a.q_head = a.k_head = a.head_dim = (int)(a.q_row / a.heads);
+  a.v_head = a.out_head = a.value_dim = (int)(a.v_row / a.heads);
+  a.q_batch = packed || q->shape[0] != a.batch ? 0 : a.queries * a.q_row;
+  a.k_batch = packed || k->shape[0] != a.batch ? 0 : a.keys * a.k_row;
+  a.v_batch = packed || v->shape[0] != a.batch ? 0 : a.keys * a.v_row;
+  a.out_batch = packed ? 0 : a.queries * a.out_row;
+  a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
+  a.scale = op->number[0];
+  a.causal = op->flag[0];
+  a.dropout = lunacu_op_dropout(op);
+  a.grad_out = op->out[0]->grad;
+  a.grad_sums = op->out[1] ? op->out[1]->grad : NULL;
+  a.grad_q = q->grad; a.grad_k = k->grad; a.grad_v = v->grad;
+  a.q_vector = lunacu_wide(a.q_row | a.q_head | a.q_batch, a.q, a.grad_q);
+  a.k_vector = lunacu_wide(a.k_row | a.k_head | a.k_batch, a.k, a.grad_k);
+  a.v_vector = lunacu_wide(a.v_row | a.v_head | a.v_batch, a.v, a.grad_v);
+  a.out_vector = lunacu_wide(a.out_row | a.out_head | a.out_batch, a.out, a.grad_out);
+  return a;
+}
+static int64_t lunacu_fewer(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t lunacu_more(int64_t a, int64_t b) { return a > b ? a : b; }
+/* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `least` long and all in `lent` floats */
+static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t least, int64_t size, int64_t lent) {
+  const int64_t most = lunacu_fewer(count / least, size > 0 ? lent / size : 1);
+  return lunacu_more(1, lunacu_fewer(blocks / lunacu_more(units, 1), most));
+}
+
+/* the runs of keys; floats of the workspace */
+static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) {
+  const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys;
+  *r = {};
+  r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
+  r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
+  const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
+  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_LENT);
+  r->tiles = (int)tiles;
+  r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
+  r->splits = (int)lunacu_more(1, lunacu_divide_up(keys, lunacu_more(r->keys, 1)));
+  r->units = pairs * tiles * r->splits;
+  for (r->chunk = LUNACU_DEPTH, r->chunk_log = 4; r->chunk < a.value_dim && r->chunk < r->wide; r->chunk *= 2) r->chunk_log++;
+  return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
+}
+/* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
+static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &most, const lunacu_wave &w, int which) {
+  const bool q = which == LUNACU_GRAD_Q;
+  const int64_t rows = q ? most.queries : most.keys, count = q ? most.keys : most.queries;
+  lunacu_gradient g = {};
+  g.which = which;
+  g.rows = q ? w.queries : w.keys;
+  g.width = which == LUNACU_GRAD_V ? a.value_dim : a.head_dim;
+  g.tall = rows <= 32 && g.width <= 64 ? 32 : rows <= 16 ? 16 : g.width <= 64 ? 128 : 64;
+  g.wide = g.tall == 16 ? 256 : g.tall == 64 ? 128 : 64;
+  const int64_t units = most.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
+  const int64_t splits = lunacu_splits(units, 1024, count, 128, most.pairs * rows * g.width, LUNACU_LENT);
+  g.tiles_down = lunacu_divide_up(g.rows, g.tall);
+  g.tiles_across = lunacu_divide_up(g.width, g.wide);
+  g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
+  g.splits = (int)lunacu_divide_up(q ? w.keys : w.queries, g.depth);
+  return g;
+}
+/* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one pair's. And what backward needs, in floats */
+static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, char **at) {
+  const int64_t queries = lunacu_more(a.queries, 1), keys = lunacu_more(a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, least = 2048;
+  const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
+  int64_t parts = 0;
+  lunacu_wave w = {};
+  w.pairs = lunacu_more(1, lunacu_fewer(LUNACU_LENT / (queries * row), shared ? a.heads : a.batch * a.heads));
+  w.queries = (int)queries;
+  w.keys = (int)keys;
+  if (queries * row > LUNACU_LENT && queries <= keys) {
+    w.queries = (int)lunacu_fewer(queries, least);
+    w.keys = (int)lunacu_fewer(keys, LUNACU_LENT / w.queries / 256 * 256);
+  } else if (queries * row > LUNACU_LENT) {
+    w.keys = (int)lunacu_fewer(keys, least);
+    w.queries = (int)lunacu_fewer(queries, LUNACU_LENT / lunacu_fewer(row, least) / 256 * 256);
+  }
+  w.row = (w.keys + 3) / 4 * 4;
+  for (int which = 0; which < 3; which++) {
+    const lunacu_gradient g = lunacu_gradient_plan(a, w, w, which);
+    if (g.splits > 1) parts = lunacu_more(parts, w.pairs * g.splits * g.rows * g.width);
+  }
+  w.p = lunacu_take(at, w.pairs * w.queries * w.row);
+  w.ds = lunacu_take(at, w.pairs * w.queries * w.row);
+  *partial = lunacu_take(at, parts);
+  return w;
+}
+static void lunacu_attention_query(luna_op *op) {
+  const lunacu_attention a = lunacu_attention_of(op);
+  const int64_t lines = lunacu_rows(op->out[0]) * a.heads;
+  lunacu_runs r;
+  char *at = NULL;
+  float *partial;
+  if (op->training) op->kept_size = (size_t)lines * sizeof(float);
+  op->workspace_size = (size_t)lunacu_attention_plan(a, &r) * sizeof(float);
+  if (!op->training) return;
+  (void)lunacu_take(&at, lines);
+  lunacu_wave_of(a, &partial, &at);
+  op->backward_workspace_size = (size_t)(uintptr_t)at;
+}
+
+template <class T> static void lunacu_attention_launch(cudaStream_t stream, const lunacu_attention &a, const lunacu_runs &r) {
+  const size_t shared = (size_t)(T::wide * T::a_pitch + T::room + 3 * T::tall) * sizeof(float);
+  if (a.value_dim <= r.chunk) LUNACU_LAUNCH((lunacu_attention_kernel<T, true>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
+  else LUNACU_LAUNCH((lunacu_attention_kernel<T, false>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
+  if (r.partial)
+    LUNACU_LAUNCH(lunacu_attention_merge_kernel, (unsigned)lunacu_divide_up(a.batch * a.heads * a.queries * a.value_dim, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, r, T::tall);
+}
+static luna_status lunacu_attention_forward(luna_op *op) {
+  const lunacu_attention a = lunacu_attention_of(op);
+  const cudaStream_t stream = lunacu_stream(op);
+  lunacu_runs r;
+  if (lunacu_attention_plan(a, &r) > 0) r.partial = (float *)op->workspace;
+  if (r.units == 0) return LUNA_OK;
+  if (r.tall == 16) lunacu_attention_launch<lunacu_tile<16, 256>>(stream, a, r);
+  else if (r.tall == 64) lunacu_attention_launch<lunacu_tile<64, 128>>(stream, a, r);
+  else if (r.wide == 64) lunacu_attention_launch<lunacu_tile<128, 64>>(stream, a, r);
+  else lunacu_attention_launch<lunacu_tile<128, 32>>(stream, a, r);
+  return lunacu_row_done(op);
+}
+
+template <class T> static void lunacu_scores_launch(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &w) {
+  const int64_t blocks = w.pairs * lunacu_divide_up(w.queries, T::tall) * lunacu_divide_up(w.keys, T::wide);
+  LUNACU_LAUNCH((lunacu_attention_scores_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, T::room * sizeof(float), stream, a, w);
+}
+template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &w, const lunacu_gradient &g) {
+  const unsigned blocks = (unsigned)(w.pairs * g.splits * g.tiles_down * g.tiles_across);
+  const size_t shared = T::room * sizeof(float);
+  if (g.which == LUNACU_GRAD_Q) LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, false>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
+  else LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, true>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
+  if (g.partial)
+    LUNACU_LAUNCH(lunacu_attention_gather_kernel, (unsigned)lunacu_divide_up(w.pairs * g.rows * g.width, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, w, g);
+}
+/* one wave. Gradients of inputs that are one tensor add to the same place: one launch after another */
+static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &most, const lunacu_wave &w, float *partial) {
+  if (w.queries <= 16) lunacu_scores_launch<lunacu_tile<16, 256>>(stream, a, w);
+  else if (w.keys <= 16) lunacu_scores_launch<lunacu_tile<256, 16>>(stream, a, w);
+  else if (w.keys <= 64) lunacu_scores_launch<lunacu_tile<128, 64>>(stream, a, w);
+  else lunacu_scores_launch<lunacu_tile<64, 128>>(stream, a, w);
+  for (int which = 0; which < 3; which++) {
+    if (!(which == LUNACU_GRAD_Q ? a.grad_q : which == LUNACU_GRAD_K ? a.grad_k : a.grad_v)) continue;
+    lunacu_gradient g = lunacu_gradient_plan(a, most, w, which);
+    if (g.splits > 1) g.partial = partial;
+    g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ? a.k_vector : a.v_vector;
+    if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
+    else if (g.tall == 16) lunacu_gradient_launch<lunacu_tile<16, 256>>(stream, a, w, g);
+    else if (g.tall == 128) lunacu_gradient_launch<lunacu_tile<128, 64>>(stream, a, w, g);
+    else lunacu_gradient_launch<lunacu_tile<64, 128>>(stream, a, w, g);
+  }
+}
+static luna_status lunacu_attention_backward(luna_op *op) {
+  const lunacu_attention a = lunacu_attention_of(op);
+  const cudaStream_t stream = lunacu_stream(op);
+  const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads, keys = a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys;
+  char *at = (char *)op->workspace;
+  float *delta = lunacu_take(&at, lines), *partial;
+  const lunacu_wave most = lunacu_wave_of(a, &partial, &at);
+  if (lines == 0 || keys == 0) return LUNA_OK;
+  LUNACU_LAUNCH(lunacu_attention_delta_kernel, (unsigned)lunacu_divide_up(lines, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0, stream, a, lines, delta);
+  for (int64_t pair = 0; pair < pairs; pair += most.pairs)
+    for (int64_t query = 0; query < a.queries; query += most.queries)
+      for (int64_t key = 0; key < keys; key += most.keys) {
+        lunacu_wave w = most;
+        w.pair = pair;
+        w.query = (int)query;
+        w.key = (int)key;
+        w.pairs = lunacu_fewer(w.pairs, pairs - pair);
+        w.queries = (int)lunacu_fewer(w.queries, a.queries - query);
+        w.keys = (int)lunacu_fewer(w.keys, keys - key);
+        w.row = (w.keys + 3) / 4 * 4;
+        w.delta = delta;
+        if (!a.causal || key < query + w.queries) lunacu_attention_wave(stream, a, most, w, partial);
+      }
+  return lunacu_row_done(op);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>unpack: the folded unpack (eq. 5): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' + out_bias) + residual
+   x and out [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots]; all heads' slots lie side by side, so that each product is
+   one matrix product a batch row. In waves of rows, as many as memory is lent for; P of a wave lies in memory between its products.
+   Backward: G = dY V'^T, dS = P (G - the sum of P G over the head's slots), dV' += P^T dY, dK' += dS^T X, dbias += the sums of dS, dX += dS K'.
+   ---------------------------------------------------------------------------------------------------------------------- */
+struct lunacu_unpack {
+  int64_t batch, rows, dim, heads, slots, most_items, most_rows; /* most_: of a wave */
+  const float *k, *v, *bias;
+  const int32_t *lengths;            /* [batch] real slots; null: all */
+  float *lse;                        /* [batch, rows, heads], or null */
+  lunacu_dropout dropout;            /* element ((b heads + head) rows + i) slots + j */
+  float *p, *g, *dy, *parts, *clean_k, *clean_v; /* workspace: [items, rows, heads, slots] twice, out's gradient before its dropout, sums, K' and V' with 0 */
+};
+struct lunacu_unpack_wave { int64_t item, items, row, rows; };
+
+/* K' or V' with zeros where no slot is real: what stands there is not to be read */
+__global__ void lunacu_unpack_clean_kernel(lunacu_unpack u, const float *__restrict__ from, float *__restrict__ to) {
+  const int64_t count = u.batch * u.heads * u.slots * u.dim;
+  for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) {
+    const int64_t slot = i / u.dim % u.slots, b = i / (u.dim * u.slots * u.heads);
+    to[i] = slot < u.lengths[b] ? from[i] : 0;
+  }
+}
+/* A line is one head of one row. Its `lanes`, a power of two, share it by fours; those of a warp beyond the last line have no slot */
+struct lunacu_unpack_line {
+  int64_t at, stat, element;         /* of P; of lse; dropout's */
+  const float *bias;
+  int lane, slots, real;
+  bool vector;
+};
+__device__ __forceinline__ lunacu_unpack_line lunacu_unpack_line_of(const lunacu_unpack &u, const lunacu_unpack_wave &w, int lanes) {
+  const int64_t line = lunacu_index() / lanes, b = w.item + line / u.heads / w.rows, row = w.row + line / u.heads % w.rows, head = line % u.heads;
+  const bool exists = line < w.items * w.rows * u.heads;
+  const int slots = exists ? (int)u.slots : 0;
+  return {line * u.slots, (b * u.rows + row) * u.heads + head, ((b * u.heads + head) * u.rows + row) * u.slots, u.bias + (b * u.heads + head) * u.slots,
+          (int)(threadIdx.x % lanes) * 4, slots, exists && u.lengths ? max(0, min(u.lengths[b], slots)) : slots, u.slots % 4 == 0};
+}
+__device__ __forceinline__ float lunacu_line_sum(float x, int lanes) {
+  for (int i = lanes / 2; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
+  return x;
+}
+/* four scores and their biases, or four of anything; `beyond` where no slot is real */
+__device__ __forceinline__ void lunacu_unpack_get(const lunacu_unpack_line &l, const float *from, const float *bias, int j, float beyond, float (&x)[4]) {
+  const float4 v = lunacu_get4(from, j, l.slots, l.vector);
+  x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
+  LUNACU_UNROLL
+  for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? (bias ? x[c] + bias[j + c] : x[c]) : beyond;
+}
+/* P = softmax(S + bias), dropped */
+__global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
+  const lunacu_unpack_line l = lunacu_unpack_line_of(u, w, lanes);
+  float *s = u.p + l.at, top = -INFINITY, sum = 0, x[4];
+  for (int j = l.lane; j < l.real; j += 4 * lanes) {
+    lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
+    top = fmaxf(top, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+  }
+  for (int i = lanes / 2; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(LUNACU_FULL, top, i));
+  for (int j = l.lane; j < l.real; j += 4 * lanes) {
+    lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
+    LUNACU_UNROLL
+    for (int c = 0; c < 4; c++) sum += j + c < l.real ? expf(x[c] - top) : 0;
+  }
+  sum = lunacu_line_sum(sum, lanes);
+  const float lse = top + logf(sum), share = 1 / sum;
+  for (int j = l.lane; j < l.slots; j += 4 * lanes) {
+    float factor[4] = {1, 1, 1, 1};
+    lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
+    if (u.dropout.threshold) lunacu_drop4(u.dropout, l.element + j, factor);
+    LUNACU_UNROLL
+    for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? expf(x[c] - top) * share * factor[c] : 0;
+    lunacu_set4(s, j, l.slots, l.vector, x[0], x[1], x[2], x[3]);
+  }
+  if (u.lse && l.lane == 0 && l.slots) u.lse[l.stat] = l.real ? lse : 0;
+}
+/* From S and G: P, dropped, and dS = P (G dropped - the sum of P times that over the line) */
+__global__ void lunacu_unpack_slopes_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
+  const lunacu_unpack_line l = lunacu_unpack_line_of(u, w, lanes);
+  float *s = u.p + l.at, *g = u.g + l.at, mean = 0;
+  const float lse = l.real ? u.lse[l.stat] : 0;
+  for (int pass = 0; pass < 2; pass++) {
+    for (int j = l.lane; j < (pass ? l.slots : l.real); j += 4 * lanes) {
+      float factor[4] = {1, 1, 1, 1}, p[4], slope[4];
+      lunacu_unpack_get(l, s, l.bias, j, 0, p);
+      lunacu_unpack_get(l, g, NULL, j, 0, slope);
+      if (u.dropout.threshold) lunacu_drop4(u.dropout, l.element + j, factor);
+      LUNACU_UNROLL
+      for (int c = 0; c < 4; c++) {
+        p[c] = j + c < l.real ? expf(p[c] - lse) : 0;
+        slope[c] *= factor[c];
+        if (pass == 0) mean += p[c] * slope[c];
+        slope[c] = p[c] * (slope[c] - mean);
+        p[c] *= factor[c];
+      }
+      if (pass == 0) continue;
+      lunacu_set4(s, j, l.slots, l.vector, p[0], p[1], p[2], p[3]);
+      lunacu_set4(g, j, l.slots, l.vector, slope[0], slope[1], slope[2], slope[3]);
+    }
+    if (pass == 0) mean = lunacu_line_sum(mean, lanes);
+  }
+}
+/* --- in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
+static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **at) {
+  const luna_tensor *x = op->in[0], *k = op->in[1];
+  lunacu_unpack u = {};
+  u.batch = x->shape[0]; u.rows = x->shape[1]; u.dim = x->shape[2]; u.heads = k->shape[1]; u.slots = k->shape[2];
+  u.k = k->data; u.bias = op->in[2]->data; u.v = op->in[3]->data;
+  u.lengths = op->lengths;
+  u.lse = op->kept_size ? (float *)op->kept : NULL;
+  u.dropout = lunacu_op_dropout(op);
+  const int64_t n = u.heads * u.slots, weights = u.lengths ? u.batch * n * u.dim : 0;
+  int64_t rows = LUNACU_LENT / lunacu_more(n, 1);
+  if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, 2 * LUNACU_LENT / u.dim);
+  rows = lunacu_more(rows / 128 * 128, 128);
+  u.most_items = lunacu_more(1, lunacu_fewer(rows / lunacu_more(u.rows, 1), u.batch));
+  u.most_rows = lunacu_fewer(rows, u.rows);
+  rows = u.most_items * u.most_rows;
+  u.clean_k = lunacu_take(at, weights);
+  u.clean_v = lunacu_take(at, weights);
+  u.p = lunacu_take(at, rows * n);
+  if (!backward) return u;
+  u.g = lunacu_take(at, rows * n);
+  u.dy = lunacu_take(at, op->last_dropout > 0 ? rows * u.dim + 8 : 0);
+  u.parts = lunacu_take(at, lunacu_fewer(LUNACU_ENOUGH, rows * lunacu_more(n, u.dim) / 16));
+  return u;
+}
+static void lunacu_unpack_query(luna_op *op) {
+  char *forward = NULL, *backward = NULL;
+  op->set = 1;
+  op->take = 1 << 5;
+  if (op->training) op->kept_size = (size_t)(lunacu_rows(op->in[0]) * op->in[1]->shape[1]) * sizeof(float);
+  (void)lunacu_unpack_of(op, false, &forward);
+  if (op->training) (void)lunacu_unpack_of(op, true, &backward);
+  op->workspace_size = (size_t)(uintptr_t)forward;
+  op->backward_workspace_size = (size_t)(uintptr_t)backward;
+}
+/* C = A B (+ C) for the wave's batch rows: A [m, k], B [k, n] */
+static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_wave &w, const lunacu_product &one, int64_t a_batch, int64_t b_batch, int64_t c_batch) {
+  lunacu_product p = one;
+  p.batch = w.items;
+  p.a_batch = a_batch;
+  p.b_batch = b_batch;
+  p.c_batch = c_batch;
+  return lunacu_gemm(op->ctx, p);
+}
+typedef luna_status lunacu_unpack_step(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w);
+static luna_status lunacu_unpack_waves(luna_op *op, lunacu_unpack *u, lunacu_unpack_step *step) {
+  const int64_t weights = u->batch * u->heads * u->slots * u->dim;
+  luna_status status = LUNA_OK;
+  if (luna_count(op->in[0]) == 0) return LUNA_OK;
+  if (u->lengths && weights > 0) {
+    LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->k, u->clean_k);
+    LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->v, u->clean_v);
+    u->k = u->clean_k;
+    u->v = u->clean_v;
+  }
+  for (int64_t item = 0; item < u->batch; item += u->most_items)
+    for (int64_t row = 0; row < u->rows && status == LUNA_OK; row += u->most_rows)
+      status = step(op, *u, {item, lunacu_fewer(u->most_items, u->batch - item), row, lunacu_fewer(u->most_rows, u->rows - row)});
+  return status == LUNA_OK ? lunacu_row_done(op) : status;
+}
+typedef void lunacu_unpack_lines(lunacu_unpack u, lunacu_unpack_wave w, int lanes);
+static void lunacu_unpack_each_line(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w, lunacu_unpack_lines *kernel) {
+  int lanes = 1;
+  while (lanes < LUNACU_WARP && 4 * lanes < u.slots) lanes *= 2;
+  if (u.heads > 0) LUNACU_LAUNCH(kernel, (unsigned)lunacu_divide_up(w.items * w.rows * u.heads * lanes, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), u, w, lanes);
+}
+/* S = X K'^T, or dY V'^T */
+static luna_status lunacu_unpack_scores(const luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w, const float *x, const float *k, float *s) {
+  const int64_t n = u.heads * u.slots, d = u.dim;
+  return lunacu_unpack_product(op, w, lunacu_matrix(x, d, 1, k + w.item * n * d, 1, d, s, w.rows, n, d, false), w.rows * d, n * d, w.rows * n);
+}
+static luna_status lunacu_unpack_forward_wave(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w) {
+  const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d;
+  const luna_status status = lunacu_unpack_scores(op, u, w, op->in[0]->data + first, u.k, u.p);
+  if (status != LUNA_OK) return status;
+  lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel);
+  return lunacu_unpack_product(op, w, lunacu_matrix(u.p, n, 1, u.v + w.item * n * d, d, 1, op->out[0]->data + first, w.rows, d, n, false), w.rows * n, n * d, w.rows * d);
+}
+static luna_status lunacu_unpack_forward(luna_op *op) {
+  char *at = (char *)op->workspace;
+  lunacu_unpack u = lunacu_unpack_of(op, false, &at);
+  float *y = op->out[0]->data;
+  const luna_status status = lunacu_unpack_waves(op, &u, lunacu_unpack_forward_wave);
+  if (status != LUNA_OK || !(op->in[4] || op->in[5] || op->last_dropout > 0)) return status;
+  lunacu_end(op, luna_count(op->out[0]), y, {y, lunacu_data(op, 4), lunacu_data(op, 5), NULL, u.dim, 0, LUNA_NONE, false, lunacu_last_dropout(op)});
+  return lunacu_row_done(op);
+}
+/* to[items, width] += the sums of x [items, rows, width] over its rows */
+static void lunacu_unpack_sums(const luna_op *op, const float *x, int64_t items, int64_t rows, int64_t width, float *to, float *parts) {
+  if (to) lunacu_sums_run<1>(op, lunacu_sums_of(items, rows, width, true), lunacu_column{x, rows, width}, lunacu_sums_to{{to}, {1}, width, 1, 1.0f, true}, parts);
+}
+/* x's gradient may be made in place of y's: it is written last */
+static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w) {
+  const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d, early = first % 8, at = w.item * n;
+  const float *x = op->in[0]->data + first, *dy = op->out[0]->grad + first;
+  float *dx = lunacu_grad(op, 0), *dk = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2), *dv = lunacu_grad(op, 3);
+  if (op->last_dropout > 0) {        /* from a multiple of 8 on */
+    lunacu_begin_back(op, w.items * w.rows * d + early, u.dy, {dy - early, NULL, first - early, LUNA_NONE, lunacu_last_dropout(op)});
+    dy = u.dy + early;
+  }
+  luna_status status = lunacu_unpack_scores(op, u, w, x, u.k, u.p);
+  if (status == LUNA_OK) status = lunacu_unpack_scores(op, u, w, dy, u.v, u.g);
+  if (status != LUNA_OK) return status;
+  lunacu_unpack_each_line(op, u, w, lunacu_unpack_slopes_kernel);
+  lunacu_unpack_sums(op, dy, 1, w.items * w.rows, d, lunacu_grad(op, 4), u.parts);
+  lunacu_unpack_sums(op, u.g, w.items, w.rows, n, dbias ? dbias + at : NULL, u.parts);
+  if (dv) status = lunacu_unpack_product(op, w, lunacu_matrix(u.p, 1, n, dy, d, 1, dv + at * d, n, d, w.rows, true), w.rows * n, w.rows * d, n * d);
+  if (dk && status == LUNA_OK) status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, 1, n, x, d, 1, dk + at * d, n, d, w.rows, true), w.rows * n, w.rows * d, n * d);
+  if (dx && status == LUNA_OK)
+    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, n, 1, u.k + at * d, d, 1, dx + first, w.rows, d, n, !lunacu_fresh(op, 0)), w.rows * n, n * d, w.rows * d);
+  return status;
+}
+static luna_status lunacu_unpack_backward(luna_op *op) {
+  char *at = (char *)op->workspace;
+  lunacu_unpack u = lunacu_unpack_of(op, true, &at);
+  lunacu_residual_backward(op, 5);
+  return lunacu_unpack_waves(op, &u, lunacu_unpack_backward_wave);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>causal: the causal product and causal Luna, forward and backward
+   One product does all of it, F_t = sum_{j<=t} (x_t y_j) z_j, in chunks of LUNACU_CHUNK rows:
+     F = X S + ((X Y^T) o L) Z,   S <- S + Y^T Z,   L the lower triangle with the diagonal
+   Causal product  out = F(x, y, z) / t;  with G = dout / t:  dx = F(G, z, y),  and over the rows in reverse  dy = F(z, G, x),  dz = F(y, x, G)
+   Causal Luna     U = F(q, k, A) scale / t,  W = softmax U,  out = F(W, A, v) / t;  dW = F(G, v, A),  dq = F(H, A, k),  and in reverse
+                   dk = F(A, H, q),  dv = F(A, W, G),  dA = F(k, q, H) + F(v, G, W);  A = omega(s), H = dU scale / t
+   A sweep takes a window of chunks at a time: the sums Y^T Z of its chunks, in their place the sums of all chunks before (added in double, which is
+   also what goes from window to window), then the rows. Windows bound the memory of the sums and keep them in the cache between the three.
+   Exactly causal: above the diagonal nothing is multiplied, so a NaN at one token reaches no earlier one. Masked slots are never read.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNACU_CHUNK 64
+#define LUNACU_CAUSAL_THREADS 128    /* 8 groups of 8 rows by 16 groups of columns */
+#define LUNACU_CAUSAL_DEEP 32        /* rows or columns of a factor that are in shared memory at a time */
+#define LUNACU_CAUSAL_PITCH (LUNACU_CHUNK + 4) /* of a tile 64 wide in shared memory; the others, too, are 4 wider than they hold, against bank conflicts */
+#define LUNACU_CAUSAL_SCAN 16        /* chunks that a thread scans, */
+#define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN) /* most chunks of a window, */
+#define LUNACU_CAUSAL_FLOATS ((int64_t)8 << 20) /* and floats that a window is cut to */
+
+/* Flags have 64 bits, so that no argument of a kernel has holes or looks like a pointer.
+   Rows of heads: row r of batch b's head h begins at at[b batch + h head + r row]. `divided`: by the place t of the row in its sequence */
+struct lunacu_causal_rows {
+  float *at;
+  int64_t batch, head, row;
+  int64_t vector, divided;           /* vector: may be read by four */
+};
+/* A window of chunks of all heads. In reverse, row 0 is the last, and t falls */
+struct lunacu_causal_span {
+  int64_t items, heads, rows, chunks, t, step;
+  const int32_t *lengths;            /* [batch] real slots, or null */
+  float *states;                     /* [items, chunks, size]: a chunk's sums, then the sums before it */
+  double *carried;                   /* [items, size] from window to window */
+  int64_t size;
+  int64_t begins, ends;              /* nothing is before the first chunk; nothing comes after the last */
+};
+/* One chunk of one head. blockIdx.x counts its tiles, which share rows, before the next chunk; `first` counts rows in the window, which 32 bits can count */
+struct lunacu_causal_chunk {
+  unsigned state, batch, head, tile;
+  int first, rows;
+  bool begins, last;
+};
+
+__device__ __forceinline__ lunacu_causal_chunk lunacu_causal_chunk_of(const lunacu_causal_span &s, unsigned tiles) {
+  const unsigned state = blockIdx.x / tiles, chunks = (unsigned)s.chunks, heads = (unsigned)s.heads, item = state / chunks, chunk = state % chunks;
+  const int first = (int)chunk * LUNACU_CHUNK;
+  return {state, item / heads, item % heads, blockIdx.x % tiles, first, (int)(s.rows - first < LUNACU_CHUNK ? s.rows - first : LUNACU_CHUNK),
+          s.begins && chunk == 0, s.ends && chunk == chunks - 1};
+}
+__device__ __forceinline__ int lunacu_causal_slots(const lunacu_causal_span &s, unsigned batch, int slots) {
+  return s.lengths ? max(0, min(s.lengths[batch], slots)) : slots;
+}
+
+/* A tile of TALL x WIDE floats goes from a matrix, whose rows are `row` apart, through registers into shared memory, so that all of a thread's loads are under
+   way before the first is used. Beyond rows x columns it has zeros; `vector` says that columns come by four. TURNED: shared memory gets the transpose. */
+#define LUNACU_CAUSAL_TURNS(TALL, WIDE) ((TALL) * (WIDE) / 4 / LUNACU_CAUSAL_THREADS)
+template <bool TURNED, int WIDE> struct lunacu_causal_tile { /* a thread's fours: from row() and column() on, the next `step` rows below */
+  static constexpr unsigned across = WIDE / 4, warps = across / 2; /* turned, a warp has 16 rows by 8 columns, against bank conflicts */
+  static constexpr int step = TURNED ? LUNACU_CAUSAL_THREADS / 32 / warps * 16 : LUNACU_CAUSAL_THREADS / across;
+  static __device__ __forceinline__ int row() { return (int)(TURNED ? threadIdx.x / 2 % 16 + threadIdx.x / 32 / warps * 16 : threadIdx.x / across); }
+  static __device__ __forceinline__ int column() { return (int)(TURNED ? 4 * (threadIdx.x % 2) + 8 * (threadIdx.x / 32 % warps) : 4 * (threadIdx.x % across)); }
+};
+template <bool TURNED, int WIDE, int TURNS>
+__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const float *from, int row, int rows, int columns, bool vector) {
+  typedef lunacu_causal_tile<TURNED, WIDE> tile;
+  from += tile::row() * row + tile::column();
+  rows -= tile::row();
+  columns -= tile::column();
+  LUNACU_UNROLL
+  for (int turn = 0; turn < TURNS; turn++, from += tile::step * row) {
+    const int real = turn * tile::step < rows ? columns : 0;
+    float4 four = {0, 0, 0, 0};
+    if (vector) {
+      if (real > 0) four = *(const float4 *)from;
+    } else {
+      if (real > 0) four.x = from[0];
+      if (real > 1) four.y = from[1];
+      if (real > 2) four.z = from[2];
+      if (real > 3) four.w = from[3];
+    }
+    v[turn][0] = four.x;
+    v[turn][1] = four.y;
+    v[turn][2] = four.z;
+    v[turn][3] = four.w;
+  }
+}
+template <bool TURNED, int WIDE, int PITCH, int TURNS> __device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, const float (&v)[TURNS][4]) {
+  typedef lunacu_causal_tile<TURNED, WIDE> tile;
+  LUNACU_UNROLL
+  for (int turn = 0; turn < TURNS; turn++) {
+    const int i = tile::row() + turn * tile::step, j = tile::column();
+    LUNACU_UNROLL
+    for (int e = 0; e < 4; e++) to[TURNED ? (j + e) * PITCH + i : i * PITCH + j + e] = v[turn][e];
+  }
+}
+/* the same of a chunk's rows from `first` on and columns from `column` to `end`; over: 1/t of the chunk's rows */
+template <int WIDE, int TURNS>
+__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const lunacu_causal_chunk &c, const lunacu_causal_rows &m, int first, int column,
+                                                    int end) {
+  const float *from = m.at + c.batch * m.batch + c.head * m.head + (c.first + first) * m.row + column;
+  lunacu_causal_fetch<false, WIDE>(v, from, (int)m.row, c.rows - first, end - column, m.vector && (end & 3) == 0);
+}
+template <int WIDE, int PITCH, int TURNS>
+__device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, float (&v)[TURNS][4], const lunacu_causal_rows &m, lunacu_shared<const float> over) {
+  typedef lunacu_causal_tile<false, WIDE> tile;
+  LUNACU_UNROLL
+  for (int turn = 0; turn < TURNS; turn++) {
+    const float factor = m.divided ? over[tile::row() + turn * tile::step] : 1.0f;
+    LUNACU_UNROLL
+    for (int e = 0; e < 4; e++) v[turn][e] *= factor;
+  }
+  lunacu_causal_put<false, WIDE, PITCH>(to, v);
+}
+__device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
+  const int i = threadIdx.x;
+  if (i < LUNACU_CHUNK) over[i] = i < c.rows ? 1 / (float)(s.t + s.step * (c.first + i)) : 0;
+}
+
+/* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the same for all, and N columns, by four
+   where there are so many */
+__device__ __forceinline__ int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
+template <int N> __device__ __forceinline__ int lunacu_causal_column(int n) {
+  return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + n / 4 * 64 + n % 4;
+}
+/* The products of a chunk. Tensor cores may take their place.
+   score [8][4] += X Y^T on and below the diagonal, in columns 16 apart, and, where there is a state, sum += X S, over `depth` columns of
+   x, y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
+template <int N, int PITCH, int S_PITCH, bool STATE>
+__device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N], lunacu_shared<const float> x, lunacu_shared<const float> y,
+                                                       lunacu_shared<const float> s, int depth) {
+  const int row = lunacu_causal_row(), column = (int)(threadIdx.x % 16);
+  for (int k = 0; k < depth; k += 4) {
+    float yk[4][4], sk[4][N];
+    LUNACU_UNROLL
+    for (int c = 0; c < 4; c++) {
+      LUNACU_UNROLL
+      for (int e = 0; e < 4; e++) yk[c][e] = y[(column + 16 * c) * PITCH + k + e];
+    }
+    LUNACU_UNROLL
+    for (int e = 0; e < 4 && STATE; e++) {
+      LUNACU_UNROLL
+      for (int n = 0; n < N; n++) sk[e][n] = s[(k + e) * S_PITCH + lunacu_causal_column<N>(n)];
+    }
+    LUNACU_UNROLL
+    for (int i = 0; i < 8; i++) {
+      float xk[4];
+      LUNACU_UNROLL
+      for (int e = 0; e < 4; e++) xk[e] = x[(row + 8 * i) * PITCH + k + e];
+      LUNACU_UNROLL
+      for (int e = 0; e < 4; e++) {
+        LUNACU_UNROLL
+        for (int c = 0; c <= i / 2; c++) score[i][c] += xk[e] * yk[c][e];
+        LUNACU_UNROLL
+        for (int n = 0; n < N && STATE; n++) sum[i][n] += xk[e] * sk[e][n];
+      }
+    }
+  }
+}
+/* sum += (scores o L) Z over the chunk's rows FIRST to FIRST + DEEP: z [DEEP, Z_PITCH] */
+template <int N, int Z_PITCH, int FIRST, int DEEP>
+__device__ __forceinline__ void lunacu_causal_apply(float (&sum)[8][N], lunacu_shared<const float> scores, lunacu_shared<const float> z) {
+  const int row = lunacu_causal_row();
+  LUNACU_UNROLL
+  for (int b = FIRST / 8; b < (FIRST + DEEP) / 8; b++)
+    for (int j = 0; j < 8; j += 4) {
+      float zj[4][N];
+      LUNACU_UNROLL
+      for (int e = 0; e < 4; e++) {
+        LUNACU_UNROLL
+        for (int n = 0; n < N; n++) zj[e][n] = z[(8 * b - FIRST + j + e) * Z_PITCH + lunacu_causal_column<N>(n)];
+      }
+      LUNACU_UNROLL
+      for (int i = b; i < 8; i++) {
+        float x[4];
+        LUNACU_UNROLL
+        for (int e = 0; e < 4; e++) x[e] = scores[(row + 8 * i) * LUNACU_CAUSAL_PITCH + 8 * b + j + e];
+        LUNACU_UNROLL
+        for (int e = 0; e < 4; e++) {
+          if (i == b && j + e > row) continue; /* above the diagonal */
+          LUNACU_UNROLL
+          for (int n = 0; n < N; n++) sum[i][n] += x[e] * zj[e][n];
+        }
+      }
+    }
+}
+/* sum += Y^T Z over 32 rows of y [32, LUNACU_CAUSAL_PITCH] and z [32, Z_PITCH]; here a thread's rows of the sum are 8 lunacu_causal_row() + i */
+template <int N, int Z_PITCH>
+__device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_shared<const float> y, lunacu_shared<const float> z) {
+  for (int k = 0; k < 32; k += 4) {
+    LUNACU_UNROLL
+    for (int e = 0; e < 4; e++) {
+      float yk[8], zk[N];
+      LUNACU_UNROLL
+      for (int i = 0; i < 8; i++) yk[i] = y[(k + e) * LUNACU_CAUSAL_PITCH + 8 * lunacu_causal_row() + i];
+      LUNACU_UNROLL
+      for (int n = 0; n < N; n++) zk[n] = z[(k + e) * Z_PITCH + lunacu_causal_column<N>(n)];
+      LUNACU_UNROLL
+      for (int i = 0; i < 8; i++) {
+        LUNACU_UNROLL
+        for (int n = 0; n < N; n++) sum[i][n] += yk[i] * zk[n];
+      }
+    }
+  }
+}
+/* a thread's columns of a row: to (+)= factor sum, and 0 from `width` to `end` where nothing is added to */
+template <int N>
+__device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum)[N], float factor, int width, int end, bool add, bool vector) {
+  LUNACU_UNROLL
+  for (int n = 0; n < N; n += 4) {
+    const int at = lunacu_causal_column<N>(n);
+    if (N >= 4 && vector && at + 3 < width) {
+      float4 four = add ? *(const float4 *)(to + at) : float4{0, 0, 0, 0};
+      four.x += factor * sum[n];
+      four.y += factor * sum[n + 1 < N ? n + 1 : 0];
+      four.z += factor * sum[n + 2 < N ? n + 2 : 0];
+      four.w += factor * sum[n + 3 < N ? n + 3 : 0];
+      *(float4 *)(to + at) = four;
+      continue;
+    }
+    LUNACU_UNROLL
+    for (int e = 0; e < 4 && n + e < N; e++) {
+      if (at + e < width) to[at + e] = (add ? to[at + e] : 0) + factor * sum[n + e];
+      else if (at + e < end && !add) to[at + e] = 0;
+    }
+  }
+}
+
+/* A state is one or two sums Y^T Z [dim, value_dim] of a chunk's rows. Block: chunk, tile of 64 x 16 N, pair */
+struct lunacu_causal_pairs {
+  lunacu_causal_rows y[2], z[2];
+  int64_t dim, value_dim, pairs, masked; /* masked: z's columns are slots */
+};
+template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
+  constexpr int wide = 16 * N, pitch = wide + 4;
+  LUNACU_SHARED(float, ys, 32 * LUNACU_CAUSAL_PITCH);
+  LUNACU_SHARED(float, zs, 32 * pitch);
+  LUNACU_SHARED(float, over, LUNACU_CHUNK);
+  const int dim = (int)p.dim, value_dim = (int)p.value_dim, down = (dim + 63) / 64, across = (value_dim + wide - 1) / wide;
+  const lunacu_causal_chunk c = lunacu_causal_chunk_of(s, (unsigned)(p.pairs * down * across));
+  const int row = (int)(c.tile / across) % down * 64, column = (int)(c.tile % across) * wide, pair = (int)(c.tile / across) / down;
+  const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
+  float sum[8][N] = {};
+  if (c.last || column >= end) return; /* nobody reads it */
+  lunacu_causal_over(over, s, c);
+  for (int i = 0; i < LUNACU_CHUNK; i += 32) {
+    float y[LUNACU_CAUSAL_TURNS(32, 64)][4], z[LUNACU_CAUSAL_TURNS(32, wide)][4];
+    lunacu_causal_fetch<64>(y, c, p.y[pair], i, row, dim);
+    lunacu_causal_fetch<wide>(z, c, p.z[pair], i, column, end);
+    __syncthreads();
+    lunacu_causal_put<64, LUNACU_CAUSAL_PITCH>(ys, y, p.y[pair], over + i);
+    lunacu_causal_put<wide, pitch>(zs, z, p.z[pair], over + i);
+    __syncthreads();
+    lunacu_causal_outer<N, pitch>(sum, ys, zs);
+  }
+  float *to = s.states + c.state * s.size + pair * p.dim * p.value_dim + column;
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    const int at = row + 8 * lunacu_causal_row() + i;
+    if (at < dim) lunacu_causal_write<N>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
+  }
+}
+
+/* The sum of all chunks before it takes the place of a chunk's own. Block: 32 elements of a head's state, a warp for every LUNACU_CAUSAL_SCAN chunks */
+__global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_span s) {
+  LUNACU_SHARED(double, sums, LUNACU_CAUSAL_WINDOW / LUNACU_CAUSAL_SCAN * 32);
+  const unsigned blocks = (unsigned)((s.size + 31) / 32), item = blockIdx.x / blocks, lane = threadIdx.x % 32, run = threadIdx.x / 32;
+  const int64_t element = (int64_t)(blockIdx.x % blocks) * 32 + lane, place = item * s.size + element;
+  const int chunks = element < s.size ? (int)s.chunks - (int)run * LUNACU_CAUSAL_SCAN : 0, summed = s.ends ? chunks - 1 : chunks;
+  float *state = s.states + (item * s.chunks + run * LUNACU_CAUSAL_SCAN) * s.size + element, x[LUNACU_CAUSAL_SCAN];
+  const float *from = state;
+  double before = 0, sum = 0;
+  LUNACU_UNROLL
+  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, from += s.size) x[k] = k < summed ? *from : 0;
+  LUNACU_UNROLL
+  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++) sum += (double)x[k];
+  sums[threadIdx.x] = sum;
+  if (chunks > 0 && !s.begins) before = s.carried[place];
+  __syncthreads();
+  for (unsigned k = 0; k < run; k++) before += sums[k * 32 + lane];
+  LUNACU_UNROLL
+  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, state += s.size) {
+    if (k < chunks) *state = (float)before;
+    before += (double)x[k];
+  }
+  if (0 < chunks && chunks <= LUNACU_CAUSAL_SCAN && !s.ends) s.carried[place] = before;
+}
+
+/* out (+)= factor (/ t) F(x, y, z), x and y [rows, depth], z and out [rows, width]. Block: chunk, tile of 16 N columns */
+struct lunacu_causal_product {
+  lunacu_causal_rows x, y, z, out;
+  int64_t state, turned;             /* place of S [depth, width] in a state; turned: of S^T */
+  int64_t depth, width, add, masked; /* add: to what is there; masked: 1, depth is slots, 2, width is */
+  double factor;
+};
+/* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first rows of Z */
+template <int N, int FIRST>
+__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], const float (&score)[8][4], lunacu_shared<float> scores, lunacu_shared<float> zs,
+                                                         lunacu_shared<const float> over, const lunacu_causal_chunk &c, const lunacu_causal_rows &z, int column,
+                                                         int width) {
+  constexpr int wide = 16 * N, pitch = wide + 4;
+  if constexpr (FIRST < LUNACU_CHUNK) {
+    float v[LUNACU_CAUSAL_TURNS(LUNACU_CAUSAL_DEEP, wide)][4];
+    if (FIRST >= c.rows) return;
+    lunacu_causal_fetch<wide>(v, c, z, FIRST, column, width);
+    __syncthreads();
+    LUNACU_UNROLL
+    for (int i = 0; i < 8 && FIRST == 0; i++) {
+      LUNACU_UNROLL
+      for (int k = 0; k <= i / 2; k++) scores[(lunacu_causal_row() + 8 * i) * LUNACU_CAUSAL_PITCH + (int)(threadIdx.x % 16) + 16 * k] = score[i][k];
+    }
+    lunacu_causal_put<wide, pitch>(zs, v, z, over + FIRST);
+    __syncthreads();
+    lunacu_causal_apply<N, pitch, FIRST, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
+    lunacu_causal_apply_from<N, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, column, width);
+  }
+}
+template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
+  constexpr int wide = 16 * N, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
+  LUNACU_SHARED(float, xs, 2 * LUNACU_CHUNK * pitch); /* x and y, then the scores */
+  LUNACU_SHARED(float, zs, deep * z_pitch);           /* the state, then z */
+  LUNACU_SHARED(float, over, LUNACU_CHUNK);
+  const lunacu_shared<float> ys = xs + LUNACU_CHUNK * pitch;
+  const lunacu_causal_chunk c = lunacu_causal_chunk_of(s, (unsigned)((p.width + wide - 1) / wide));
+  const int column = (int)c.tile * wide, all_deep = (int)p.depth, all_wide = (int)p.width;
+  const int depth = p.masked == 1 ? lunacu_causal_slots(s, c.batch, all_deep) : all_deep;
+  const int width = p.masked == 2 ? lunacu_causal_slots(s, c.batch, all_wide) : all_wide;
+  const float *state = s.states + c.state * s.size + p.state;
+  float sum[8][N] = {}, score[8][4] = {};
+  lunacu_causal_over(over, s, c);
+  for (int k = 0; k < depth; k += deep) {
+    float x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4], z[LUNACU_CAUSAL_TURNS(deep, wide)][4];
+    lunacu_causal_fetch<deep>(x, c, p.x, 0, k, depth);
+    lunacu_causal_fetch<deep>(y, c, p.y, 0, k, depth);
+    if (!c.begins && p.turned)
+      lunacu_causal_fetch<true, deep>(z, state + column * all_deep + k, all_deep, width - column, depth - k, ((all_deep | depth) & 3) == 0);
+    if (!c.begins && !p.turned)
+      lunacu_causal_fetch<false, wide>(z, state + k * all_wide + column, all_wide, depth - k, width - column, ((all_wide | width) & 3) == 0);
+    __syncthreads();
+    lunacu_causal_put<deep, pitch>(xs, x, p.x, over);
+    lunacu_causal_put<deep, pitch>(ys, y, p.y, over);
+    if (!c.begins && p.turned) lunacu_causal_put<true, deep, z_pitch>(zs, z);
+    if (!c.begins && !p.turned) lunacu_causal_put<false, wide, z_pitch>(zs, z);
+    __syncthreads();
+    if (c.begins) lunacu_causal_multiply<N, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
+    else lunacu_causal_multiply<N, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
+  }
+  lunacu_causal_apply_from<N, 0>(sum, score, xs, zs, over, c, p.z, column, width);
+  float *to = p.out.at + c.batch * p.out.batch + c.head * p.out.head + c.first * p.out.row + column;
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    const int row = lunacu_causal_row() + 8 * i;
+    const float factor = p.out.divided ? (float)p.factor * over[row] : (float)p.factor;
+    if (row < c.rows) lunacu_causal_write<N>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add, p.out.vector);
+  }
+}
+
+/* --- what is done with rows of slots: 16 lanes a row, 16 rows a block --- */
+#define LUNACU_SLOT_LANES 16
+struct lunacu_causal_line {          /* a lane's row, and the slots that count: 0 beyond the last row */
+  unsigned batch, head;
+  int64_t row, t;
+  int slots, lane;
+  bool real;
+};
+__device__ __forceinline__ lunacu_causal_line lunacu_causal_line_of(const lunacu_causal_span &s, int slots) {
+  const unsigned lines = LUNACU_BLOCK / LUNACU_SLOT_LANES, blocks = (unsigned)((s.rows + lines - 1) / lines), heads = (unsigned)s.heads;
+  const unsigned item = blockIdx.x / blocks, batch = item / heads;
+  const int64_t row = (int64_t)(blockIdx.x % blocks) * lines + threadIdx.x / LUNACU_SLOT_LANES;
+  const bool real = row < s.rows;
+  return {batch, item % heads, row, s.t + s.step * row, real ? lunacu_causal_slots(s, batch, slots) : 0, (int)threadIdx.x % LUNACU_SLOT_LANES, real};
+}
+__device__ __forceinline__ float *lunacu_causal_line_in(const lunacu_causal_rows &m, const lunacu_causal_line &l) {
+  return m.at + l.batch * m.batch + l.head * m.head + l.row * m.row;
+}
+__device__ __forceinline__ float lunacu_causal_line_sum(float x) {
+  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
+  return x;
+}
+
+/* A = omega(s) */
+__global__ void lunacu_causal_omega_kernel(lunacu_causal_span span, lunacu_causal_rows s, lunacu_causal_rows a, int slots, int activation) {
+  const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
+  const float *from = lunacu_causal_line_in(s, l);
+  float *to = lunacu_causal_line_in(a, l);
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) to[j] = lunacu_activation(activation, from[j]);
+}
+/* U = softmax(U) */
+__global__ void lunacu_causal_softmax_kernel(lunacu_causal_span span, lunacu_causal_rows u, int slots) {
+  const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
+  float *at = lunacu_causal_line_in(u, l), most = -INFINITY, sum = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) most = fmaxf(most, at[j]);
+  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(LUNACU_FULL, most, i));
+  if (most == -INFINITY) most = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) sum += expf(at[j] - most);
+  sum = lunacu_causal_line_sum(sum);
+  sum = sum > 0 ? 1 / sum : sum;     /* zeros stay, a NaN spreads */
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) at[j] = expf(at[j] - most) * sum;
+}
+/* dW becomes H = scale / t W (dW - W dW) */
+__global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunacu_causal_rows dw, int slots, float scale) {
+  const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
+  const float *from = lunacu_causal_line_in(w, l), factor = scale / (float)l.t;
+  float *to = lunacu_causal_line_in(dw, l), mean = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) mean += from[j] * to[j];
+  mean = lunacu_causal_line_sum(mean);
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) to[j] = factor * from[j] * (to[j] - mean);
+}
+/* ds (+)= dA omega'(s) */
+__global__ void lunacu_causal_slope_kernel(lunacu_causal_span span, lunacu_causal_rows da, lunacu_causal_rows s, lunacu_causal_rows ds, int slots,
+                                           int activation, bool add) {
+  const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
+  const float *from = lunacu_causal_line_in(da, l), *x = lunacu_causal_line_in(s, l);
+  float *to = lunacu_causal_line_in(ds, l);
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) to[j] = (add ? to[j] : 0) + from[j] * lunacu_slope(activation, x[j]);
+  for (int j = l.slots + l.lane; l.real && !add && j < slots; j += LUNACU_SLOT_LANES) to[j] = 0;
+}
+
+/* --- a sweep over the windows, up or down --- */
+struct lunacu_causal_sweep {
+  cudaStream_t stream;
+  lunacu_causal_span span;           /* of the window it is at */
+  int64_t rows, chunks, window, first; /* of a sequence; chunks of a window; chunk that it begins with */
+  bool reverse;
+};
+/* [batch, rows, heads, width], and [batch, heads, rows, width] */
+static lunacu_causal_rows lunacu_causal_strided(float *at, int64_t batch, int64_t head, int64_t row, int64_t width) {
+  return {at, batch, head, row, width % 4 == 0 && (uintptr_t)at % 16 == 0, false};
+}
+static lunacu_causal_rows lunacu_causal_tensor(float *at, int64_t rows, int64_t heads, int64_t width) {
+  return lunacu_causal_strided(at, rows * heads * width, width, heads * width, width);
+}
+static lunacu_causal_rows lunacu_causal_own(float *at, int64_t rows, int64_t heads, int64_t width) {
+  return lunacu_causal_strided(at, heads * rows * width, rows * width, width, width);
+}
+static lunacu_causal_rows lunacu_causal_divided(lunacu_causal_rows m) {
+  m.divided = true;
+  return m;
+}
+/* those rows of a whole sequence that are in the window, in its order */
+static lunacu_causal_rows lunacu_causal_here(const lunacu_causal_sweep &s, lunacu_causal_rows m) {
+  m.at += (s.reverse ? s.rows - 1 - s.first * LUNACU_CHUNK : s.first * LUNACU_CHUNK) * m.row;
+  if (s.reverse) m.row = -m.row;
+  return m;
+}
+
+/* Sequences [batch, rows] of `heads` heads, `size` floats a state of at least `narrow` each way, and `slots` floats a row that the row keeps of a window. The
+   window is as long as memory that stays in the cache allows, but not so short that the device idles. */
+static lunacu_causal_sweep lunacu_causal_sweep_of(int64_t batch, int64_t rows, int64_t heads, int64_t size, int64_t narrow, int64_t slots,
+                                                  const int32_t *lengths) {
+  lunacu_causal_sweep s = {};
+  const int64_t items = batch * heads, fits = LUNACU_CAUSAL_FLOATS / (size + LUNACU_CHUNK * slots), busy = lunacu_divide_up(256, lunacu_divide_up(narrow, 64));
+  s.rows = rows;
+  s.chunks = lunacu_divide_up(rows, LUNACU_CHUNK);
+  s.window = items ? (fits > busy ? fits : busy) / items : 0;
+  if (s.window > LUNACU_CAUSAL_WINDOW) s.window = LUNACU_CAUSAL_WINDOW;
+  if (s.window < 1) s.window = 1;
+  if (s.chunks > 0) s.window = lunacu_divide_up(s.chunks, lunacu_divide_up(s.chunks, s.window));
+  s.span.items = items;
+  s.span.heads = heads;
+  s.span.lengths = lengths;
+  s.span.size = size;
+  return s;
+}
+/* the states' place in the workspace */
+static void lunacu_causal_take(lunacu_causal_sweep *s, char **at) {
+  if (s->chunks > 1) s->span.states = lunacu_take(at, s->span.items * s->window * s->span.size);
+  if (s->chunks > s->window) s->span.carried = (double *)lunacu_take(at, 2 * s->span.items * s->span.size);
+}
+/* goes to the window that begins with chunk `first`; false: there is none */
+static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse) {
+  lunacu_causal_span *span = &s->span;
+  if (first >= s->chunks || span->items == 0) return false;
+  span->chunks = s->chunks - first < s->window ? s->chunks - first : s->window;
+  span->rows = s->rows - first * LUNACU_CHUNK < span->chunks * LUNACU_CHUNK ? s->rows - first * LUNACU_CHUNK : span->chunks * LUNACU_CHUNK;
+  span->begins = first == 0;
+  span->ends = first + span->chunks == s->chunks;
+  span->t = reverse ? s->rows - first * LUNACU_CHUNK : first * LUNACU_CHUNK + 1;
+  span->step = reverse ? -1 : 1;
+  s->first = first;
+  s->reverse = reverse;
+  return true;
+}
+
+template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
+  const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, 16 * N);
+  LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_CAUSAL_THREADS, 0, s.stream, s.span, p);
+}
+/* the states before the window's chunks, of one pair of factors or of two */
+static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
+  if (s.chunks == 1) return;
+  if (p.value_dim <= 16) lunacu_causal_sum_as<1>(s, p);
+  else if (p.value_dim <= 32) lunacu_causal_sum_as<2>(s, p);
+  else lunacu_causal_sum_as<4>(s, p);
+  const int64_t runs = lunacu_divide_up(s.span.chunks, LUNACU_CAUSAL_SCAN);
+  LUNACU_LAUNCH(lunacu_causal_scan_kernel, (unsigned)(s.span.items * lunacu_divide_up(s.span.size, 32)), (unsigned)(32 * runs), 0, s.stream, s.span);
+}
+template <int N> static void lunacu_causal_run_as(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
+  const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, 16 * N);
+  LUNACU_LAUNCH((lunacu_causal_product_kernel<N>), (unsigned)blocks, LUNACU_CAUSAL_THREADS, 0, s.stream, s.span, p);
+}
+static void lunacu_causal_run(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
+  if (p.width <= 16) lunacu_causal_run_as<1>(s, p);
+  else if (p.width <= 32) lunacu_causal_run_as<2>(s, p);
+  else lunacu_causal_run_as<4>(s, p);
+}
+/* blocks for all rows of slots in the window */
+static unsigned lunacu_causal_lines(const lunacu_causal_sweep &s) {
+  return (unsigned)(s.span.items * lunacu_divide_up(s.span.rows, LUNACU_BLOCK / LUNACU_SLOT_LANES));
+}
+
+/* --- causal product: in x, y, z; size heads. The state is y^T z, or its transpose where that is taller than wide --- */
+static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char **at) {
+  const luna_tensor *x = op->in[0];
+  const int64_t heads = op->size[0], dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
+  lunacu_causal_sweep s = lunacu_causal_sweep_of(x->shape[0], x->shape[1], heads, dim * value_dim, dim < value_dim ? dim : value_dim, 0, NULL);
+  lunacu_causal_take(&s, at);
+  return s;
+}
+static void lunacu_causal_product_query(luna_op *op) {
+  char *at = NULL;
+  op->set = 7;
+  (void)lunacu_causal_product_sweep(op, &at);
+  op->workspace_size = op->backward_workspace_size = (size_t)(at - (char *)NULL);
+}
+static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
+  char *at = (char *)op->workspace;
+  lunacu_causal_sweep s = lunacu_causal_product_sweep(op, &at);
+  const int64_t heads = op->size[0];
+  const int dim = (int)(lunacu_last(op->in[0]) / heads), value_dim = (int)(lunacu_last(op->in[2]) / heads);
+  const bool turned = dim < value_dim;
+  const auto deep = [&](float *data) { return lunacu_causal_tensor(data, s.rows, heads, dim); };
+  const auto wide = [&](float *data) { return lunacu_causal_tensor(data, s.rows, heads, value_dim); };
+  const lunacu_causal_rows x = deep(op->in[0]->data), y = deep(op->in[1]->data), z = wide(op->in[2]->data), out = lunacu_causal_divided(wide(op->out[0]->data));
+  const lunacu_causal_rows dx = deep(op->in[0]->grad), dy = deep(op->in[1]->grad), dz = wide(op->in[2]->grad), g = lunacu_causal_divided(wide(op->out[0]->grad));
+  s.stream = lunacu_stream(op);
+  typedef const lunacu_causal_rows &rows;
+  const auto here = [&](rows m) { return lunacu_causal_here(s, m); };
+  const auto states = [&](rows a, rows b) { /* a^T b [dim, value_dim] */
+    if (turned) lunacu_causal_states(s, {{here(b), {}}, {here(a), {}}, value_dim, dim, 1, false});
+    else lunacu_causal_states(s, {{here(a), {}}, {here(b), {}}, dim, value_dim, 1, false});
+  };
+  const auto product = [&](rows a, rows b, rows c, rows to, bool transposed, bool add) { /* to (+)= F(a, b, c); transposed: b^T c is the states' transpose */
+    lunacu_causal_run(s, {here(a), here(b), here(c), here(to), 0, turned != transposed, transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
+  };
+  for (int64_t first = 0; (!backward || dx.at) && lunacu_causal_go(&s, first, false); first += s.window) {
+    states(y, z);
+    if (backward) product(g, z, y, dx, true, !lunacu_fresh(op, 0));
+    else product(x, y, z, out, false, false);
+  }
+  for (int64_t first = 0; backward && (dy.at || dz.at) && lunacu_causal_go(&s, first, true); first += s.window) {
+    states(x, g);
+    if (dy.at) product(z, g, x, dy, true, !lunacu_fresh(op, 1));
+    if (dz.at) product(y, x, g, dz, false, !lunacu_fresh(op, 2));
+  }
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_causal_product_forward(luna_op *op) { return lunacu_causal_product_run(op, false); }
+static luna_status lunacu_causal_product_backward(luna_op *op) { return lunacu_causal_product_run(op, true); }
+
+/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega. kept: W [batch, heads, rows, slots]. The state is k^T A and v^T A, in reverse
+   q^T H and G^T W, each [dim, slots] --- */
+struct lunacu_causal_luna {
+  lunacu_causal_sweep sweep;
+  int64_t heads;
+  int dim, slots;
+  lunacu_causal_rows a, w, h;        /* a: of the window; w: of the window where it is not kept */
+};
+static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c, bool backward, void *workspace) {
+  const luna_tensor *q = op->in[0];
+  const int64_t batch = q->shape[0], rows = q->shape[1], heads = op->size[0];
+  char *at = (char *)workspace;
+  c->heads = heads;
+  c->dim = (int)(lunacu_last(q) / heads);
+  c->slots = (int)(lunacu_last(op->in[3]) / heads);
+  c->sweep = lunacu_causal_sweep_of(batch, rows, heads, 2 * (int64_t)c->dim * c->slots, c->dim < c->slots ? c->dim : c->slots, c->slots, op->lengths);
+  lunacu_causal_take(&c->sweep, &at);
+  const int64_t window = c->sweep.window * LUNACU_CHUNK, floats = batch * heads * c->slots;
+  c->a = lunacu_causal_own(lunacu_take(&at, floats * window), window, heads, c->slots);
+  if (op->training) c->w = lunacu_causal_own((float *)op->kept, rows, heads, c->slots);
+  else c->w = lunacu_causal_own(lunacu_take(&at, floats * window), window, heads, c->slots);
+  if (backward) c->h = lunacu_causal_own(lunacu_take(&at, floats * rows), rows, heads, c->slots);
+  return (size_t)(at - (char *)workspace);
+}
+static void lunacu_causal_luna_query(luna_op *op) {
+  lunacu_causal_luna c;
+  op->set = 15;
+  if (op->training) op->kept_size = (size_t)luna_count(op->in[3]) * sizeof(float);
+  op->workspace_size = lunacu_causal_luna_start(op, &c, false, NULL);
+  op->backward_workspace_size = lunacu_causal_luna_start(op, &c, true, NULL);
+}
+static lunacu_causal_rows lunacu_causal_heads(const lunacu_causal_luna &c, const luna_tensor *t, float *at) {
+  return lunacu_causal_here(c.sweep, lunacu_causal_tensor(at, c.sweep.rows, c.heads, lunacu_last(t) / c.heads));
+}
+static void lunacu_causal_luna_omega(const luna_op *op, const lunacu_causal_luna &c) {
+  LUNACU_LAUNCH(lunacu_causal_omega_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
+                lunacu_causal_heads(c, op->in[3], op->in[3]->data), c.a, c.slots, (int)op->activation);
+}
+/* to = factor F(x, y, z) with rows of slots for x, y and of a head for z, or the other way round; `part` of the state */
+static void lunacu_causal_luna_run(const lunacu_causal_luna &c, const lunacu_causal_rows &x, const lunacu_causal_rows &y, const lunacu_causal_rows &z, int part,
+                                   bool to_slots, const lunacu_causal_rows &to, float factor, bool add) {
+  const int depth = to_slots ? c.dim : c.slots, width = to_slots ? c.slots : c.dim;
+  lunacu_causal_run(c.sweep, {x, y, z, to, (int64_t)part * c.dim * c.slots, !to_slots, depth, width, add, to_slots ? 2 : 1, factor});
+}
+static luna_status lunacu_causal_luna_forward(luna_op *op) {
+  lunacu_causal_luna c;
+  lunacu_causal_luna_start(op, &c, false, op->workspace);
+  c.sweep.stream = lunacu_stream(op);
+  for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
+    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
+                             v = lunacu_causal_heads(c, op->in[2], op->in[2]->data), out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
+                             w = op->training ? lunacu_causal_here(c.sweep, c.w) : c.w;
+    lunacu_causal_luna_omega(op, c);
+    lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
+    lunacu_causal_luna_run(c, q, k, c.a, 0, true, lunacu_causal_divided(w), op->number[0], false);
+    LUNACU_LAUNCH(lunacu_causal_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, w, c.slots);
+    lunacu_causal_luna_run(c, w, c.a, v, 1, false, lunacu_causal_divided(out), 1, false);
+  }
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_causal_luna_backward(luna_op *op) {
+  float *dq = op->in[0]->grad, *dk = op->in[1]->grad, *dv = op->in[2]->grad, *ds = op->in[3]->grad;
+  lunacu_causal_luna c;
+  lunacu_causal_luna_start(op, &c, true, op->workspace);
+  c.sweep.stream = lunacu_stream(op);
+  for (int down = 0; down < (dk || dv || ds ? 2 : 1); down++)
+    for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, down); first += c.sweep.window) {
+      const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
+                               v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
+                               g = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->grad)),
+                               w = lunacu_causal_here(c.sweep, c.w), h = lunacu_causal_here(c.sweep, c.h);
+      lunacu_causal_luna_omega(op, c);
+      if (!down) {
+        lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
+        lunacu_causal_luna_run(c, g, v, c.a, 1, true, h, 1, false);
+        LUNACU_LAUNCH(lunacu_causal_softmax_backward_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, w, h, c.slots,
+                      op->number[0]);
+        if (dq) lunacu_causal_luna_run(c, h, c.a, k, 0, false, lunacu_causal_heads(c, op->in[0], dq), 1, !lunacu_fresh(op, 0));
+        continue;
+      }
+      lunacu_causal_states(c.sweep, {{q, g}, {h, w}, c.dim, c.slots, 2, true});
+      if (dk) lunacu_causal_luna_run(c, c.a, h, q, 0, false, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_fresh(op, 1));
+      if (dv) lunacu_causal_luna_run(c, c.a, w, g, 1, false, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_fresh(op, 2));
+      if (!ds) continue;
+      lunacu_causal_luna_run(c, k, q, h, 0, true, c.a, 1, false); /* A is done with: dA */
+      lunacu_causal_luna_run(c, v, g, w, 1, true, c.a, 1, true);
+      LUNACU_LAUNCH(lunacu_causal_slope_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, c.a,
+                    lunacu_causal_heads(c, op->in[3], op->in[3]->data), lunacu_causal_heads(c, op->in[3], ds), c.slots, (int)op->activation,
+                    !lunacu_fresh(op, 3));
+    }
+  return lunacu_row_done(op);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>optimisers: the step's state, the gradient's norm, updates. What changes from step to step is read and written by kernels alone.
+   ---------------------------------------------------------------------------------------------------------------------- */
+__global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped) {
+  if (stepped) state->nonfinite = 0;
+  state->step += training;
+}
+static luna_status lunacu_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  LUNACU_LAUNCH(lunacu_begin_kernel, 1, 1, 0, lunacu_stream_of(ctx), state, training, stepped);
+  return lunacu_done(ctx, "begin");
+}
+__global__ void lunacu_loss_kernel(const float *loss, luna_step_state *state) {
+  if (!(*loss - *loss == 0)) state->nonfinite = 1;
+}
+static luna_status lunacu_loss_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  LUNACU_LAUNCH(lunacu_loss_kernel, 1, 1, 0, lunacu_stream_of(ctx), loss->data, state);
+  return lunacu_done(ctx, "the loss's check");
+}
+
+/* --- sums that end in one number, in double: a slot a block, and for each of Q sums; the slots are added in order by one more block --- */
+#define LUNACU_SLOTS 1024
+template <int Q> __device__ __forceinline__ void lunacu_slots_put(const double (&sum)[Q], double *partials, bool add) {
+  LUNACU_SHARED(double, scratch, LUNACU_WARP);
+  LUNACU_UNROLL for (int q = 0; q < Q; q++) {
+    const double all = lunacu_block_sum(sum[q], scratch);
+    double *slot = partials + q * LUNACU_SLOTS + blockIdx.x;
+    if (threadIdx.x == 0) *slot = (add ? *slot : 0) + all;
+  }
+}
+template <int Q> __device__ __forceinline__ void lunacu_slots_sum(const double *partials, int slots, double (&sum)[Q]) {
+  LUNACU_SHARED(double, scratch, LUNACU_WARP);
+  LUNACU_UNROLL for (int q = 0; q < Q; q++) {
+    sum[q] = 0;
+    for (int i = threadIdx.x; i < slots; i += blockDim.x) sum[q] += partials[q * LUNACU_SLOTS + i];
+    sum[q] = lunacu_block_sum(sum[q], scratch);
+  }
+}
+
+/* --- the norm: gradients in chunks, 64 of them a launch; what a block finds in later launches it adds to its slot --- */
+#define LUNACU_NORM_CHUNK 16384
+#define LUNACU_NORMED 64
+struct lunacu_gradients {
+  const float *grad[LUNACU_NORMED];
+  int64_t size[LUNACU_NORMED], chunk[LUNACU_NORMED + 1]; /* chunk: number of a gradient's first */
+  int count;
+};
+__global__ void lunacu_norm_kernel(const lunacu_gradients g, double *partials, bool add) {
+  double total[1] = {0};
+  for (int64_t chunk = blockIdx.x; chunk < g.chunk[g.count]; chunk += gridDim.x) {
+    int p = 0;
+    for (int half = LUNACU_NORMED / 2; half > 0; half /= 2) if (p + half < g.count && g.chunk[p + half] <= chunk) p += half;
+    const int64_t first = (chunk - g.chunk[p]) * LUNACU_NORM_CHUNK;
+    const float *x = g.grad[p] + first;
+    const int n = (int)min((int64_t)LUNACU_NORM_CHUNK, g.size[p] - first), fours = (uintptr_t)x % 16 == 0 ? n / 4 : 0;
+    float sum[4] = {};
+    LUNACU_UNROLL for (int i = threadIdx.x; i < fours; i += LUNACU_BLOCK) {
+      float v[4];
+      lunacu_get(x + 4 * i, v);
+      LUNACU_UNROLL for (int k = 0; k < 4; k++) sum[k] += v[k] * v[k];
+    }
+    for (int i = 4 * fours + threadIdx.x; i < n; i += LUNACU_BLOCK) sum[0] += x[i] * x[i];
+    total[0] += (double)(sum[0] + sum[1]) + (double)(sum[2] + sum[3]);
+  }
+  lunacu_slots_put(total, partials, add);
+}
+__global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_step_state *state, luna_step_state *context) {
+  double sum[1];
+  lunacu_slots_sum(partials, LUNACU_SLOTS, sum);
+  if (threadIdx.x > 0) return;
+  const float norm = (float)sqrt(sum[0]);
+  const int nonfinite = context->nonfinite || !(sum[0] < (double)INFINITY);
+  state->norm = norm;
+  state->factor = clip > 0 && norm > clip ? clip / norm : 1.0f;
+  state->nonfinite = nonfinite;
+  state->updates += (uint64_t)!nonfinite;
+  state->skipped += (uint64_t)nonfinite;
+  context->skipped += (uint64_t)nonfinite;
+}
+static luna_status lunacu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
+  const cudaStream_t stream = lunacu_stream_of(ctx);
+  double *partials = lunacu_self(ctx)->partials;
+  int64_t p = 0;
+  for (bool add = false; p < count || !add; add = true) { /* once at least: the slots are then 0 */
+    lunacu_gradients g = {};
+    for (; p < count && g.count < LUNACU_NORMED; p++) {
+      const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
+      if (size == 0) continue;
+      g.grad[g.count] = parameters[p]->grad;
+      g.size[g.count] = size;
+      g.chunk[g.count + 1] = g.chunk[g.count] + lunacu_divide_up(size, LUNACU_NORM_CHUNK);
+      g.count++;
+    }
+    LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_SLOTS, LUNACU_BLOCK, 0, stream, g, partials, add);
+  }
+  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, clip, state, luna_backend_state(ctx));
+  return lunacu_done(ctx, "the gradient's norm");
+}
+
+/* --- updates: one pass, which reads the gradient and leaves zeros; in a step that is skipped it does nothing else --- */
+struct lunacu_updating {
+  float *value, *grad, *moment[3];
+  int64_t count;
+  float momentum, beta1, beta2, epsilon, decay, lr;
+  bool nesterov, coupled;            /* coupled: decay goes into the gradient */
+  const luna_step_state *state;
+};
+/* 1 - beta^t by squaring, off by no more than t 2^-53 */
+__device__ __forceinline__ float lunacu_correction(float beta, uint64_t t) {
+  double power = 1, square = (double)beta;
+  for (; t > 0; t /= 2, square *= square) if (t % 2) power *= square;
+  return (float)(1 - power);
+}
+/* what all elements of a parameter share. shared: Adam's lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t); Apollo's alpha and curvature */
+struct lunacu_moving { float lr, factor, shared[2]; };
+
+/* W elements from i on, and as many of each moment there is */
+template <luna_optimizer_kind kind, int W> __device__ __forceinline__ void lunacu_move(const lunacu_updating &u, const lunacu_moving &s, int64_t i) {
+  constexpr int moments = kind == LUNA_SGD ? 1 : kind == LUNA_ADAM ? 2 : 3;
+  const bool moving = kind != LUNA_SGD || u.momentum != 0;
+  float v[W], g[W], m[moments][W] = {}, zero[W] = {};
+  lunacu_get(u.value + i, v);
+  lunacu_get(u.grad + i, g);
+  LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_get(u.moment[q] + i, m[q]);
+  LUNACU_UNROLL for (int k = 0; k < W; k++) {
+    g[k] = g[k] * s.factor + (u.coupled ? u.decay * v[k] : 0);
+    if constexpr (kind == LUNA_SGD) {
+      m[0][k] = u.momentum * m[0][k] + g[k];
+      v[k] -= s.lr * (u.nesterov ? u.momentum * m[0][k] + g[k] : m[0][k]);
+    } else if constexpr (kind == LUNA_ADAM) {
+      m[0][k] = u.beta1 * m[0][k] + (1 - u.beta1) * g[k];
+      m[1][k] = u.beta2 * m[1][k] + (1 - u.beta2) * (g[k] * g[k]);
+      v[k] -= (u.coupled ? 0 : s.lr * u.decay * v[k]) + s.shared[0] * m[0][k] / (sqrtf(m[1][k]) * s.shared[1] + u.epsilon);
+    } else { /* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1) */
+      m[0][k] += s.shared[0] * (g[k] - m[0][k]);
+      m[1][k] += s.shared[1] * (m[2][k] * m[2][k]);
+      m[2][k] = m[0][k] / fmaxf(fabsf(m[1][k]), 1);
+      v[k] -= s.lr * m[2][k];
+    }
+  }
+  lunacu_put(u.value + i, v, false);
+  lunacu_put(u.grad + i, zero, false);
+  LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_put(u.moment[q] + i, m[q], false);
+}
+template <luna_optimizer_kind kind, int W> __global__ void lunacu_update_kernel(lunacu_updating u, const double *apollo) {
+  LUNACU_SHARED(float, shared, 2);
+  lunacu_moving s = {u.state->lr * u.lr, u.state->factor, {0, 0}};
+  if (u.state->nonfinite) {
+    for (int64_t i = lunacu_index(); i < u.count; i += lunacu_stride()) u.grad[i] = 0;
+    return;
+  }
+  if (kind != LUNA_SGD) {            /* two warps find one each */
+    if (threadIdx.x == 0) shared[0] = kind == LUNA_ADAM ? (float)((double)s.lr / (double)lunacu_correction(u.beta1, u.state->updates)) : (float)apollo[0];
+    if (threadIdx.x == LUNACU_WARP) shared[1] = kind == LUNA_ADAM ? (float)(1 / sqrt((double)lunacu_correction(u.beta2, u.state->updates))) : (float)apollo[1];
+    __syncthreads();
+    s.shared[0] = shared[0];
+    s.shared[1] = shared[1];
+  }
+  for (int64_t i = lunacu_index(); i < u.count / W; i += lunacu_stride()) lunacu_move<kind, W>(u, s, i * W);
+  if (W > 1 && lunacu_index() < u.count % W) lunacu_move<kind, 1>(u, s, u.count / W * W + lunacu_index());
+}
+/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a parameter of d^4, (g - m) d and B d^2; of them, with
+   D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) / D^4 */
+__global__ void lunacu_apollo_kernel(lunacu_updating u, double *partials) {
+  double total[3] = {0, 0, 0};
+  for (int64_t i = lunacu_index(); i < u.count;) {
+    float sum[3] = {0, 0, 0};
+    LUNACU_UNROLL for (const int64_t stop = min(u.count, i + 16 * lunacu_stride()); i < stop; i += lunacu_stride()) {
+      const float d = u.moment[2][i], square = d * d, g = u.grad[i] * u.state->factor + u.decay * u.value[i];
+      sum[0] += square * square;
+      sum[1] += (g - u.moment[0][i]) * d;
+      sum[2] += u.moment[1][i] * square;
+    }
+    LUNACU_UNROLL for (int q = 0; q < 3; q++) total[q] += (double)sum[q];
+  }
+  lunacu_slots_put(total, partials, false);
+}
+__global__ void lunacu_apollo_end_kernel(lunacu_updating u, const double *partials, int slots, double *apollo) {
+  double sum[3];
+  lunacu_slots_sum(partials, slots, sum);
+  const double alpha = (double)((1 - u.beta1) / lunacu_correction(u.beta1, u.state->updates)), d = sqrt(sqrt(sum[0])) + (double)u.epsilon;
+  if (threadIdx.x > 0) return;
+  apollo[0] = alpha;
+  apollo[1] = (-alpha * sum[1] - sum[2]) / (d * d * d * d);
+}
+template <luna_optimizer_kind kind> static void lunacu_update_run(cudaStream_t stream, const lunacu_updating &u, const double *apollo) {
+  const unsigned most = 4096;        /* blocks stride, so that each finds what is shared but once */
+  const bool wide = lunacu_wide(0, u.value, u.grad, u.moment[0], u.moment[1], u.moment[2]);
+  const unsigned blocks = lunacu_blocks(u.count, (wide ? 4 : 1) * LUNACU_BLOCK);
+  if (wide) LUNACU_LAUNCH((lunacu_update_kernel<kind, 4>), blocks < most ? blocks : most, LUNACU_BLOCK, 0, stream, u, apollo);
+  else LUNACU_LAUNCH((lunacu_update_kernel<kind, 1>), blocks < most ? blocks : most, LUNACU_BLOCK, 0, stream, u, apollo);
+}
+static luna_status lunacu_update(luna_ctx *ctx, const luna_update *update) {
+  const luna_tensor *p = update->parameter;
+  const lunacu_updating u = {p->data, p->grad, {update->moment[0], update->moment[1], update->moment[2]}, luna_count(p), update->momentum, update->beta1,
+                             update->beta2, update->epsilon, update->decay, update->lr, update->nesterov, update->kind != LUNA_ADAMW, update->state};
+  const cudaStream_t stream = lunacu_stream_of(ctx);
+  double *partials = lunacu_self(ctx)->partials, *apollo = partials + 3 * LUNACU_SLOTS;
+  if (u.count == 0) return LUNA_OK;
+  if (update->kind == LUNA_SGD) lunacu_update_run<LUNA_SGD>(stream, u, NULL);
+  else if (update->kind != LUNA_APOLLO) lunacu_update_run<LUNA_ADAM>(stream, u, NULL);
+  else {
+    const unsigned blocks = lunacu_blocks(u.count, 4 * LUNACU_BLOCK), slots = blocks < LUNACU_SLOTS ? blocks : LUNACU_SLOTS;
+    LUNACU_LAUNCH(lunacu_apollo_kernel, slots, LUNACU_BLOCK, 0, stream, u, partials);
+    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, u, partials, (int)slots, apollo);
+    lunacu_update_run<LUNA_APOLLO>(stream, u, apollo);
+  }
+  return lunacu_done(ctx, "an optimiser's update");
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>backend: the table
+   ---------------------------------------------------------------------------------------------------------------------- */
+struct lunacu_tables {               /* one a device and mode; luna.h tells them apart by their address */
+  luna_backend table[LUNA_CUDA_BF16 + 1][LUNACU_DEVICES];
+  lunacu_tables() {
+    memset(table, 0, sizeof table);
+    for (int math = 0; math <= LUNA_CUDA_BF16; math++)
+      for (int device = 0; device < LUNACU_DEVICES; device++) {
+        luna_backend *b = &table[math][device];
+        b->version = 1;
+        b->size = sizeof *b;
+        b->device = device + 1;
+        b->open = lunacu_open;
+        b->close = lunacu_close;
+        b->allocate = lunacu_allocate;
+        b->release = lunacu_release;
+        b->copy = lunacu_copy;
+        b->zero = lunacu_zero;
+        b->begin = lunacu_begin;
+        b->check = lunacu_loss_check;
+        b->norm = lunacu_norm;
+        b->update = lunacu_update;
+#define LUNACU_ROW(NAME, name) b->row[LUNA_ROW_##NAME] = {lunacu_##name##_query, lunacu_##name##_forward, lunacu_##name##_backward};
+        LUNACU_ROW(PERMUTE, permute) LUNACU_ROW(SLICE, slice) LUNACU_ROW(CONCAT, concat) LUNACU_ROW(REPEAT, repeat)
+        LUNACU_ROW(ADD, add) LUNACU_ROW(MUL, mul) LUNACU_ROW(SCALE, scale) LUNACU_ROW(REDUCE, reduce) LUNACU_ROW(MAX, max)
+        LUNACU_ROW(MATMUL, matmul) LUNACU_ROW(LINEAR, linear) LUNACU_ROW(ACTIVATION, activation) LUNACU_ROW(SOFTMAX, softmax)
+        LUNACU_ROW(MASK, mask) LUNACU_ROW(RATIO, ratio) LUNACU_ROW(DROPOUT, dropout) LUNACU_ROW(LAYER_NORM, layer_norm)
+        LUNACU_ROW(EMBEDDING, embedding) LUNACU_ROW(CROSS_ENTROPY, cross_entropy) LUNACU_ROW(SOFTMAX_ATTENTION, attention)
+        LUNACU_ROW(CAUSAL_PRODUCT, causal_product) LUNACU_ROW(SHORT_CONVOLUTION, short_convolution) LUNACU_ROW(CUSTOM, custom)
+        LUNACU_ROW(PACK, attention) LUNACU_ROW(UNPACK, unpack) LUNACU_ROW(CAUSAL_LUNA, causal_luna) LUNACU_ROW(FEED_FORWARD, feed_forward)
+#undef LUNACU_ROW
+      }
+  }
+};
+static const lunacu_tables &lunacu_all() {
+  static const lunacu_tables tables;
+  return tables;
+}
+static luna_cuda_math lunacu_math_of(const luna_ctx *ctx) {
+  return (luna_cuda_math)((luna_backend_of(ctx) - &lunacu_all().table[0][0]) / LUNACU_DEVICES);
+}
+extern "C" const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math) {
+  if (device < 0 || device >= LUNACU_DEVICES || (unsigned)math > LUNA_CUDA_BF16) return NULL;
+  return &lunacu_all().table[math][device];
+}
+extern "C" const luna_backend *luna_cuda_backend(int device) { return luna_cuda_backend_with(device, LUNA_CUDA_F32); }
+extern "C" cudaStream_t luna_cuda_stream(const luna_ctx *ctx) { return lunacu_self(ctx) ? lunacu_self(ctx)->stream : NULL; }
+
+#endif /* LUNA_CUDA_CUH */

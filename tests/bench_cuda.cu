@@ -1,0 +1,408 @@
+/* bench_cuda: luna_cuda.cuh on this machine's GPU, as shares of what the same run gets out of a large device copy (bytes read + written) and a large
+   float32 product of cuBLAS, each measured beside every timed run; medians of 11 runs or more. make cuda-bench runs it; one line of JSON a row goes
+   to the file that the argument names. -DBENCH_TINY makes every size small and the runs one, to go through all of it without a GPU:
+     g++ -std=c++17 -O1 -I. -Itests -DBENCH_TINY -x c++ tests/bench_cuda.cu -x none build/luna.o -lm -lpthread
+
+   Bytes are those that must be read once and written once. Flops a token, forward: attention core 8 l d; nested layer, each half in its cheaper form,
+   pack min(4 h l d, 2 d^2 + 4 l d) + unpack min(4 h l d, 4 d^2 + 4 l d), without the memory's own products; causal layer
+   2 h l d + 6 d^2 + 8 l d + 2 c (h l + d) in chunks of c = 64. Training counts three times that; what is computed twice counts once. */
+#ifndef __CUDACC__
+#include "cuda_host.h"
+#endif
+#include "luna_cuda.cuh"
+
+#include <algorithm>
+#include <vector>
+
+#ifdef BENCH_TINY
+static const int64_t N = 64, DIM = 64, HEADS = 4, VOCAB = 503, ROWS = 16, SIDE = 64, COPIED = 1 << 16;
+static const int64_t BATCH = 2, LENGTH = 64, CLASSIFIER_DIM = 32, CLASSIFIER_FFN = 64;
+static const int LEAST_RUNS = 1, MOST_RUNS = 1;
+#else
+static const int64_t N = 65536, DIM = 1024, HEADS = 16, VOCAB = 50257, ROWS = 8192, SIDE = 8192, COPIED = (int64_t)1 << 30;
+static const int64_t BATCH = 32, LENGTH = 4096, CLASSIFIER_DIM = 256, CLASSIFIER_FFN = 1024;
+static const int LEAST_RUNS = 11, MOST_RUNS = 51;
+#endif
+static const double BUDGET = 1000;   /* ms a row may take beyond its least number of runs */
+
+static FILE *json;
+
+static void fail(const char *what, const char *why) {
+  fprintf(stderr, "%s: %s\n", what, why);
+  exit(1);
+}
+static void must(cudaError_t error, const char *what) {
+  if (error != cudaSuccess) fail(what, cudaGetErrorString(error));
+}
+
+/* ---- one thing that is timed: a context, and whatever its run needs ---- */
+enum layer_kind { CORE, NESTED, CAUSAL };
+struct bench {
+  luna_ctx *ctx;
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+  bool marks_itself;                 /* run records both events, for it times a part of what it does */
+  luna_params *params, *inputs;      /* trained; given, so that no run copies them */
+  luna_tensor *x, *q, *p, *weight, *bias;
+  luna_optimizer *adam;
+  layer_kind kind;
+  bool training;
+  luna_nested_attention_layer nested;
+  luna_causal_attention_layer causal;
+  luna_classifier model;
+  std::vector<int32_t> tokens, labels, lengths;
+  const float *values, *slopes;      /* on the device: what source gives, and what sink gives as its gradient */
+};
+
+static void check(const bench *b) {
+  if (luna_state(b->ctx) != LUNA_OK) fail("bench_cuda", luna_error(b->ctx));
+}
+
+static void open_bench(bench *b) {
+  luna_options options = {};
+  options.backend = luna_cuda_backend(0);
+  b->ctx = luna_open(&options);
+  if (!b->ctx) fail("luna_open", "no memory");
+  check(b);
+  b->stream = luna_cuda_stream(b->ctx);
+  b->params = luna_params_open(b->ctx);
+  b->inputs = luna_params_open(b->ctx);
+  must(cudaEventCreate(&b->begin), "an event");
+  must(cudaEventCreate(&b->end), "an event");
+}
+static void close_bench(bench *b) {
+  if (b->adam && luna_optimizer_skipped(b->adam) > 0) fail("bench_cuda", "an update was skipped: its time says nothing");
+  (void)cudaEventDestroy(b->begin);
+  (void)cudaEventDestroy(b->end);
+  luna_close(b->ctx);
+}
+
+/* values of variance 1, made where they are wanted: products of zeros would draw less power and run at a higher clock */
+__global__ void fill_kernel(float *x, int64_t count, uint32_t seed) {
+  for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) {
+    uint32_t u = ((uint32_t)i ^ seed) * 2654435769u;
+    u = (u ^ u >> 15) * 2246822519u;
+    u = (u ^ u >> 13) * 3266489917u;
+    x[i] = ((float)(u >> 8) * (1.0f / 16777216.0f) - 0.5f) * 3.4641016f;
+  }
+}
+static void fill(cudaStream_t stream, float *x, int64_t count, uint32_t seed) {
+  LUNACU_LAUNCH(fill_kernel, lunacu_blocks(count, 8 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, x, count, seed * 2654435769u);
+}
+static luna_tensor *input(bench *b, const char *name, int rank, int64_t s0, int64_t s1, int64_t s2) {
+  const int64_t shape[3] = {s0, s1, s2};
+  const luna_init zeros = {LUNA_ZEROS, 0};
+  luna_tensor *t = luna_param(b->inputs, name, rank, shape, zeros);
+  if (!t) fail(name, luna_error(b->ctx));
+  fill(b->stream, t->data, luna_count(t), (uint32_t)name[0]);
+  return t;
+}
+static luna_tensor *mean(luna_tensor *x) {
+  const int64_t flat[1] = {-1};
+  return luna_mean(luna_reshape(x, 1, flat), 0);
+}
+
+/* ---- the machine: what a copy and a product reach ---- */
+struct machine {
+  bench own;
+  cublasHandle_t blas;
+  float *a, *b, *c;
+  char *from, *to;
+};
+static machine gpu;
+
+static void copy_run(bench *b) { must(cudaMemcpyAsync(gpu.to, gpu.from, (size_t)COPIED, cudaMemcpyDeviceToDevice, b->stream), "a copy"); }
+static void gemm_run(bench *) { /* as luna_linear: C = A B^T of rows, which are cuBLAS's columns */
+  const float one = 1, zero = 0;
+  const int side = (int)SIDE;
+  const cublasStatus_t status = cublasSgemm(gpu.blas, CUBLAS_OP_T, CUBLAS_OP_N, side, side, side, &one, gpu.b, side, gpu.a, side, &zero, gpu.c, side);
+  if (status != CUBLAS_STATUS_SUCCESS) fail("cublasSgemm", cublasGetStatusString(status));
+}
+static void open_machine() {
+  const size_t matrix = (size_t)(SIDE * SIDE) * sizeof(float);
+  open_bench(&gpu.own);
+  must(cudaMalloc((void **)&gpu.a, matrix), "memory");
+  must(cudaMalloc((void **)&gpu.b, matrix), "memory");
+  must(cudaMalloc((void **)&gpu.c, matrix), "memory");
+  must(cudaMalloc((void **)&gpu.from, (size_t)COPIED), "memory");
+  must(cudaMalloc((void **)&gpu.to, (size_t)COPIED), "memory");
+  fill(gpu.own.stream, gpu.a, SIDE * SIDE, 1);
+  fill(gpu.own.stream, gpu.b, SIDE * SIDE, 2);
+  fill(gpu.own.stream, (float *)gpu.from, COPIED / 4, 3);
+  if (cublasCreate(&gpu.blas) != CUBLAS_STATUS_SUCCESS || cublasSetStream(gpu.blas, gpu.own.stream) != CUBLAS_STATUS_SUCCESS ||
+      cublasSetMathMode(gpu.blas, CUBLAS_DEFAULT_MATH) != CUBLAS_STATUS_SUCCESS)
+    fail("cuBLAS", "cannot be opened");
+}
+static void close_machine() {
+  (void)cublasDestroy(gpu.blas);
+  (void)cudaFree(gpu.a);
+  (void)cudaFree(gpu.b);
+  (void)cudaFree(gpu.c);
+  (void)cudaFree(gpu.from);
+  (void)cudaFree(gpu.to);
+  close_bench(&gpu.own);
+}
+
+/* ---- timing and rows ---- */
+static double median(std::vector<double> x) {
+  const size_t half = x.size() / 2;
+  std::sort(x.begin(), x.end());
+  return x.size() % 2 ? x[half] : 0.5 * (x[half - 1] + x[half]);
+}
+/* ms of one run, `times` of them between the events */
+static double timed(bench *b, void (*run)(bench *), int times) {
+  float ms = 0;
+  if (!b->marks_itself) must(cudaEventRecord(b->begin, b->stream), "an event");
+  for (int i = 0; i < times; i++) run(b);
+  check(b);
+  if (!b->marks_itself) must(cudaEventRecord(b->end, b->stream), "an event");
+  must(cudaStreamSynchronize(b->stream), "a run");
+  must(cudaEventElapsedTime(&ms, b->begin, b->end), "an event");
+  return std::max((double)ms, 1e-6) / times;
+}
+
+static double copy_bytes() { return 2.0 * (double)COPIED; }
+static double gemm_flops() { return 2.0 * (double)SIDE * (double)SIDE * (double)SIDE; }
+
+/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is told in its own unit, and its share
+   is of the copy's or the product's rate just before each of its runs. Returns the median in ms. */
+static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double least) {
+  const bool is_machine = b == &gpu.own;
+  std::vector<double> ms, shares;
+  double spent = 0;
+  int times = 1;
+  for (int i = 0; i < 2; i++) {      /* warm */
+    const double once = timed(b, run, 1);
+    times = b->marks_itself || once >= 1 || LEAST_RUNS == 1 ? 1 : (int)std::min(100.0, 1 + 1 / once);
+  }
+  while ((int)ms.size() < LEAST_RUNS || ((int)ms.size() < MOST_RUNS && spent < BUDGET)) {
+    const double beside = is_machine ? 0 : is_bytes ? copy_bytes() / timed(&gpu.own, copy_run, 2) : gemm_flops() / timed(&gpu.own, gemm_run, 1);
+    ms.push_back(timed(b, run, times));
+    shares.push_back(is_machine ? 1 : work / ms.back() / beside);
+    spent += ms.back() * times;
+  }
+  const double found = median(ms), share = median(shares), rate = work / found * 1e-6; /* GB/s or GFLOP/s */
+  const size_t memory = luna_memory(b->ctx).peak;
+  printf("  %-52s %9.3f %9.1f %-7s", name, found, is_bytes ? rate : rate * 1e-3, is_bytes ? "GB/s" : "TFLOP/s");
+  if (!is_machine) printf("  %5.1f%%", 100 * share);
+  if (least > 0) printf("  (at least %.0f%%)", 100 * least);
+  puts("");
+  fflush(stdout);
+  if (json)
+    fprintf(json, "{\"name\": \"%s\", \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"bytes\": %.0f, \"memory\": %zu}\n", name, is_bytes ? 0 : rate, share, found,
+            is_bytes ? work : 0, memory);
+  return found;
+}
+static void title(const char *text) { printf("\n%s\n  %-52s %9s %9s %-7s  %6s\n", text, "", "ms", "rate", "", "share"); }
+
+/* ---- attention ---- */
+static void layer_run(bench *b) {
+  luna_tensor *y = NULL;
+  if (b->training) luna_begin_step(b->ctx);
+  else luna_begin_inference(b->ctx);
+  if (b->kind == CORE) {             /* keys are values, in both halves */
+    luna_attention_config config = {};
+    config.heads = HEADS;
+    luna_tensor *packed = luna_softmax_attention(b->p, b->x, b->x, &config);
+    y = luna_softmax_attention(b->q, packed, packed, &config);
+  } else if (b->kind == NESTED) y = luna_nested_attention_layer_forward(&b->nested, b->x, b->p, NULL, NULL, NULL);
+  else y = luna_causal_attention_layer_forward(&b->causal, b->x, b->p, NULL);
+  if (b->training) {
+    luna_backward(mean(y));
+    luna_optimizer_step(b->adam);
+  }
+}
+static double layer_flops(layer_kind kind, double l) {
+  const double n = (double)N, d = (double)DIM, h = (double)HEADS;
+  if (kind == CORE) return n * 8 * l * d;
+  if (kind == NESTED) return n * (std::min(4 * h * l * d, 2 * d * d + 4 * l * d) + std::min(4 * h * l * d, 4 * d * d + 4 * l * d));
+  return n * (2 * h * l * d + 6 * d * d + 8 * l * d + 2 * 64 * (h * l + d));
+}
+static void layer_row(const char *text, layer_kind kind, int64_t l, bool training, double least) {
+  bench b = {};
+  char name[96];
+  luna_adamw_config adam = {};
+  const bool is_bytes = kind == CORE && l == 16;
+  open_bench(&b);
+  b.kind = kind;
+  b.training = training;
+  b.x = input(&b, "x", 3, 1, N, DIM);
+  b.p = input(&b, "p", 3, 1, l, DIM);
+  if (kind == CORE) b.q = input(&b, "q", 3, 1, N, DIM);
+  if (kind == NESTED) {
+    luna_nested_attention_config config = {};
+    config.dim = DIM;
+    config.heads = HEADS;
+    luna_nested_attention_layer_init(&b.nested, b.params, "", &config);
+  }
+  if (kind == CAUSAL) {
+    luna_causal_attention_config config = {};
+    config.dim = DIM;
+    config.heads = HEADS;
+    luna_causal_attention_layer_init(&b.causal, b.params, "", &config);
+  }
+  adam.lr = 1e-4f;
+  if (training) b.adam = luna_adamw(b.params, &adam);
+  check(&b);
+  snprintf(name, sizeof name, "%s, l = %d, %s", text, (int)l, training ? "training step" : "forward");
+  row(name, &b, layer_run, is_bytes ? 12.0 * (double)(N * DIM) : (training ? 3 : 1) * layer_flops(kind, (double)l), is_bytes, least);
+  close_bench(&b);
+}
+
+/* ---- one op's backward alone: source gives values and, when the gradient comes to it, marks the end; sink gives a gradient and marks the beginning ---- */
+static void source_forward(const luna_tensor *const *, int, luna_tensor *out, void *state) {
+  const bench *b = *(const bench *const *)state;
+  must(cudaMemcpyAsync(out->data, b->values, (size_t)luna_count(out) * sizeof(float), cudaMemcpyDeviceToDevice, b->stream), "a copy");
+  must(cudaEventRecord(b->begin, b->stream), "an event");
+}
+static void source_backward(luna_tensor *const *, int, const luna_tensor *, void *state) {
+  const bench *b = *(const bench *const *)state;
+  must(cudaEventRecord(b->end, b->stream), "an event");
+}
+static void sink_forward(const luna_tensor *const *, int, luna_tensor *out, void *state) {
+  const bench *b = *(const bench *const *)state;
+  must(cudaMemsetAsync(out->data, 0, sizeof(float), b->stream), "a fill");
+}
+static void sink_backward(luna_tensor *const *in, int, const luna_tensor *, void *state) {
+  const bench *b = *(const bench *const *)state;
+  must(cudaMemcpyAsync(in[0]->grad, b->slopes, (size_t)luna_count(in[0]) * sizeof(float), cudaMemcpyDeviceToDevice, b->stream), "a copy");
+  must(cudaEventRecord(b->begin, b->stream), "an event");
+}
+static luna_tensor *gate(bench *b, luna_tensor *in, int rank, const int64_t *shape, bool is_source) {
+  const luna_custom custom = {is_source ? source_forward : sink_forward, is_source ? source_backward : sink_backward, &b, sizeof b};
+  return luna_custom_op(&in, 1, rank, shape, &custom);
+}
+
+/* ---- layer norm, cross-entropy, AdamW ---- */
+static void norm_run(bench *b) {
+  const int64_t shape[2] = {N, DIM}, one = 1;
+  if (!b->training) {
+    luna_begin_inference(b->ctx);
+    luna_layer_norm(b->x, b->weight, b->bias);
+    return;
+  }
+  luna_begin_step(b->ctx);
+  luna_backward(gate(b, luna_layer_norm(gate(b, b->p, 2, shape, true), b->weight, b->bias), 1, &one, false));
+}
+static void norm_row(bool backward) {
+  bench b = {};
+  char name[96];
+  open_bench(&b);
+  b.training = b.marks_itself = backward;
+  b.x = input(&b, "x", 2, N, DIM, 1);
+  b.weight = input(&b, "weight", 1, DIM, 1, 1);
+  b.bias = input(&b, "bias", 1, DIM, 1, 1);
+  b.p = input(&b, "none", 1, 1, 1, 1);
+  b.values = b.x->data;
+  if (backward) b.slopes = input(&b, "slopes", 2, N, DIM, 1)->data;
+  snprintf(name, sizeof name, "layer norm, %d x %d, %s", (int)N, (int)DIM, backward ? "backward" : "forward");
+  row(name, &b, norm_run, (backward ? 12.0 : 8.0) * (double)(N * DIM), true, 0.85);
+  close_bench(&b);
+}
+
+static void cross_entropy_run(bench *b) {
+  const int64_t shape[2] = {ROWS, VOCAB};
+  luna_begin_step(b->ctx);
+  luna_backward(luna_cross_entropy(gate(b, b->p, 2, shape, true), b->labels.data()));
+}
+static void cross_entropy_row() {
+  bench b = {};
+  char name[96];
+  open_bench(&b);
+  b.marks_itself = true;
+  b.p = input(&b, "none", 1, 1, 1, 1);
+  b.values = input(&b, "logits", 2, ROWS, VOCAB, 1)->data;
+  for (int64_t i = 0; i < ROWS; i++) b.labels.push_back((int32_t)(i * 7919 % VOCAB));
+  snprintf(name, sizeof name, "cross-entropy, %d x %d, forward and backward", (int)ROWS, (int)VOCAB);
+  row(name, &b, cross_entropy_run, 12.0 * (double)(ROWS * VOCAB), true, 0.85); /* logits twice: the loss is there before its gradient; and theirs */
+  close_bench(&b);
+}
+
+static void adamw_run(bench *b) { luna_optimizer_step(b->adam); }
+static void adamw_row() {
+  bench b = {};
+  char name[96];
+  luna_adamw_config adam = {};
+  open_bench(&b);
+  b.x = input(&b, "x", 2, N, DIM, 1);
+  adam.weight_decay = 0.01f;
+  b.adam = luna_adamw(b.inputs, &adam);
+  luna_begin_step(b.ctx);
+  luna_backward(mean(b.x));          /* so that there is a gradient; the updates leave zeros */
+  check(&b);
+  snprintf(name, sizeof name, "AdamW, %.1fM parameters", (double)(N * DIM) * 1e-6);
+  row(name, &b, adamw_run, 36.0 * (double)(N * DIM), true, 0.85); /* value, gradient, two moments, read and written; before it the norm reads the gradient */
+  close_bench(&b);
+}
+
+/* ---- a byte classifier's whole training step, as in bench_layers.c ---- */
+static void classifier_run(bench *b) {
+  luna_begin_step(b->ctx);
+  luna_backward(luna_cross_entropy(luna_classify(&b->model, b->tokens.data(), b->lengths.data(), BATCH, LENGTH), b->labels.data()));
+  luna_optimizer_step(b->adam);
+}
+static void classifier_row() {
+  const double d = (double)CLASSIFIER_DIM, tokens = (double)(BATCH * LENGTH);
+  bench b = {};
+  char name[96];
+  luna_classifier_config config = {};
+  luna_adamw_config adam = {};
+  open_bench(&b);
+  config.vocab = 256;
+  config.classes = 2;
+  config.pooling = LUNA_POOL_MEAN;
+  config.encoder.layers = 4;
+  config.encoder.dim = CLASSIFIER_DIM;
+  config.encoder.heads = 4;
+  config.encoder.ffn = CLASSIFIER_FFN;
+  config.encoder.memory = 16;
+  if (luna_classifier_init(&b.model, b.params, &config) != LUNA_OK) fail("luna_classifier_init", luna_error(b.ctx));
+  adam.lr = 1e-4f;
+  b.adam = luna_adam(b.params, &adam);
+  for (int64_t i = 0; i < BATCH * LENGTH; i++) b.tokens.push_back((int32_t)(i * 7919 % 256));
+  for (int64_t i = 0; i < BATCH; i++) b.labels.push_back((int32_t)(i % 2)), b.lengths.push_back((int32_t)LENGTH);
+  snprintf(name, sizeof name, "classifier, batch %d, n = %d, training step", (int)BATCH, (int)LENGTH);
+  const double ms = row(name, &b, classifier_run, 3 * 4 * tokens * (8 * 4 * 16 * d + 4 * d * (double)CLASSIFIER_FFN), false, 0);
+  printf("    %.0f tokens/s, %.1f MB at most\n", 1e3 * tokens / ms, (double)luna_memory(b.ctx).peak * 1e-6);
+  close_bench(&b);
+}
+
+int main(int argc, char **argv) {
+  static const int64_t slots[3] = {16, 64, 256};
+  static const double causal[2] = {0.40, 0.50};
+  cudaDeviceProp device;
+  char text[96];
+  open_machine();                    /* without a device, the context's sentence */
+  must(cudaGetDeviceProperties(&device, 0), "the device");
+  if (argc > 1 && (json = fopen(argv[1], "w")) == NULL) fail(argv[1], "cannot be written");
+  snprintf(text, sizeof text, "%.64s: what shares are of", device.name);
+  title(text);
+  snprintf(text, sizeof text, "copy of %.1f MB on the device", (double)COPIED * 1e-6);
+  row(text, &gpu.own, copy_run, copy_bytes(), true, 0);
+  snprintf(text, sizeof text, "gemm %d x %d, k = %d, float32", (int)SIDE, (int)SIDE, (int)SIDE);
+  row(text, &gpu.own, gemm_run, gemm_flops(), false, 0);
+
+  snprintf(text, sizeof text, "n = %d, d = %d, %d heads", (int)N, (int)DIM, (int)HEADS);
+  title(text);
+  for (int i = 0; i < 3; i++) layer_row("attention core, tied", CORE, slots[i], false, i ? 0.50 : 0.60);
+  for (int i = 0; i < 3; i++)
+    for (int training = 0; training < 2; training++) layer_row("nested attention layer", NESTED, slots[i], training, 0.65);
+  for (int i = 0; i < 2; i++)
+    for (int training = 0; training < 2; training++) layer_row("causal attention layer", CAUSAL, slots[i], training, causal[i]);
+
+  title("what only moves memory");
+  norm_row(false);
+  norm_row(true);
+  adamw_row();
+  cross_entropy_row();
+
+  snprintf(text, sizeof text, "4-layer byte classifier, d = %d, 4 heads, ffn %d, l = 16", (int)CLASSIFIER_DIM, (int)CLASSIFIER_FFN);
+  title(text);
+  classifier_row();
+  close_machine();
+  if (json) fclose(json);
+#ifdef LUNA_CUDA_HOST
+  if (cuda_host.errors) fail("cuda_host", cuda_host.message);
+#endif
+  return 0;
+}

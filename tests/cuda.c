@@ -1,0 +1,198 @@
+/* luna_cuda.cuh against the CPU: every op, layer and model with its gradients, the authors' golden files, training, checkpoints, a step as a graph, the
+   rounded modes, failures. Links with cuda_device.cu: on a machine without a GPU (make test) kernels run through cuda_host.h, in three orders, and
+   whatever it finds is a failure; make cuda-test is the same on a GPU. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "device_checks.h"
+#include "cuda_device.h"
+#define GOLDEN_INCLUDED
+#include "golden.c"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define CUDA_SANITIZED 1
+#elif defined(__has_feature)
+#define CUDA_SANITIZED __has_feature(address_sanitizer)
+#else
+#define CUDA_SANITIZED 0
+#endif
+
+static device cuda;
+
+/* ---- a custom op with kernels of its own ---- */
+static void check_custom(void) {
+  enum { COUNT = 300 };
+  const int64_t n = COUNT;
+  float *a = common_random(n, 1, 1), *b = common_random(n, 2, 1), got[3][COUNT];
+  luna_ctx *ctx = device_open(&cuda, 1);
+  luna_begin_step(ctx);
+  luna_tensor *in[2] = {luna_require_grad(luna_tensor_new(ctx, a, 1, &n)), luna_require_grad(luna_tensor_new(ctx, b, 1, &n))};
+  luna_tensor *y = luna_custom_op(in, 2, 1, &n, &cuda_square);
+  luna_read(y, got[0]);
+  CHECK(luna_backward(luna_sum(y, 0)) == LUNA_OK, "a custom op has no backward: %s", luna_error(ctx));
+  luna_read_grad(in[0], got[1]);
+  luna_read_grad(in[1], got[2]);
+  for (int64_t i = 0; i < n; i++) {
+    const float square = 0.5f * a[i] * b[i] * b[i], da = 0.5f * b[i] * b[i], db = a[i] * b[i];
+    if (fabsf(got[0][i] - square) > 1e-6f || fabsf(got[1][i] - da) > 1e-6f || fabsf(got[2][i] - db) > 1e-6f) CHECK(0, "element %d of a custom op is %g", (int)i, (double)got[0][i]);
+  }
+  luna_close(ctx);
+  free(a), free(b);
+}
+
+/* ---- steps one by one, and the same steps as replays of a graph: with dropout, a rate that changes, and one that is skipped for a NaN ---- */
+#define GRAPH_STEPS 6
+static luna_tensor *graph_loss(device_run *r) {
+  static const int32_t tokens[40] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5, 0, 2, 8, 8, 4, 1, 9, 7};
+  luna_begin_step(r->ctx);
+  return luna_cross_entropy(luna_lm_forward(&r->lm, tokens, 2, 19), tokens + 1);
+}
+static void graph_run(bool replayed, float losses[GRAPH_STEPS], float **parameters, int64_t *skipped) {
+  device_run r;
+  void *graph = NULL;
+  luna_tensor *loss = NULL, *embedding;
+  float kept = 0;
+  *parameters = NULL;
+  if (!device_run_start(&r, &cuda, 2, 9, "a graph")) return luna_close(r.ctx);
+  embedding = r.lm.embedding;
+  for (int step = 0; step < GRAPH_STEPS; step++) {
+    luna_optimizer_set_lr(r.optimizer, 1e-3f * (float)(1 + step));
+    luna_optimizer_advance(r.optimizer);
+    if (step == 4) cuda_poke(r.ctx, embedding->data + 5, NAN);
+    if (!replayed || !graph) {
+      if (replayed && step == 2) CHECK(cuda_capture(r.ctx), "a capture does not begin"); /* the step's memory is there after two */
+      loss = graph_loss(&r);
+      luna_backward(loss);
+      CHECK(luna_optimizer_apply(r.optimizer) == LUNA_OK, "step %d: %s", step, luna_error(r.ctx));
+      if (replayed && step == 2) {
+        graph = cuda_captured(r.ctx);
+        if (!CHECK(graph != NULL, "a step cannot be captured")) break;
+      }
+    }
+    if (graph) CHECK(cuda_replay(r.ctx, graph), "step %d is not replayed", step);
+    losses[step] = luna_item(loss);
+    if (step == 3) {
+      float *all = device_parameters(r.params); /* to put the embedding's number right again */
+      kept = all[5];
+      free(all);
+    }
+    if (step == 4) cuda_poke(r.ctx, embedding->data + 5, kept);
+  }
+  if (graph) cuda_forget(graph);
+  *skipped = luna_optimizer_skipped(r.optimizer);
+  *parameters = device_parameters(r.params);
+  luna_close(r.ctx);
+}
+static void check_graph(void) {
+  float eager[GRAPH_STEPS] = {0}, replayed[GRAPH_STEPS] = {0}, *a, *b;
+  int64_t skipped[2] = {0, 0};
+  device_run r;
+  graph_run(false, eager, &a, &skipped[0]);
+  graph_run(true, replayed, &b, &skipped[1]);
+  CHECK(skipped[0] == 1 && skipped[1] == 1, "%lld eager steps are skipped, %lld replayed ones", (long long)skipped[0], (long long)skipped[1]);
+  for (int step = 0; step < GRAPH_STEPS; step++)
+    CHECK(memcmp(&eager[step], &replayed[step], sizeof(float)) == 0 || (step == 4 && eager[step] != eager[step] && replayed[step] != replayed[step]), "step %d: the loss is %.9g, replayed %.9g",
+          step, (double)eager[step], (double)replayed[step]);
+  CHECK(eager[1] != eager[2], "two steps have the same loss %g", (double)eager[1]);
+  if (device_run_start(&r, NULL, 2, 9, "a graph") && a && b) CHECK(memcmp(a, b, (size_t)luna_params_count(r.params) * sizeof(float)) == 0, "replayed steps end in other parameters");
+  luna_close(r.ctx);
+  free(a), free(b);
+}
+
+/* ---- TF32 and BF16 round products, and nothing else ---- */
+static void check_math(void) {
+  static const double limit[3] = {1e-6, 2e-3, 2e-2}, least[3] = {0, 1e-6, 1e-5};
+  enum { M = 70, N = 50, K = 60 };
+  const int64_t sizes[4] = {M, K, N, K};
+  float *x = common_random(M * K, 1, 1), *w = common_random(N * K, 2, 1), *exact = common_floats(M * N), *got = common_floats(M * N);
+  for (int i = 0; i < M; i++)
+    for (int j = 0; j < N; j++) {
+      double sum = 0;
+      for (int k = 0; k < K; k++) sum += (double)x[i * K + k] * (double)w[j * K + k];
+      exact[i * N + j] = (float)sum;
+    }
+  for (int math = 0; math < 3; math++) {
+    device d = cuda;
+    d.backend = cuda_backend(0, (cuda_math)math);
+    luna_ctx *ctx = device_open(&d, 1);
+    luna_begin_inference(ctx);
+    CHECK(luna_read(luna_linear(luna_tensor_new(ctx, x, 2, sizes), luna_tensor_new(ctx, w, 2, sizes + 2), NULL), got) == LUNA_OK, "mode %d: %s", math, luna_error(ctx));
+    const double error = common_error(got, exact, M * N, 1e-6);
+    CHECK(error <= limit[math] && error >= least[math], "a product in mode %d is off by %.3g", math, error);
+    luna_close(ctx);
+  }
+  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3), "a backend that cannot be is there");
+  free(x), free(w), free(exact), free(got);
+}
+
+/* ---- failures: a sentence in the context, nothing left behind, and contexts on the CPU go on ---- */
+static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
+  CHECK(ctx && luna_state(ctx) != LUNA_OK && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what, luna_error(ctx));
+}
+static void check_failures(void) {
+  device_run r, here;
+  if (!cuda_emulated()) return;
+  for (int i = 0; i < 2; i++) {
+    cuda_fail(i ? CUDA_OLD_DEVICE : CUDA_NO_DEVICE, 0);
+    luna_ctx *ctx = device_open(&cuda, 1);
+    expect_error(ctx, i ? "an old device" : "no device", i ? "8.0 or newer is needed" : "there is no CUDA device");
+    CHECK(luna_begin_step(ctx) != LUNA_OK && !luna_params_find(luna_params_open(ctx), "x") && !luna_tensor_new(ctx, NULL, 0, NULL), "a context without its device works");
+    luna_close(ctx);
+    cuda_mend();
+  }
+  for (int at = 1; at < 60; at++) { /* each allocation fails in turn: opening, parameters, moments, steps */
+    cuda_fail(CUDA_NO_MEMORY, at);
+    const bool open = device_run_open(&r, &cuda, 2, 1);
+    const float loss = open ? device_step(&r, 0) : NAN;
+    const bool failed = !open || loss != loss;
+    if (failed) expect_error(r.ctx, "memory runs out", at < 5 ? "CUDA" : "memory");
+    luna_close(r.ctx);
+    cuda_mend();
+    CHECK(cuda_allocated() == 0, "allocation %d fails and leaves %zu bytes", at, cuda_allocated());
+    if (!failed) break;
+    CHECK(at < 59, "allocations fail for ever");
+  }
+  for (int kind = 0; kind < 2; kind++)
+    for (int at = 1; at < 200; at += 23) {
+      if (!device_run_start(&here, NULL, 2, 1, "the CPU") || !device_run_start(&r, &cuda, 2, 1, "a failure")) break;
+      const float first = device_step(&here, 0);
+      luna_begin_inference(r.ctx); /* what opening queued is done */
+      float *all = device_parameters(r.params);
+      cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
+      const float loss = device_step(&r, 0);
+      const luna_status status = luna_read(r.lm.embedding, all);
+      CHECK(loss != loss || status != LUNA_OK, "%s %d of a step fails and nobody says so", kind ? "kernel" : "launch", at);
+      expect_error(r.ctx, kind ? "a fault" : "a launch", "CUDA device 0");
+      const float next = device_step(&here, 1);
+      CHECK(first == first && next == next && next != first, "the CPU's context suffers");
+      free(all);
+      luna_close(r.ctx);
+      luna_close(here.ctx);
+      cuda_mend();
+      CHECK(cuda_allocated() == 0, "%zu bytes are left", cuda_allocated());
+    }
+}
+
+int main(int argc, char **argv) {
+  const char *message;
+  cuda.backend = cuda_backend(0, CUDA_F32);
+  cuda.output_limit = cuda.gradient_limit = 1e-5;
+  cuda.skip = "custom_op";
+  cuda.seed = cuda_seed;
+  if (CUDA_SANITIZED) cuda.seed = NULL; /* slow, and the order is not its matter */
+  device_all(&cuda, argc > 1 ? argv[1] : NULL);
+  if (argc <= 1) {
+    cuda.seed = NULL;
+    cuda.big = true;
+    if (!CUDA_SANITIZED) device_cases(&cuda, NULL);
+    check_custom();
+    check_graph();
+    check_math();
+    golden_backend = cuda.backend;
+    golden_folder("tests/data");
+  }
+  CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
+  CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
+  if (argc <= 1) check_failures();
+  return test_report("cuda");
+}

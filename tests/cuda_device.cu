@@ -1,0 +1,73 @@
+/* luna_cuda.cuh for tests/cuda.c: by nvcc for a GPU, by g++ (as C++) through cuda_host.h for none */
+#ifndef __CUDACC__
+#include "cuda_host.h"
+#endif
+#include "luna_cuda.cuh"
+#include "cuda_device.h"
+
+extern "C" const luna_backend *cuda_backend(int device, cuda_math math) { return luna_cuda_backend_with(device, (luna_cuda_math)math); }
+
+extern "C" bool cuda_capture(luna_ctx *ctx) { return cudaStreamBeginCapture(luna_cuda_stream(ctx), cudaStreamCaptureModeThreadLocal) == cudaSuccess; }
+extern "C" void *cuda_captured(luna_ctx *ctx) {
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t replay = NULL;
+  if (cudaStreamEndCapture(luna_cuda_stream(ctx), &graph) != cudaSuccess || !graph) return NULL;
+  if (cudaGraphInstantiate(&replay, graph, 0) != cudaSuccess) replay = NULL;
+  (void)cudaGraphDestroy(graph);
+  return replay;
+}
+extern "C" bool cuda_replay(luna_ctx *ctx, void *graph) { return cudaGraphLaunch((cudaGraphExec_t)graph, luna_cuda_stream(ctx)) == cudaSuccess; }
+extern "C" void cuda_forget(void *graph) { (void)cudaGraphExecDestroy((cudaGraphExec_t)graph); }
+__global__ void poke_kernel(float *at, float value) { *at = value; }
+extern "C" void cuda_poke(luna_ctx *ctx, float *at, float value) { LUNACU_LAUNCH(poke_kernel, 1, 1, 0, luna_cuda_stream(ctx), at, value); }
+
+__global__ void square_kernel(int64_t n, float factor, const float *a, const float *b, float *y) {
+  const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = factor * a[i] * b[i] * b[i];
+}
+__global__ void square_slope_kernel(int64_t n, float factor, const float *a, const float *b, const float *dy, float *da, float *db) {
+  const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n && da) da[i] += factor * dy[i] * b[i] * b[i];
+  if (i < n && db) db[i] += 2 * factor * dy[i] * a[i] * b[i];
+}
+static void square_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const int64_t n = luna_count(out);
+  (void)count;
+  LUNACU_LAUNCH(square_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state, in[0]->data, in[1]->data, out->data);
+}
+static void square_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const int64_t n = luna_count(out);
+  (void)count;
+  LUNACU_LAUNCH(square_slope_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state, in[0]->data, in[1]->data, out->grad, in[0]->grad, in[1]->grad);
+}
+static const float square_factor = 0.5f;
+extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor};
+
+#ifdef LUNA_CUDA_HOST
+extern "C" bool cuda_emulated(void) { return true; }
+extern "C" void cuda_seed(unsigned seed) { cuda_host.seed = seed; }
+extern "C" void cuda_fail(cuda_failure what, int at) {
+  if (what == CUDA_NO_DEVICE) cuda_host.devices = 0;
+  if (what == CUDA_OLD_DEVICE) cuda_host.major = 7;
+  if (what == CUDA_NO_MEMORY) cuda_host.fail_allocation = at;
+  if (what == CUDA_NO_LAUNCH) cuda_host.fail_launch = at;
+  if (what == CUDA_FAULT) cuda_host.fault = at;
+}
+extern "C" void cuda_mend(void) {
+  cuda_host_reset();
+  cuda_host.devices = 1;
+  cuda_host.major = 9;
+}
+extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
+extern "C" unsigned long long cuda_errors(const char **message) {
+  *message = cuda_host.message;
+  return cuda_host.errors;
+}
+#else
+extern "C" bool cuda_emulated(void) { return false; }
+extern "C" void cuda_seed(unsigned) {}
+extern "C" void cuda_fail(cuda_failure, int) {}
+extern "C" void cuda_mend(void) {}
+extern "C" size_t cuda_allocated(void) { return 0; }
+extern "C" unsigned long long cuda_errors(const char **message) { return *message = "", 0; }
+#endif
