@@ -56,6 +56,7 @@
        is the same, so that a comparison compares the mathematics.
      Threads.  A context is for one thread at a time and uses its pool inside. Results are the same bits for any number of threads. Several
        contexts may share a set of parameters that nobody trains (luna_params_share); streams only read.
+     Devices.  options.backend puts tensors' numbers elsewhere (luna_cuda.cuh: on an NVIDIA GPU); luna_read, luna_write and luna_item go there and back.
      Randomness.  Philox4x32-10. First values depend on seed and parameter name, dropout on seed, step and place: the same on every machine.
      Numbers.  float32; long sums in double; FMA only where written, never by the compiler's choice; exp, log and erf are luna.h's own.
      Causality is exact: a token, be it Inf or NaN, changes no bit of anything before it.
@@ -231,7 +232,8 @@ typedef struct luna_options {
   const luna_backend *backend;       /* 0 = this CPU */
 } luna_options;
 
-/* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves. */
+/* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
+   device, for instance). A backend whose device cannot be opened gives a context that refuses everything with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
 LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null is fine */
 

@@ -91,4 +91,15 @@ TEST_UNUSED static void common_params(luna_params *params, uint64_t seed) {
   }
 }
 
+/* every parameter's values, one after the other, to be freed */
+TEST_UNUSED static float *common_parameters(const luna_params *params) {
+  float *out = common_floats(luna_params_count(params)), *at = out;
+  for (int64_t i = 0; i < luna_params_size(params); i++) {
+    const luna_tensor *p = luna_params_at(params, i, NULL);
+    luna_read(p, at);
+    at += luna_count(p);
+  }
+  return out;
+}
+
 #endif

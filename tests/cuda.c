@@ -72,7 +72,7 @@ static void graph_run(bool replayed, float losses[GRAPH_STEPS], float **paramete
     if (graph) CHECK(cuda_replay(r.ctx, graph), "step %d is not replayed", step);
     losses[step] = luna_item(loss);
     if (step == 3) {
-      float *all = device_parameters(r.params); /* to put the embedding's number right again */
+      float *all = common_parameters(r.params); /* to put the embedding's number right again */
       kept = all[5];
       free(all);
     }
@@ -80,7 +80,7 @@ static void graph_run(bool replayed, float losses[GRAPH_STEPS], float **paramete
   }
   if (graph) cuda_forget(graph);
   *skipped = luna_optimizer_skipped(r.optimizer);
-  *parameters = device_parameters(r.params);
+  *parameters = common_parameters(r.params);
   luna_close(r.ctx);
 }
 static void check_graph(void) {
@@ -157,7 +157,7 @@ static void check_failures(void) {
       if (!device_run_start(&here, NULL, 2, 1, "the CPU") || !device_run_start(&r, &cuda, 2, 1, "a failure")) break;
       const float first = device_step(&here, 0);
       luna_begin_inference(r.ctx); /* what opening queued is done */
-      float *all = device_parameters(r.params);
+      float *all = common_parameters(r.params);
       cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
       const float loss = device_step(&r, 0);
       const luna_status status = luna_read(r.lm.embedding, all);

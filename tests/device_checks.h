@@ -113,15 +113,6 @@ static float device_step(device_run *r, int step) {
   free(tokens);
   return loss;
 }
-static float *device_parameters(const luna_params *params) {
-  float *out = common_floats(luna_params_count(params)), *at = out;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
-    const luna_tensor *p = luna_params_at(params, i, NULL);
-    luna_read(p, at);
-    at += luna_count(p);
-  }
-  return out;
-}
 static void device_training(const device *d) {
   static const char *const kinds[4] = {"SGD", "Adam", "AdamW", "Apollo"};
   for (int kind = 0; kind < 4; kind++) {
@@ -134,7 +125,7 @@ static void device_training(const device *d) {
         const double off = fabs((double)a - (double)b) / fabs((double)a);
         CHECK(off <= 10 * d->output_limit, "%s, step %d: the loss is %.9g, on the CPU %.9g", kinds[kind], step, (double)b, (double)a);
       }
-      float *a = device_parameters(here.params), *b = device_parameters(there.params);
+      float *a = common_parameters(here.params), *b = common_parameters(there.params);
       const double error = common_error(b, a, count, 1e-3), norm = (double)luna_optimizer_norm(here.optimizer);
       CHECK(error <= 10 * d->gradient_limit, "%s: the parameters are off by %.3g", kinds[kind], error);
       CHECK(fabs((double)luna_optimizer_norm(there.optimizer) - norm) <= 10 * d->gradient_limit * norm, "%s: the norm is %g, on the CPU %g", kinds[kind],

@@ -917,15 +917,6 @@ static void check_moved(const luna_params *params, const float *before, const ch
     before += luna_count(p);
   }
 }
-static float *parameters_of(const luna_params *params) {
-  float *out = common_floats(luna_params_count(params)), *at = out;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
-    const luna_tensor *p = luna_params_at(params, i, NULL);
-    luna_read(p, at);
-    at += luna_count(p);
-  }
-  return out;
-}
 /* The answer is read from X[0], which knows of the other tokens by attention alone. */
 static void check_classifier_trains(int v) {
   luna_ctx *ctx = ctx_open();
@@ -935,7 +926,7 @@ static void check_classifier_trains(int v) {
   config.vocab = 4, config.pooling = LUNA_POOL_CLS;
   config.encoder = encoder_config(v), config.encoder.max_length = TASK_N;
   if (CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx))) {
-    float *before = parameters_of(params);
+    float *before = common_parameters(params);
     const double loss = train_classifier(params, &model, 120, 6e-3f);
     CHECK(loss < 0.5, "%s: the loss falls to %.3f of ln 2 only", encoder_names[v], loss);
     check_moved(params, before, encoder_names[v]);
@@ -957,7 +948,7 @@ static void check_lm_trains(luna_attention_kind kind) {
   config.layer.dim = DIM, config.layer.heads = 2, config.layer.ffn = 20, config.layer.convolution = 4, config.layer.attention = kind;
   adamw.lr = 1e-2f;
   if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "language model %d: %s", kind, luna_error(ctx))) {
-    float *before = parameters_of(params);
+    float *before = common_parameters(params);
     luna_optimizer *adam = luna_adamw(params, &adamw);
     for (int step = 0; step < 150; step++) {
       for (int i = 0; i < 4 * 24; i++) {
@@ -1372,7 +1363,7 @@ static void check_composed(void) {
     if (i) common_params(set[i], 64);
   }
   luna_optimizer *adam = luna_adamw(set[0], &adamw);
-  float *before = parameters_of(set[0]);
+  float *before = common_parameters(set[0]);
   for (int step = 0; step < 400; step++) {
     for (int b = 0; b < LISTS; b++) {
       asked[b] = (int32_t)(common_hash(40, (uint64_t)(step * LISTS + b)) % 6);
@@ -2515,7 +2506,7 @@ static void check_matching(void) {
   luna_optimizer *adam = luna_adamw(from, NULL); /* a training checkpoint, whose moments are nobody's parameters */
   CHECK(luna_save_training_io(adam, &io) == LUNA_OK && luna_save(lm_set, path.text) == LUNA_OK, "%s", luna_error(ctx));
   for (int way = 0; way < 3; way++) {
-    float *before = parameters_of(to), *at = before;
+    float *before = common_parameters(to), *at = before;
     t.count = 0;
     match.user = &t;
     luna_match *m = way == 0 ? &match : way == 1 ? &quiet : NULL;
@@ -2535,7 +2526,7 @@ static void check_matching(void) {
     free(before);
     common_params(to, 103 + (uint64_t)way);
   }
-  float *before = parameters_of(to), *after;
+  float *before = common_parameters(to), *after;
   refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, "luna_load_matching", "a file of which nothing fits");
   CHECK(quiet.loaded == 0 && quiet.missing == luna_params_size(to) && quiet.unused == luna_params_size(lm_set),
         "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing, (int)quiet.unused);
@@ -2543,7 +2534,7 @@ static void check_matching(void) {
     refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, "safetensors", "a file cut to %d bytes", (int)cut);
   refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
   CHECK(luna_load_matching_bytes(NULL, file.at, file.size, NULL) == LUNA_BAD_ARGUMENT, "no set");
-  after = parameters_of(to);
+  after = common_parameters(to);
   CHECK(same_bits(before, after, luna_params_count(to)), "files that do not fit change parameters");
   CHECK(luna_save(from, path.text) == LUNA_OK && luna_load_matching(to, path.text, &quiet) == LUNA_OK && quiet.missing == 4, "by path: %s",
         luna_error(ctx));
