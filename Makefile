@@ -10,7 +10,7 @@
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
-#   make cuda-bench          speed on the GPU
+#   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
 CC ?= cc
 CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
@@ -109,7 +109,7 @@ bench: $(BENCHES)
 	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
 	@echo "every row is in $(BUILD)/bench.json"
 
-$(BUILD)/cuda/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h
+$(BUILD)/cuda/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/registers.sh
 	@mkdir -p $(BUILD)/cuda/tests
 	$(NVCC) $(NVCC_FLAGS) -Xptxas -v -I. -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
 	@sh tests/registers.sh $@.log
@@ -132,7 +132,13 @@ cuda:
 cuda-test: cuda
 	$(BUILD)/cuda/tests/cuda
 
+$(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
+	$(NVCC) $^ -o $@ -lcublas $(LIBS)
+
+cuda-bench:
+	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/bench && $(BUILD)/cuda/bench $(BUILD)/bench_cuda.json; else echo "nvcc is not here: nothing is measured"; fi
+
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize golden headers fuzz size bench cuda cuda-test clean
+.PHONY: run examples programs test sanitize golden headers fuzz size bench cuda cuda-test cuda-bench clean

@@ -8,6 +8,7 @@ Each side has a process of its own, and they run in turn, A B A B; both compute 
 The first call builds a shared library with nvcc in build/peers. Without a GPU, nvcc or PyTorch with CUDA it says so and ends with status 0."""
 import argparse, ctypes, os, shutil, statistics, subprocess, sys, time
 
+sys.dont_write_bytecode = True        # no __pycache__ beside the tests
 import bench_peers
 
 ROOT, BUILD = bench_peers.ROOT, bench_peers.BUILD
