@@ -59,7 +59,7 @@ cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this ba
     lunacu_kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
   } while (0)
 #define LUNACU_UNROLL _Pragma("unroll")
-#define LUNACU_SHARED(type, name, count) __shared__ type name[count]
+#define LUNACU_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define LUNACU_DYNAMIC_SHARED(type, name) \
   extern __shared__ __align__(16) unsigned char lunacu_dynamic[]; \
   type *name = (type *)lunacu_dynamic
@@ -2049,8 +2049,8 @@ struct lunacu_attention {            /* as lunai_attention: strides in floats, a
   float *out, *lse, *sums, *grad_q, *grad_k, *grad_v;
   int64_t batch, queries, keys, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
   int heads, head_dim, value_dim;
-  const int32_t *lengths, *query_offsets, *key_offsets;
   float scale;
+  const int32_t *lengths, *query_offsets, *key_offsets;
   bool causal, q_vector, k_vector, v_vector, out_vector; /* _vector: rows, and those of its gradient, may be read by four */
   lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
 };
@@ -2227,18 +2227,19 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
         for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
       }
       lunacu_attention_add_values<T, WHOLE>(own, v, keys, key - first, from, p, room, sum);
-      if (WHOLE) continue;
-      LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i++) {
-        const int row = T::row(i);
-        const float fade = stats[2 * T::tall + row], factor = key + T::wide >= end && !r.partial ? 1 / stats[T::tall + row] : 1;
-        if (row >= rows) continue;
+      if constexpr (!WHOLE) {
         LUNACU_UNROLL
-        for (int j = 0; j < T::columns; j += 4) {
-          const int c = from + own.column(j);
-          const float4 x = key > begin ? lunacu_get4(out + row * out_row, c, a.value_dim, vector) : make_float4(0, 0, 0, 0);
-          lunacu_set4(out + row * out_row, c, a.value_dim, vector, (x.x * fade + sum[i][j]) * factor, (x.y * fade + sum[i][j + 1]) * factor,
-                      (x.z * fade + sum[i][j + 2]) * factor, (x.w * fade + sum[i][j + 3]) * factor);
+        for (int i = 0; i < T::rows; i++) {
+          const int row = T::row(i);
+          const float fade = stats[2 * T::tall + row], factor = key + T::wide >= end && !r.partial ? 1 / stats[T::tall + row] : 1;
+          if (row >= rows) continue;
+          LUNACU_UNROLL
+          for (int j = 0; j < T::columns; j += 4) {
+            const int c = from + own.column(j);
+            const float4 x = key > begin ? lunacu_get4(out + row * out_row, c, a.value_dim, vector) : make_float4(0, 0, 0, 0);
+            lunacu_set4(out + row * out_row, c, a.value_dim, vector, (x.x * fade + sum[i][j]) * factor, (x.y * fade + sum[i][j + 1]) * factor,
+                        (x.z * fade + sum[i][j + 2]) * factor, (x.w * fade + sum[i][j + 3]) * factor);
+          }
         }
       }
     }
@@ -3371,7 +3372,8 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   const auto deep = [&](float *data) { return lunacu_causal_tensor(data, s.rows, heads, dim); };
   const auto wide = [&](float *data) { return lunacu_causal_tensor(data, s.rows, heads, value_dim); };
   const lunacu_causal_rows x = deep(op->in[0]->data), y = deep(op->in[1]->data), z = wide(op->in[2]->data), out = lunacu_causal_divided(wide(op->out[0]->data));
-  const lunacu_causal_rows dx = deep(op->in[0]->grad), dy = deep(op->in[1]->grad), dz = wide(op->in[2]->grad), g = lunacu_causal_divided(wide(op->out[0]->grad));
+  const lunacu_causal_rows dx = deep(op->in[0]->grad), dy = deep(op->in[1]->grad), dz = wide(op->in[2]->grad);
+  const lunacu_causal_rows g = lunacu_causal_divided(wide(op->out[0]->grad));
   s.stream = lunacu_stream(op);
   typedef const lunacu_causal_rows &rows;
   const auto here = [&](rows m) { return lunacu_causal_here(s, m); };
