@@ -1945,7 +1945,7 @@ template <int TALL, int WIDE> struct lunacu_tile {
   static constexpr int tall = TALL, wide = WIDE, rows = TALL <= 32 ? 4 : 8, columns = TALL * WIDE / LUNACU_TILE_THREADS / rows, across = WIDE / columns;
   static_assert(TALL / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
   static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, room = LUNACU_DEPTH * (a_pitch + b_pitch); /* floats */
-  static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4);
+  static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4), wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
   static __device__ __forceinline__ int lane() { return threadIdx.x % across; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / across * 4; }
   static __device__ __forceinline__ int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
@@ -2082,7 +2082,7 @@ struct lunacu_runs {
   int tall, wide;                    /* the tile */
   int64_t units;                     /* pairs * tiles * splits: the blocks */
   int tiles, splits, keys;           /* of queries; runs of keys, and how many keys a run has: a multiple of the tile's */
-  int chunk, chunk_log;              /* columns of values at a time, a power of two */
+  int chunk_log;                     /* 2^this columns of values at a time */
   float *partial;                    /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
 };
 /* The scores become exp(s - the largest so far), in p[key][query]. stats of each row: the largest score, the sum, how much what is older fades */
@@ -2134,22 +2134,22 @@ template <class T> __device__ __forceinline__ float lunacu_attention_drop(const 
   }
   return sum;
 }
-/* The product with the values. WHOLE: of a row's values all are in one chunk; where this is narrower than the tile, groups of lanes have it, and each of them has
-   every so manieth key. A thread's column j is column(j) of the chunk */
-template <class T, bool WHOLE> struct lunacu_values {
-  int groups, group, step, lane, chunk_log;
-  __device__ __forceinline__ explicit lunacu_values(const lunacu_runs &r) {
-    const int across = WHOLE ? r.chunk / T::columns : T::across;
-    groups = WHOLE ? T::wide / r.chunk : 1;
-    group = WHOLE ? T::lane() / across : 0;
-    lane = WHOLE ? T::lane() % across * 4 : T::lane() * 4;
-    step = WHOLE ? r.chunk / (T::columns / 4) : T::column_step;
-    chunk_log = r.chunk_log;
+/* The product with the values, a chunk of 2^chunk_log columns at a time. A chunk that is narrower than the tile has groups of lanes, of which each has every so
+   manieth key. A thread's column j is column(j) of the chunk */
+template <class T> struct lunacu_values {
+  int chunk_log, groups, group, lane, step;
+  __device__ __forceinline__ explicit lunacu_values(int log) : chunk_log(log) {
+    const int across = (1 << log) / T::columns;
+    groups = T::across / across;
+    group = T::lane() / across;
+    lane = T::lane() % across * 4;
+    step = (1 << log) / (T::columns / 4);
   }
   __device__ __forceinline__ int column(int j) const { return j / 4 * step + lane + j % 4; }
 };
-template <class T, bool WHOLE>
-__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T, WHOLE> &own, const lunacu_side &v, int keys, int ahead, int from, lunacu_shared<const float> p,
+/* sum += P V for the chunk from column `from` on. ahead: the first key's number less the first query's */
+template <class T>
+__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v, int keys, int ahead, int from, lunacu_shared<const float> p,
                                                             lunacu_shared<float> room, float (&sum)[T::rows][T::columns]) {
   constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
   const int keys_staged = LUNACU_DEPTH * own.groups, line_log = own.chunk_log - 2, key = threadIdx.x >> line_log, c = (threadIdx.x & ((1 << line_log) - 1)) * 4;
@@ -2191,7 +2191,7 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
   const int64_t unit = blockIdx.x, pair = unit / ((int64_t)r.tiles * r.splits);
   const int tile = (int)(unit / r.splits % r.tiles), first = (a.causal ? r.tiles - 1 - tile : tile) * T::tall; /* causal: the longest rows start first */
   const lunacu_head head = lunacu_head_at(a, pair);
-  const lunacu_values<T, WHOLE> own(r);
+  const lunacu_values<T> own(WHOLE ? r.chunk_log : T::wide_log);
   const int rows = min(T::tall, head.queries - first), begin = (int)(unit % r.splits) * r.keys;
   const int end = min(min(head.keys, begin + r.keys), a.causal ? first + rows : head.keys);
   float *out = r.partial ? r.partial + unit * T::tall * a.value_dim : a.out + lunacu_out_at(a, head, first);
@@ -2226,7 +2226,7 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
         LUNACU_UNROLL
         for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
       }
-      lunacu_attention_add_values<T, WHOLE>(own, v, keys, key - first, from, p, room, sum);
+      lunacu_attention_add_values<T>(own, v, keys, key - first, from, p, room, sum);
       if constexpr (!WHOLE) {
         LUNACU_UNROLL
         for (int i = 0; i < T::rows; i++) {
@@ -2484,7 +2484,7 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_more(1, lunacu_divide_up(keys, lunacu_more(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
-  for (r->chunk = LUNACU_DEPTH, r->chunk_log = 4; r->chunk < a.value_dim && r->chunk < r->wide; r->chunk *= 2) r->chunk_log++;
+  for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_fewer(a.value_dim, r->wide); r->chunk_log++);
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
@@ -2547,7 +2547,7 @@ static void lunacu_attention_query(luna_op *op) {
 
 template <class T> static void lunacu_attention_launch(cudaStream_t stream, const lunacu_attention &a, const lunacu_runs &r) {
   const size_t shared = (size_t)(T::wide * T::a_pitch + T::room + 3 * T::tall) * sizeof(float);
-  if (a.value_dim <= r.chunk) LUNACU_LAUNCH((lunacu_attention_kernel<T, true>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
+  if (a.value_dim <= 1 << r.chunk_log) LUNACU_LAUNCH((lunacu_attention_kernel<T, true>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
   else LUNACU_LAUNCH((lunacu_attention_kernel<T, false>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
   if (r.partial)
     LUNACU_LAUNCH(lunacu_attention_merge_kernel, (unsigned)lunacu_divide_up(a.batch * a.heads * a.queries * a.value_dim, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, r, T::tall);
@@ -2623,7 +2623,8 @@ static luna_status lunacu_attention_backward(luna_op *op) {
 /* ----------------------------------------------------------------------------------------------------------------------
    >>unpack: the folded unpack (eq. 5): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' + out_bias) + residual
    x and out [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots]; all heads' slots lie side by side, so that each product is
-   one matrix product a batch row. In waves of rows, as many as memory is lent for; P of a wave lies in memory between its products.
+   one matrix product a batch row. Few slots: one kernel, a tile of rows at a time, reads x once. Many: in waves of rows, as many as memory is lent for; P of a
+   wave lies in memory between its products.
    Backward: G = dY V'^T, dS = P (G - the sum of P G over the head's slots), dV' += P^T dY, dK' += dS^T X, dbias += the sums of dS, dX += dS K'.
    ---------------------------------------------------------------------------------------------------------------------- */
 struct lunacu_unpack {
@@ -2721,7 +2722,82 @@ __global__ void lunacu_unpack_slopes_kernel(lunacu_unpack u, lunacu_unpack_wave 
     if (pass == 0) mean = lunacu_line_sum(mean, lanes);
   }
 }
+/* --- all of it at once, for as many slots as a tile is wide. Block: tile of rows of a batch row --- */
+struct lunacu_unpack_ends {
+  const float *x, *out_bias, *residual;
+  float *out;
+  lunacu_dropout dropout;            /* of the result */
+  bool vector;                       /* rows of all may be read by four */
+};
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
+  LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch] */
+  const lunacu_shared<float> room = p + T::wide * T::a_pitch;
+  const int64_t tiles = (u.rows + T::tall - 1) / T::tall, b = blockIdx.x / tiles, first = blockIdx.x % tiles * T::tall, start = (b * u.rows + first) * u.dim;
+  const int n = (int)(u.heads * u.slots), d = (int)u.dim, slots = (int)u.slots, rows = (int)min((int64_t)T::tall, u.rows - first);
+  const int real = u.lengths ? max(0, min(u.lengths[b], slots)) : slots;
+  const lunacu_side x = {e.x + start, d, rows, d, INT32_MAX, e.vector}, k = {u.k + b * n * d, d, n, d, INT32_MAX, e.vector}, v = {u.v + b * n * d, d, n, d, INT32_MAX, e.vector};
+  const lunacu_values<T> own(T::wide_log);
+  {
+    float s[T::rows][T::columns] = {};
+    lunacu_multiply<T, true, true>(s, room, x, 0, k, 0, 0, d);
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j++) {
+      LUNACU_UNROLL
+      for (int i = 0; i < T::rows; i += 4) lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i), s[i][j], s[i + 1][j], s[i + 2][j], s[i + 3][j]);
+    }
+  }
+  __syncthreads();
+  for (int line = threadIdx.x; line < T::tall * u.heads; line += LUNACU_TILE_THREADS) { /* one head of one row */
+    const int row = line % T::tall, head = line / T::tall;
+    const lunacu_shared<float> s = p + head * slots * T::a_pitch + row;
+    const float *bias = u.bias + b * n + head * slots;
+    const int64_t element = ((b * u.heads + head) * u.rows + first + row) * slots;
+    float top = -INFINITY, sum = 0;
+    for (int j = 0; j < real; j++) top = fmaxf(top, s[j * T::a_pitch] += bias[j]);
+    for (int j = 0; j < real; j++) sum += s[j * T::a_pitch] = expf(s[j * T::a_pitch] - top);
+    for (int j = 0; j < slots; j += 4) {
+      float factor[4] = {1, 1, 1, 1};
+      if (u.dropout.threshold) lunacu_drop4(u.dropout, element + j, factor);
+      LUNACU_UNROLL
+      for (int c = 0; c < 4; c++) if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
+    }
+    if (u.lse && row < rows) u.lse[(b * u.rows + first + row) * u.heads + head] = real ? top + logf(sum) : 0;
+  }
+  __syncthreads();
+  for (int from = 0; from < d; from += T::wide) {
+    float sum[T::rows][T::columns] = {};
+    lunacu_attention_add_values<T>(own, v, n, 0, from, p, room, sum);
+    LUNACU_UNROLL
+    for (int i = 0; i < T::rows; i++) {
+      const int64_t at = start + T::row(i) * d;
+      if (T::row(i) >= rows) continue;
+      LUNACU_UNROLL
+      for (int j = 0; j < T::columns; j += 4) {
+        const int c = from + own.column(j);
+        float4 y = make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
+        if (c >= d) continue;
+        if (e.out_bias) {
+          const float4 z = lunacu_get4(e.out_bias, c, d, e.vector);
+          y.x += z.x; y.y += z.y; y.z += z.z; y.w += z.w;
+        }
+        if (e.dropout.threshold) {
+          float factor[4];
+          lunacu_drop4(e.dropout, at + c, factor);
+          y = make_float4(lunacu_dropped(y.x, factor[0]), lunacu_dropped(y.y, factor[1]), lunacu_dropped(y.z, factor[2]), lunacu_dropped(y.w, factor[3]));
+        }
+        if (e.residual) {
+          const float4 z = lunacu_get4(e.residual + at, c, d, e.vector);
+          y.x += z.x; y.y += z.y; y.z += z.z; y.w += z.w;
+        }
+        lunacu_set4(e.out + at, c, d, e.vector, y.x, y.y, y.z, y.w);
+      }
+    }
+  }
+}
+
 /* --- in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
+/* tensor cores pay for a P in memory when it is not small; else the fewer bytes do */
+static bool lunacu_unpack_at_once(const luna_op *op, int64_t n) { return n > 0 && n <= (lunacu_math_of(op->ctx) == LUNA_CUDA_F32 ? 128 : 32); }
 static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **at) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
   lunacu_unpack u = {};
@@ -2739,7 +2815,7 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   rows = u.most_items * u.most_rows;
   u.clean_k = lunacu_take(at, weights);
   u.clean_v = lunacu_take(at, weights);
-  u.p = lunacu_take(at, rows * n);
+  u.p = lunacu_take(at, backward || !lunacu_unpack_at_once(op, n) ? rows * n : 0);
   if (!backward) return u;
   u.g = lunacu_take(at, rows * n);
   u.dy = lunacu_take(at, op->last_dropout > 0 ? rows * u.dim + 8 : 0);
@@ -2765,20 +2841,21 @@ static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_
   p.c_batch = c_batch;
   return lunacu_gemm(op->ctx, p);
 }
-typedef luna_status lunacu_unpack_step(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w);
-static luna_status lunacu_unpack_waves(luna_op *op, lunacu_unpack *u, lunacu_unpack_step *step) {
+/* k and v become what may be read */
+static void lunacu_unpack_clean(const luna_op *op, lunacu_unpack *u) {
   const int64_t weights = u->batch * u->heads * u->slots * u->dim;
+  if (!u->lengths || weights == 0) return;
+  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->k, u->clean_k);
+  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->v, u->clean_v);
+  u->k = u->clean_k;
+  u->v = u->clean_v;
+}
+typedef luna_status lunacu_unpack_step(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w);
+static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, lunacu_unpack_step *step) {
   luna_status status = LUNA_OK;
-  if (luna_count(op->in[0]) == 0) return LUNA_OK;
-  if (u->lengths && weights > 0) {
-    LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->k, u->clean_k);
-    LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->v, u->clean_v);
-    u->k = u->clean_k;
-    u->v = u->clean_v;
-  }
-  for (int64_t item = 0; item < u->batch; item += u->most_items)
-    for (int64_t row = 0; row < u->rows && status == LUNA_OK; row += u->most_rows)
-      status = step(op, *u, {item, lunacu_fewer(u->most_items, u->batch - item), row, lunacu_fewer(u->most_rows, u->rows - row)});
+  for (int64_t item = 0; item < u.batch; item += u.most_items)
+    for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.most_rows)
+      status = step(op, u, {item, lunacu_fewer(u.most_items, u.batch - item), row, lunacu_fewer(u.most_rows, u.rows - row)});
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
 typedef void lunacu_unpack_lines(lunacu_unpack u, lunacu_unpack_wave w, int lanes);
@@ -2799,13 +2876,28 @@ static luna_status lunacu_unpack_forward_wave(luna_op *op, const lunacu_unpack &
   lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel);
   return lunacu_unpack_product(op, w, lunacu_matrix(u.p, n, 1, u.v + w.item * n * d, d, 1, op->out[0]->data + first, w.rows, d, n, false), w.rows * n, n * d, w.rows * d);
 }
+template <class T> static void lunacu_unpack_launch(const luna_op *op, const lunacu_unpack &u, const lunacu_unpack_ends &e) {
+  const size_t shared = (size_t)(T::wide * T::a_pitch + T::room) * sizeof(float);
+  LUNACU_LAUNCH((lunacu_unpack_kernel<T>), (unsigned)(u.batch * lunacu_divide_up(u.rows, T::tall)), LUNACU_TILE_THREADS, shared, lunacu_stream(op), u, e);
+}
 static luna_status lunacu_unpack_forward(luna_op *op) {
   char *at = (char *)op->workspace;
   lunacu_unpack u = lunacu_unpack_of(op, false, &at);
+  const int64_t n = u.heads * u.slots;
+  const float *x = op->in[0]->data, *out_bias = lunacu_data(op, 4), *residual = lunacu_data(op, 5);
   float *y = op->out[0]->data;
-  const luna_status status = lunacu_unpack_waves(op, &u, lunacu_unpack_forward_wave);
-  if (status != LUNA_OK || !(op->in[4] || op->in[5] || op->last_dropout > 0)) return status;
-  lunacu_end(op, luna_count(op->out[0]), y, {y, lunacu_data(op, 4), lunacu_data(op, 5), NULL, u.dim, 0, LUNA_NONE, false, lunacu_last_dropout(op)});
+  if (luna_count(op->in[0]) == 0) return LUNA_OK;
+  lunacu_unpack_clean(op, &u);
+  if (lunacu_unpack_at_once(op, n)) {
+    const lunacu_unpack_ends e = {x, out_bias, residual, y, lunacu_last_dropout(op), lunacu_wide(u.dim, x, u.k, u.v, y, out_bias, residual)};
+    if (n <= 32) lunacu_unpack_launch<lunacu_tile<128, 32>>(op, u, e);
+    else if (n <= 64) lunacu_unpack_launch<lunacu_tile<128, 64>>(op, u, e);
+    else lunacu_unpack_launch<lunacu_tile<64, 128>>(op, u, e);
+    return lunacu_row_done(op);
+  }
+  const luna_status status = lunacu_unpack_waves(op, u, lunacu_unpack_forward_wave);
+  if (status != LUNA_OK || !(out_bias || residual || op->last_dropout > 0)) return status;
+  lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_NONE, false, lunacu_last_dropout(op)});
   return lunacu_row_done(op);
 }
 /* to[items, width] += the sums of x [items, rows, width] over its rows */
@@ -2837,7 +2929,9 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
   char *at = (char *)op->workspace;
   lunacu_unpack u = lunacu_unpack_of(op, true, &at);
   lunacu_residual_backward(op, 5);
-  return lunacu_unpack_waves(op, &u, lunacu_unpack_backward_wave);
+  if (luna_count(op->in[0]) == 0) return LUNA_OK;
+  lunacu_unpack_clean(op, &u);
+  return lunacu_unpack_waves(op, u, lunacu_unpack_backward_wave);
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
