@@ -32,7 +32,7 @@ static void device_case(const device *d, const op_case *c, int variant, bool big
   trial here, there;
   char what[128];
   /* through many ops rounding grows: the limit there is that between instruction sets */
-  const bool whole = strstr(c->name, "layer") || strstr(c->name, "lm") || strstr(c->name, "classifier") || strstr(c->name, "seq2seq");
+  const bool whole = strstr(c->name, "_layer") || strstr(c->name, "lm") || strstr(c->name, "classifier") || strstr(c->name, "seq2seq");
   memset(&here, 0, sizeof here);
   memset(&there, 0, sizeof there);
   here.big = there.big = big;
