@@ -362,6 +362,38 @@ static void check_protocol(void) {
   luna_close(f.ctx);
 }
 
+/* a step by its halves is the same step; without the first the rate stays what it was */
+static void check_halves(void) {
+  luna_adamw_config config = {0};
+  fit whole, halves;
+  config.lr = 0.01f;
+  config.schedule.warmup = 3;
+  fit_open(&whole);
+  fit_open(&halves);
+  whole.optimizer = luna_adamw(whole.params, &config);
+  halves.optimizer = luna_adamw(halves.params, &config);
+  for (int step = 0; step < 5; step++) {
+    CHECK(fit_step(&whole) == LUNA_OK, "step %d fails", step);
+    luna_begin_step(halves.ctx);
+    luna_backward(fit_loss(&halves));
+    CHECK(luna_optimizer_advance(halves.optimizer) == LUNA_OK && luna_optimizer_apply(halves.optimizer) == LUNA_OK, "step %d by halves fails", step);
+    for (int k = 0; k < PARTS; k++)
+      for (int64_t i = 0; i < part_size[k]; i++) CHECK(read_weight(&whole, k, i) == read_weight(&halves, k, i), "step %d by halves differs", step);
+  }
+  CHECK(luna_optimizer_advance(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_apply(NULL) == LUNA_BAD_ARGUMENT, "no optimiser makes half a step");
+
+  luna_tensor *a = luna_params_at(whole.params, 0, NULL);
+  const float values[7] = {1, 2, 3, 4, 5, 6, 7};
+  float back[7] = {0};
+  CHECK(luna_write(a, values) == LUNA_OK && luna_read(a, back) == LUNA_OK && memcmp(values, back, sizeof back) == 0, "luna_write does not write");
+  CHECK(luna_write(a, NULL) == LUNA_BAD_ARGUMENT && luna_write(NULL, values) == LUNA_BAD_ARGUMENT, "luna_write writes nothing, or nowhere");
+  luna_params *shared = luna_params_share(whole.ctx, whole.params);
+  luna_tensor *borrowed = luna_param(shared, "a", 1, &part_size[0], init_of(LUNA_NORMAL, 1));
+  CHECK(borrowed && luna_write(borrowed, back) == LUNA_BAD_ARGUMENT, "luna_write changes what is borrowed");
+  luna_close(whole.ctx);
+  luna_close(halves.ctx);
+}
+
 static void check_set_lr(void) {
   fit f;
   fit_open(&f);
@@ -845,6 +877,7 @@ int main(void) {
   check_params_distribution();
   check_optimizers();
   check_protocol();
+  check_halves();
   check_set_lr();
   check_schedules();
   check_stored();
