@@ -1046,38 +1046,10 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
   return luna_backend_fail(ctx, LUNA_DEVICE_FAILED, sentence);
 }
 
-/* --- column sums, for the gradients of biases: parts of the rows, then the parts in order --- */
-#define LUNACU_COLUMNS 32            /* a block's columns; 8 of its threads share one */
-static int64_t lunacu_parts(int64_t rows) {
-  const int64_t parts = lunacu_divide_up(rows, 128);
-  return parts < 1 ? 1 : parts > 128 ? 128 : parts;
-}
-__global__ void lunacu_column_parts(const float *__restrict__ x, int64_t rows, int64_t width, float *__restrict__ partial) {
-  LUNACU_SHARED(float, sums, 8 * LUNACU_COLUMNS);
-  const int lane = threadIdx.x % LUNACU_COLUMNS, group = threadIdx.x / LUNACU_COLUMNS;
-  const int64_t column = (int64_t)blockIdx.x * LUNACU_COLUMNS + lane, first = rows * blockIdx.y / gridDim.y, last = rows * (blockIdx.y + 1) / gridDim.y;
-  float sum = 0;
-  for (int64_t r = first + group; r < last && column < width; r += 8) sum += x[r * width + column];
-  sums[group * LUNACU_COLUMNS + lane] = sum;
-  __syncthreads();
-  if (group != 0 || column >= width) return;
-  for (int i = 1; i < 8; i++) sum += sums[i * LUNACU_COLUMNS + lane];
-  partial[blockIdx.y * width + column] = sum;
-}
-__global__ void lunacu_column_total(const float *__restrict__ partial, int64_t parts, int64_t width, float *__restrict__ to) {
-  double sum = 0;
-  const int64_t column = lunacu_index();
-  if (column >= width) return;
-  for (int64_t i = 0; i < parts; i++) sum += (double)partial[i * width + column];
-  to[column] += (float)sum;
-}
-/* to[width] += the sums of x's [rows, width] columns; scratch: lunacu_parts(rows) * width floats */
+/* --- column sums, for the gradients of biases: to[width] += those of x [rows, width]; scratch: lunacu_columns_floats --- */
+static int64_t lunacu_columns_floats(int64_t rows, int64_t width) { return lunacu_sums_floats(lunacu_sums_of(1, rows, width, true), 1); }
 static void lunacu_column_sums(const luna_op *op, const float *x, int64_t rows, int64_t width, float *to, float *scratch) {
-  const int64_t parts = lunacu_parts(rows);
-  const dim3 grid((unsigned)lunacu_divide_up(width, LUNACU_COLUMNS), (unsigned)parts);
-  if (!to || rows == 0 || width == 0) return;
-  LUNACU_LAUNCH(lunacu_column_parts, grid, 8 * LUNACU_COLUMNS, 0, lunacu_stream(op), x, rows, width, scratch);
-  LUNACU_LAUNCH(lunacu_column_total, lunacu_blocks(width, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), scratch, parts, width, to);
+  if (to && rows > 0) lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, width, true), lunacu_column{x, rows, width}, {{to}, {1}, width, 1, 1.0f, true}, scratch);
 }
 
 /* --- what comes between products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
@@ -1196,7 +1168,7 @@ static void lunacu_linear_query(luna_op *op) {
   op->take = lunacu_owner(op->in[3]) != lunacu_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
   if (op->training && op->activation != LUNA_NONE) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
-  (void)lunacu_take(&at, lunacu_parts(lunacu_rows(op->in[0])) * lunacu_last(op->out[0]));
+  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
   op->backward_workspace_size = (size_t)(uintptr_t)at;
 }
 static luna_status lunacu_linear_forward(luna_op *op) {
@@ -1236,6 +1208,7 @@ struct lunacu_ffn {
 /* where the parts of a block lie in the workspace, and its bytes; a: what W2 is given, its own only where it is not `given` */
 static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, void *workspace) {
   char *at = (char *)workspace;
+  int64_t most = 0;
   *f = {};
   f->rows = lunacu_rows(op->in[0]);
   f->in = lunacu_last(op->in[0]);
@@ -1246,7 +1219,11 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
   if (op->activation != LUNA_RELU || op->dropout > 0) f->a = lunacu_take(&at, f->block * f->hidden);
   if (backward) f->dh = lunacu_take(&at, f->block * f->hidden);
   if (backward && op->last_dropout > 0) f->dy = lunacu_take(&at, f->block * f->out);
-  if (backward) f->scratch = lunacu_take(&at, lunacu_parts(f->block) * (f->hidden > f->out ? f->hidden : f->out));
+  for (int i = 0; backward && i < 4; i++) { /* of a whole block and of the last */
+    const int64_t floats = lunacu_columns_floats(i < 2 ? f->block : f->block ? f->rows % f->block : 0, i % 2 ? f->hidden : f->out);
+    if (floats > most) most = floats;
+  }
+  if (backward) f->scratch = lunacu_take(&at, most);
   return (size_t)(at - (char *)workspace);
 }
 static void lunacu_feed_forward_query(luna_op *op) {
@@ -2373,7 +2350,7 @@ enum { LUNACU_GRAD_Q, LUNACU_GRAD_K, LUNACU_GRAD_V };
 struct lunacu_gradient {
   int tall, wide;                    /* the tile */
   int which, rows, width;            /* of the result */
-  int64_t tiles_down, tiles_across;
+  int tiles_down, tiles_across;
   int splits, depth;                 /* parts of the sum, and how long a part is */
   bool vector;                       /* the result may be written by four */
   float *partial;                    /* [pairs, splits, rows, width]; null: not split */
@@ -2388,11 +2365,11 @@ __device__ __forceinline__ int64_t lunacu_gradient_row(const lunacu_attention &a
 /* Block: tile of the result, part of the sum, pair */
 template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4) lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
   LUNACU_DYNAMIC_SHARED(float, room);
-  const int64_t tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits), split = blockIdx.x / tiles % g.splits;
+  const unsigned tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits), split = blockIdx.x / tiles % g.splits;
   const int row = (int)(blockIdx.x / g.tiles_across % g.tiles_down) * T::tall, column = (int)(blockIdx.x % g.tiles_across) * T::wide;
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
   const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key);
-  const lunacu_side scores = {(g.which == LUNACU_GRAD_V ? w.p : w.ds) + pair * w.queries * w.row, w.row, queries, keys, INT32_MAX, true};
+  const lunacu_side scores = {(g.which == LUNACU_GRAD_V ? w.p : w.ds) + (int64_t)pair * w.queries * w.row, w.row, queries, keys, INT32_MAX, true};
   const int rows = KEYS ? keys : queries;
   int from = (int)split * g.depth, end = min(from + g.depth, KEYS ? queries : keys);
   float sum[T::rows][T::columns] = {};
@@ -2409,7 +2386,8 @@ template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THRE
   with.rows = min(with.rows, end);
   lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end);
   const float factor = g.partial || g.which == LUNACU_GRAD_V ? 1 : a.scale;
-  float *to = g.partial ? g.partial + (pair * g.splits + split) * g.rows * g.width : lunacu_gradient_at(a, w, g, head);
+  /* the head is found again, so that the sum had its registers */
+  float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * g.width : lunacu_gradient_at(a, w, g, lunacu_head_at(a, w.pair + pair));
   const int64_t to_row = g.partial ? g.width : lunacu_gradient_row(a, g);
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
@@ -2499,8 +2477,8 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
   g.wide = g.tall == 16 ? 256 : g.tall == 64 ? 128 : 64;
   const int64_t units = most.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
   const int64_t splits = lunacu_splits(units, 1024, count, 128, most.pairs * rows * g.width, LUNACU_LENT);
-  g.tiles_down = lunacu_divide_up(g.rows, g.tall);
-  g.tiles_across = lunacu_divide_up(g.width, g.wide);
+  g.tiles_down = (int)lunacu_divide_up(g.rows, g.tall);
+  g.tiles_across = (int)lunacu_divide_up(g.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
   g.splits = (int)lunacu_divide_up(q ? w.keys : w.queries, g.depth);
   return g;
@@ -2631,7 +2609,6 @@ struct lunacu_unpack {
   int64_t batch, rows, dim, heads, slots, most_items, most_rows; /* most_: of a wave */
   const float *k, *v, *bias;
   const int32_t *lengths;            /* [batch] real slots; null: all */
-  float *lse;                        /* [batch, rows, heads], or null */
   lunacu_dropout dropout;            /* element ((b heads + head) rows + i) slots + j */
   float *p, *g, *dy, *parts, *clean_k, *clean_v; /* workspace: [items, rows, heads, slots] twice, out's gradient before its dropout, sums, K' and V' with 0 */
 };
@@ -2647,7 +2624,7 @@ __global__ void lunacu_unpack_clean_kernel(lunacu_unpack u, const float *__restr
 }
 /* A line is one head of one row. Its `lanes`, a power of two, share it by fours; those of a warp beyond the last line have no slot */
 struct lunacu_unpack_line {
-  int64_t at, stat, element;         /* of P; of lse; dropout's */
+  int64_t at, element;               /* of P; dropout's */
   const float *bias;
   int lane, slots, real;
   bool vector;
@@ -2656,7 +2633,7 @@ __device__ __forceinline__ lunacu_unpack_line lunacu_unpack_line_of(const lunacu
   const int64_t line = lunacu_index() / lanes, b = w.item + line / u.heads / w.rows, row = w.row + line / u.heads % w.rows, head = line % u.heads;
   const bool exists = line < w.items * w.rows * u.heads;
   const int slots = exists ? (int)u.slots : 0;
-  return {line * u.slots, (b * u.rows + row) * u.heads + head, ((b * u.heads + head) * u.rows + row) * u.slots, u.bias + (b * u.heads + head) * u.slots,
+  return {line * u.slots, ((b * u.heads + head) * u.rows + row) * u.slots, u.bias + (b * u.heads + head) * u.slots,
           (int)(threadIdx.x % lanes) * 4, slots, exists && u.lengths ? max(0, min(u.lengths[b], slots)) : slots, u.slots % 4 == 0};
 }
 __device__ __forceinline__ float lunacu_line_sum(float x, int lanes) {
@@ -2670,58 +2647,47 @@ __device__ __forceinline__ void lunacu_unpack_get(const lunacu_unpack_line &l, c
   LUNACU_UNROLL
   for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? (bias ? x[c] + bias[j + c] : x[c]) : beyond;
 }
-/* P = softmax(S + bias), dropped */
-__global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
-  const lunacu_unpack_line l = lunacu_unpack_line_of(u, w, lanes);
-  float *s = u.p + l.at, top = -INFINITY, sum = 0, x[4];
+/* the largest of a line's scores with their biases; the same for all its lanes */
+__device__ __forceinline__ float lunacu_unpack_top(const lunacu_unpack_line &l, const float *s, int lanes) {
+  float top = -INFINITY, x[4];
   for (int j = l.lane; j < l.real; j += 4 * lanes) {
     lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
     top = fmaxf(top, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
   }
   for (int i = lanes / 2; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(LUNACU_FULL, top, i));
-  for (int j = l.lane; j < l.real; j += 4 * lanes) {
-    lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
-    LUNACU_UNROLL
-    for (int c = 0; c < 4; c++) sum += j + c < l.real ? expf(x[c] - top) : 0;
-  }
-  sum = lunacu_line_sum(sum, lanes);
-  const float lse = top + logf(sum), share = 1 / sum;
-  for (int j = l.lane; j < l.slots; j += 4 * lanes) {
-    float factor[4] = {1, 1, 1, 1};
-    lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
-    if (u.dropout.threshold) lunacu_drop4(u.dropout, l.element + j, factor);
-    LUNACU_UNROLL
-    for (int c = 0; c < 4; c++) x[c] = j + c < l.real ? expf(x[c] - top) * share * factor[c] : 0;
-    lunacu_set4(s, j, l.slots, l.vector, x[0], x[1], x[2], x[3]);
-  }
-  if (u.lse && l.lane == 0 && l.slots) u.lse[l.stat] = l.real ? lse : 0;
+  return top;
 }
-/* From S and G: P, dropped, and dS = P (G dropped - the sum of P times that over the line) */
-__global__ void lunacu_unpack_slopes_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
+/* P = softmax(S + bias), dropped; and where G is given dS = P (G, dropped - the sum of P times that), in its place */
+template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
   const lunacu_unpack_line l = lunacu_unpack_line_of(u, w, lanes);
-  float *s = u.p + l.at, *g = u.g + l.at, mean = 0;
-  const float lse = l.real ? u.lse[l.stat] : 0;
+  float *s = u.p + l.at, *g = u.g + l.at, sum = 0, mean = 0, p[4], slope[4];
+  const float top = lunacu_unpack_top(l, s, lanes);
   for (int pass = 0; pass < 2; pass++) {
     for (int j = l.lane; j < (pass ? l.slots : l.real); j += 4 * lanes) {
-      float factor[4] = {1, 1, 1, 1}, p[4], slope[4];
+      float factor[4] = {1, 1, 1, 1};
       lunacu_unpack_get(l, s, l.bias, j, 0, p);
-      lunacu_unpack_get(l, g, NULL, j, 0, slope);
-      if (u.dropout.threshold) lunacu_drop4(u.dropout, l.element + j, factor);
+      if (SLOPES) lunacu_unpack_get(l, g, NULL, j, 0, slope);
+      if (u.dropout.threshold && (SLOPES || pass)) lunacu_drop4(u.dropout, l.element + j, factor);
       LUNACU_UNROLL
       for (int c = 0; c < 4; c++) {
-        p[c] = j + c < l.real ? expf(p[c] - lse) : 0;
-        slope[c] *= factor[c];
-        if (pass == 0) mean += p[c] * slope[c];
-        slope[c] = p[c] * (slope[c] - mean);
+        p[c] = j + c < l.real ? expf(p[c] - top) : 0;
+        if (pass == 0) sum += p[c];
+        if (SLOPES) slope[c] *= factor[c];
+        if (SLOPES && pass == 0) mean += p[c] * slope[c];
+        p[c] = j + c < l.real ? p[c] * sum : 0;
+        if (SLOPES) slope[c] = j + c < l.real ? p[c] * (slope[c] - mean) : 0;
         p[c] *= factor[c];
       }
       if (pass == 0) continue;
       lunacu_set4(s, j, l.slots, l.vector, p[0], p[1], p[2], p[3]);
-      lunacu_set4(g, j, l.slots, l.vector, slope[0], slope[1], slope[2], slope[3]);
+      if (SLOPES) lunacu_set4(g, j, l.slots, l.vector, slope[0], slope[1], slope[2], slope[3]);
     }
-    if (pass == 0) mean = lunacu_line_sum(mean, lanes);
+    if (pass) break;
+    sum = 1 / lunacu_line_sum(sum, lanes);
+    mean = lunacu_line_sum(mean, lanes) * sum;
   }
 }
+
 /* --- all of it at once, for as many slots as a tile is wide. Block: tile of rows of a batch row --- */
 struct lunacu_unpack_ends {
   const float *x, *out_bias, *residual;
@@ -2761,7 +2727,6 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
       LUNACU_UNROLL
       for (int c = 0; c < 4; c++) if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
     }
-    if (u.lse && row < rows) u.lse[(b * u.rows + first + row) * u.heads + head] = real ? top + logf(sum) : 0;
   }
   __syncthreads();
   for (int from = 0; from < d; from += T::wide) {
@@ -2795,7 +2760,7 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
   }
 }
 
-/* --- in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
+/* --- in x, k, bias, v, out_bias, residual. Nothing is kept --- */
 /* tensor cores pay for a P in memory when it is not small; else the fewer bytes do */
 static bool lunacu_unpack_at_once(const luna_op *op, int64_t n) { return n > 0 && n <= (lunacu_math_of(op->ctx) == LUNA_CUDA_F32 ? 128 : 32); }
 static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **at) {
@@ -2804,11 +2769,10 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   u.batch = x->shape[0]; u.rows = x->shape[1]; u.dim = x->shape[2]; u.heads = k->shape[1]; u.slots = k->shape[2];
   u.k = k->data; u.bias = op->in[2]->data; u.v = op->in[3]->data;
   u.lengths = op->lengths;
-  u.lse = op->kept_size ? (float *)op->kept : NULL;
   u.dropout = lunacu_op_dropout(op);
   const int64_t n = u.heads * u.slots, weights = u.lengths ? u.batch * n * u.dim : 0;
   int64_t rows = LUNACU_LENT / lunacu_more(n, 1);
-  if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, 2 * LUNACU_LENT / u.dim);
+  if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, LUNACU_LENT / u.dim);
   rows = lunacu_more(rows / 128 * 128, 128);
   u.most_items = lunacu_more(1, lunacu_fewer(rows / lunacu_more(u.rows, 1), u.batch));
   u.most_rows = lunacu_fewer(rows, u.rows);
@@ -2826,7 +2790,6 @@ static void lunacu_unpack_query(luna_op *op) {
   char *forward = NULL, *backward = NULL;
   op->set = 1;
   op->take = 1 << 5;
-  if (op->training) op->kept_size = (size_t)(lunacu_rows(op->in[0]) * op->in[1]->shape[1]) * sizeof(float);
   (void)lunacu_unpack_of(op, false, &forward);
   if (op->training) (void)lunacu_unpack_of(op, true, &backward);
   op->workspace_size = (size_t)(uintptr_t)forward;
@@ -2873,7 +2836,7 @@ static luna_status lunacu_unpack_forward_wave(luna_op *op, const lunacu_unpack &
   const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d;
   const luna_status status = lunacu_unpack_scores(op, u, w, op->in[0]->data + first, u.k, u.p);
   if (status != LUNA_OK) return status;
-  lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel);
+  lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel<false>);
   return lunacu_unpack_product(op, w, lunacu_matrix(u.p, n, 1, u.v + w.item * n * d, d, 1, op->out[0]->data + first, w.rows, d, n, false), w.rows * n, n * d, w.rows * d);
 }
 template <class T> static void lunacu_unpack_launch(const luna_op *op, const lunacu_unpack &u, const lunacu_unpack_ends &e) {
@@ -2916,7 +2879,7 @@ static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack 
   luna_status status = lunacu_unpack_scores(op, u, w, x, u.k, u.p);
   if (status == LUNA_OK) status = lunacu_unpack_scores(op, u, w, dy, u.v, u.g);
   if (status != LUNA_OK) return status;
-  lunacu_unpack_each_line(op, u, w, lunacu_unpack_slopes_kernel);
+  lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel<true>);
   lunacu_unpack_sums(op, dy, 1, w.items * w.rows, d, lunacu_grad(op, 4), u.parts);
   lunacu_unpack_sums(op, u.g, w.items, w.rows, n, dbias ? dbias + at : NULL, u.parts);
   if (dv) status = lunacu_unpack_product(op, w, lunacu_matrix(u.p, 1, n, dy, d, 1, dv + at * d, n, d, w.rows, true), w.rows * n, w.rows * d, n * d);

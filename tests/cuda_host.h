@@ -583,9 +583,9 @@ inline void run_block() {
 
 inline void fault(cudaError_t error);
 
-inline bool is_mapped(uintptr_t p) { /* below 4 GB lie two small numbers side by side, and the sanitizer's shadow */
+inline bool is_mapped(uintptr_t p) { /* lower down lie two small numbers side by side, and the sanitizer's shadow */
   unsigned char resident[1];
-  return p >> 32 && p < (uintptr_t)1 << 47 && mincore((void *)(p & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1)), 1, resident) == 0;
+  return p >> 44 && p < (uintptr_t)1 << 47 && mincore((void *)(p & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1)), 1, resident) == 0;
 }
 
 inline bool pointers_are_good(const launch &l) {
