@@ -25,7 +25,7 @@
                   Barriers are __syncthreads and, within a warp, a full __syncwarp. Shuffles and votes order no memory, as CUDA's manual says.
      Global       Device memory is a separate region, closed while host code runs: touching it there ends the program. New memory and freed memory is
                   NaN bits. 256 bytes before and after each allocation are watched; with the address sanitizer they are poisoned. A kernel given a
-                  pointer, alone or inside a struct, to pageable host memory or to freed memory is an error. A wild access is a sticky fault.
+                  pointer, alone or (by g++) inside a struct, to pageable host memory or to freed memory is an error. A wild access is a sticky fault.
      Order        Blocks run one at a time in random order over the grid, threads in random order from meeting to meeting, streams in random order
                   where nothing orders them. Results that change with cuda_host.seed are races.
      Streams      Nothing runs before the host waits: stream, device and event synchronise, cudaMemcpy, cudaFree, a copy to pageable memory. A query
@@ -1067,12 +1067,19 @@ inline cudaError_t check_launch(const launch &l) {
   return cudaSuccess;
 }
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_clear_padding)
+#define CUDA_HOST_CLEARS_PADDING
+#endif
+#endif
 /* What in an argument may be a pointer. In a struct, numbers beside padding can look like one: those are small, or not aligned. */
 template <class T> void find_pointers(T x, std::vector<uintptr_t> &found) {
   static_assert(std::is_trivially_copyable<T>::value, "kernel arguments are copied as bytes");
   if (!(std::is_pointer<T>::value || std::is_class<T>::value) || alignof(T) < sizeof(uintptr_t)) return;
-#if defined(__GNUC__) && __GNUC__ >= 11 && !defined(__clang__)
+#ifdef CUDA_HOST_CLEARS_PADDING
   __builtin_clear_padding(&x);
+#else
+  if (std::is_class<T>::value) return; /* what lies in the gaps may be an old pointer */
 #endif
   for (size_t i = 0; i + sizeof(uintptr_t) <= sizeof(T); i += sizeof(uintptr_t)) {
     uintptr_t p;
