@@ -1224,7 +1224,7 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
     if (floats > most) most = floats;
   }
   if (backward) f->scratch = lunacu_take(&at, most);
-  return (size_t)(at - (char *)workspace);
+  return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
 static void lunacu_feed_forward_query(luna_op *op) {
   lunacu_ffn f;
@@ -1732,7 +1732,9 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
       LUNACU_UNROLL for (int k = 0; k < 8 / W; k++) {
         const int64_t at = c + k * t.team * W;
         LUNACU_UNROLL for (int i = 0; i < W; i++) v[k][i] = -INFINITY;
-        if (at < t.n) lunacu_get(x + at, v[k]);
+        if (at < t.n) {
+          lunacu_get(x + at, v[k]);
+        }
         LUNACU_UNROLL for (int i = 0; i < W; i++) {
           next = fmaxf(next, v[k][i]);
           if (smoothing > 0 && at < t.n) all += v[k][i];
@@ -3418,7 +3420,7 @@ static void lunacu_causal_product_query(luna_op *op) {
   char *at = NULL;
   op->set = 7;
   (void)lunacu_causal_product_sweep(op, &at);
-  op->workspace_size = op->backward_workspace_size = (size_t)(at - (char *)NULL);
+  op->workspace_size = op->backward_workspace_size = (size_t)(uintptr_t)at;
 }
 static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   char *at = (char *)op->workspace;
@@ -3478,7 +3480,7 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   if (op->training) c->w = lunacu_causal_own((float *)op->kept, rows, heads, c->slots);
   else c->w = lunacu_causal_own(lunacu_take(&at, floats * window), window, heads, c->slots);
   if (backward) c->h = lunacu_causal_own(lunacu_take(&at, floats * rows), rows, heads, c->slots);
-  return (size_t)(at - (char *)workspace);
+  return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
 static void lunacu_causal_luna_query(luna_op *op) {
   lunacu_causal_luna c;
