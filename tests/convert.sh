@@ -180,7 +180,6 @@ check "nothing was written" [ ! -e "$work/x.safetensors" ]
 
 # ---- Python's own safetensors
 other=${PYTHON_SAFETENSORS:-python3}
-"$other" -c 'import safetensors.numpy' 2>/dev/null || other=/tmp/venv/bin/python
 if "$other" -c 'import safetensors.numpy' 2>/dev/null; then
   cat >"$work/again.py" <<'END'
 import sys
