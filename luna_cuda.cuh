@@ -67,6 +67,17 @@ template <class T> using lunacu_shared = T *; /* a pointer into shared memory */
 template <class To, class From> __device__ __forceinline__ To *lunacu_cast(From *p) { return (To *)p; }
 #endif
 
+/* four neighbours in shared memory, at a multiple of 16 bytes */
+#ifdef LUNA_CUDA_HOST
+#define LUNACU_ROLLED
+inline float4 lunacu_read4(lunacu_shared<const float> p) { return make_float4(p[0], p[1], p[2], p[3]); }
+inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, float w) { p[0] = x; p[1] = y; p[2] = z; p[3] = w; }
+#else
+#define LUNACU_ROLLED _Pragma("unroll 1")
+__device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
+__device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) { *(float4 *)p = make_float4(x, y, z, w); }
+#endif
+
 #define LUNACU_FULL 0xFFFFFFFFu
 #define LUNACU_WARP 32
 #define LUNACU_BLOCK 256             /* threads of a block, where nothing speaks for another number */
@@ -1893,17 +1904,6 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
 #define LUNACU_TILE_THREADS 128
 #define LUNACU_DEPTH 16              /* of a sum, what is in shared memory at a time */
 #define LUNACU_LENT ((int64_t)8 << 20)  /* floats lent for P, for dS and for parts of results, each */
-
-/* four neighbours in shared memory, at a multiple of 16 bytes */
-#ifdef LUNA_CUDA_HOST
-#define LUNACU_ROLLED
-inline float4 lunacu_read4(lunacu_shared<const float> p) { return make_float4(p[0], p[1], p[2], p[3]); }
-inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, float w) { p[0] = x; p[1] = y; p[2] = z; p[3] = w; }
-#else
-#define LUNACU_ROLLED _Pragma("unroll 1")
-__device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
-__device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) { *(float4 *)p = make_float4(x, y, z, w); }
-#endif
 
 /* The factors of four elements from `element` on */
 __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
