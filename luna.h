@@ -2442,28 +2442,43 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float 
 /* ---- sums along columns, over rows in order ---- */
 #undef LUNAI_SUM_ROWS
 #undef LUNAI_SUM_COLUMNS
+#undef LUNAI_COLUMN
 #define LUNAI_SUM_ROWS 64         /* rows summed in float before double takes over */
-#define LUNAI_SUM_COLUMNS 128      /* columns at a time: what fits the stack */
+#define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
+#define LUNAI_COLUMN(i) \
+  if (vectors > i) sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
+                              : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
+/* part = the sums of up to SUM_ROWS rows, `left` columns of which are there */
+LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row, const float *b, int64_t b_row,
+                                       const float *mean, const float *rstd, float *part) {
+  vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+  int64_t r;
+  for (r = 0; r < rows; r++, a += a_row) {
+    const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
+    LUNAI_COLUMN(0) LUNAI_COLUMN(1) LUNAI_COLUMN(2) LUNAI_COLUMN(3)
+    if (b) b += b_row;
+  }
+  vf_store(part, sum0);
+  vf_store(part + VF, sum1);
+  vf_store(part + 2 * VF, sum2);
+  vf_store(part + 3 * VF, sum3);
+}
 
 /* y[j y_column] += factor * sum over rows of a (b - mean) rstd; null b: of a; null mean and rstd: of a b */
 LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b, int64_t b_row,
                                    const float *mean, const float *rstd, float factor, float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
   double total[LUNAI_SUM_COLUMNS];
-  int64_t first, r, end, i;
-  for (first = 0; first < columns; first += LUNAI_SUM_COLUMNS) {
-    const int64_t n = lunai_min(columns - first, LUNAI_SUM_COLUMNS);
+  int64_t first, n, r, i;
+  for (first = 0; first < columns; first += n) {
+    n = columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(columns - first, VF);
     for (i = 0; i < n; i++) total[i] = 0;
-    for (r = 0; r < rows;) {
-      for (i = 0; i < n; i += VF) vf_store(part + i, vf_zero());
-      for (end = lunai_min(rows, r + LUNAI_SUM_ROWS); r < end; r++) {
-        const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL;
-        const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
-        for (i = 0; i < n; i += VF) {
-          const vf sum = vf_load(part + i), v = LUNAI_GET(a_at);
-          vf_store(part + i, b_at ? vf_fma(v, vf_mul(vf_sub(LUNAI_GET(b_at), center), scale), sum) : vf_add(sum, v));
-        }
-      }
+    for (r = 0; r < rows; r += LUNAI_SUM_ROWS) {
+      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL, *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
+      const int64_t count = lunai_min(rows - r, LUNAI_SUM_ROWS);
+      if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, count, n, a_at, a_row, b_at, b_row, means, rstds, part);
+      else if (b) LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, b_at, b_row, means, rstds, part);
+      else LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, NULL, 0, NULL, NULL, part);
       for (i = 0; i < n; i++) total[i] += (double)part[i];
     }
     for (i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
@@ -6510,12 +6525,14 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows, so that the hidden layer of
    one stays near; flag: keep nothing of it. kept: what ReLU makes of it, or what another activation is given --- */
-#define LUNAI_FFN_ROWS 784          /* whole tiles of AVX-512, and an even number */
+#define LUNAI_FFN_ROWS 392          /* whole tiles of AVX-512, and an even number */
+#define LUNAI_FFN_PARTS 8           /* of a block, where it is not multiplied */
 typedef struct lunai_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
   float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
+  float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
   float *packed[6];                  /* the weights, packed once for all blocks of rows, by the product that reads them */
   void *scratch;
 } lunai_ffn_work;
@@ -6565,6 +6582,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   if (op->dropout > 0) w->a = lunai_take(&at, size);
   if (backward) w->dh = lunai_take(&at, size);
   if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
+  if (backward) w->sums = lunai_take(&at, LUNAI_FFN_PARTS * (w->hidden + w->out));
   for (which = 0; which < 6 && w->rows < lunai_rows(op->in[0]); which++) {
     const bool second = which == 1 || which == 3;
     if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
@@ -6657,22 +6675,24 @@ LUNAI_FN void lunai_ffn_before(void *work, int64_t slot, int64_t slots) {
   lunai_ffn_part(w, w->out, slot, slots, &at, &n);
   lunai_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
-/* from the gradient of a to that of h */
+/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the biases */
 LUNAI_FN void lunai_ffn_slope(void *work, int64_t slot, int64_t slots) {
-  const lunai_ffn_work *w = (const lunai_ffn_work *)work;
-  const lunai_dropout d = lunai_op_dropout(w->op);
-  int64_t at, n;
-  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
-  if (w->op->dropout > 0) lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->dh + at, w->dh + at, false);
-  lunai_k(w->op)->activate_slope((int)w->op->activation, n, w->given + at, w->dh + at, w->dh + at);
-}
-/* by columns: the gradients of the biases */
-LUNAI_FN void lunai_ffn_biases(void *work, int64_t slot, int64_t slots) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
-  if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(w->rows, f, f, lunai_share(f, slot, slots), lunai_share(f, slot + 1, slots), 1.0f, w->dh, op->in[2]->grad);
-  if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(w->rows, out, out, lunai_share(out, slot, slots), lunai_share(out, slot + 1, slots), 1.0f, w->dy, op->in[4]->grad);
+  const lunai_dropout d = lunai_op_dropout(op);
+  int64_t part = lunai_share(LUNAI_FFN_PARTS, slot, slots);
+  for (; part < lunai_share(LUNAI_FFN_PARTS, slot + 1, slots); part++) {
+    float *sums = w->sums + part * (f + out), *dh;
+    int64_t at, n;
+    lunai_ffn_part(w, f, part, LUNAI_FFN_PARTS, &at, &n);
+    dh = w->dh + at;
+    if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
+    lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
+    memset(sums, 0, (size_t)(f + out) * sizeof(float));
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(n / f, f, f, 0, f, 1.0f, dh, sums);
+    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(n / f, out, out, 0, out, 1.0f, w->dy + at / f * out, sums + f);
+  }
 }
 /* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
 LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
@@ -6687,7 +6707,8 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_RELU)) lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
-    lunai_run(parallel, lunai_ffn_biases, &w);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
+    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden, op->in[4]->grad);
     for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
@@ -6716,10 +6737,13 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK; }
 
-/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row --- */
+/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a block's sums of columns are
+   made while it is near, and go to the workspace [blocks, 2, n] --- */
+#define LUNAI_NORM_ROWS 64
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
   op->set = 1;
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * 2 * sizeof(float);
+  op->backward_workspace_size = (size_t)(lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS) * 2 * lunai_last(op->in[0])) * sizeof(float);
 }
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
@@ -6731,19 +6755,29 @@ LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
   const float *kept = (const float *)op->kept;
-  lunai_k(op)->layer_norm_backward(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), kept + first, kept + rows + first,
-                                   op->out[0]->grad + first * n, op->in[0]->grad + first * n, !(op->fresh & 1));
+  for (; first < last; first++) {
+    const int64_t row = first * LUNAI_NORM_ROWS, count = lunai_min(LUNAI_NORM_ROWS, rows - row);
+    const float *x = op->in[0]->data + row * n, *dy = op->out[0]->grad + row * n;
+    float *sums = (float *)op->workspace + first * 2 * n;
+    if (lunai_grad(op, 1) || lunai_grad(op, 2)) {
+      memset(sums, 0, (size_t)(2 * n) * sizeof(float));
+      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
+    }
+    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->fresh & 1));
+  }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  const float *kept = (const float *)op->kept;
-  lunai_k(op)->layer_norm_weights(rows, n, first, last, op->in[0]->data, kept, kept + rows, op->out[0]->grad, lunai_grad(op, 1), lunai_grad(op, 2));
+  const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
+  const float *sums = (const float *)op->workspace;
+  int i;
+  for (i = 0; i < 2; i++)
+    if (lunai_grad(op, 1 + i)) lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
 }
 LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
-  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  if (op->in[0]->grad) lunai_split(op, rows, n, lunai_layer_norm_back);
-  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, rows, lunai_layer_norm_columns);
+  const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
+  lunai_split(op, blocks, LUNAI_NORM_ROWS * n, lunai_layer_norm_back);
+  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, blocks, lunai_layer_norm_columns);
   return LUNA_OK;
 }
 
