@@ -2080,50 +2080,41 @@ LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, 
 }
 
 /* Few rows by the transpose of a matrix that lies by rows, as a linear layer's weight does when one token at a time is decoded: each element is a
-   dot product by lanes, so that the matrix is read once and in order, at the memory's pace. Four rows of each at a time. */
-LUNAI_INLINE void LUNAI_K(dots)(int rows, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, float alpha, float *out) {
-  const float *w[4];
-  vf sum[4][4];
-  int64_t p;
-  int i, j;
-  for (j = 0; j < 4; j++) w[j] = b + lunai_min(j, n - 1) * b_column;
-  for (i = 0; i < 4; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero();
-#undef LUNAI_DOT
-#undef LUNAI_DOTS
-#define LUNAI_DOT(i, load) \
-  if (rows > i) { \
-    const vf x = load(a + i * a_row + p, k - p); \
-    sum[i][0] = vf_fma(x, y0, sum[i][0]); \
-    sum[i][1] = vf_fma(x, y1, sum[i][1]); \
-    sum[i][2] = vf_fma(x, y2, sum[i][2]); \
-    sum[i][3] = vf_fma(x, y3, sum[i][3]); \
+   dot product by lanes, so that the matrix is read once and in order, at the memory's pace. */
+LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float *b) {
+  vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+  int64_t p = 0;
+  for (; p + 4 * VF <= k; p += 4 * VF) {
+    sum0 = vf_fma(vf_load(a + p), vf_load(b + p), sum0);
+    sum1 = vf_fma(vf_load(a + p + VF), vf_load(b + p + VF), sum1);
+    sum2 = vf_fma(vf_load(a + p + 2 * VF), vf_load(b + p + 2 * VF), sum2);
+    sum3 = vf_fma(vf_load(a + p + 3 * VF), vf_load(b + p + 3 * VF), sum3);
   }
-#define LUNAI_DOTS(load) { \
-    const vf y0 = load(w[0] + p, k - p), y1 = load(w[1] + p, k - p), y2 = load(w[2] + p, k - p), y3 = load(w[3] + p, k - p); \
-    LUNAI_DOT(0, load) LUNAI_DOT(1, load) LUNAI_DOT(2, load) LUNAI_DOT(3, load) \
-  }
-#define LUNAI_WHOLE(p, left) vf_load(p)
-  for (p = 0; p + VF <= k; p += VF) LUNAI_DOTS(LUNAI_WHOLE)
-  if (p < k) LUNAI_DOTS(LUNAI_K(get))
-#undef LUNAI_WHOLE
-  for (i = 0; i < rows; i++) LUNAI_K(sum4)(sum[i], alpha, out + i * LUNAI_NR);
+  for (; p < k && !whole; p += VF) sum0 = vf_fma(LUNAI_K(get)(a + p, k - p), LUNAI_K(get)(b + p, k - p), sum0);
+  return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
+}
+/* by the four columns from b on, of which n are there; in a loop, for what fetches memory ahead goes by the address of the load */
+LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column, float alpha, float *out) {
+  vf dot[4];
+  int i;
+  for (i = 0; i < 4; i++, b += i < n ? b_column : 0) dot[i] = LUNAI_K(dot_lanes)(whole, k, a, b);
+  LUNAI_K(sum4)(dot, alpha, out);
 }
 LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, const LUNAI_K(target) *t) {
   float edge[4 * LUNAI_NR];
-  int64_t i, j, l;
-  memset(edge, 0, sizeof edge);
+  int64_t i, j, l, r;
+  if (n % VF) memset(edge, 0, sizeof edge); /* all lanes of a vector are read */
   for (j = 0; j < n; j += LUNAI_NR)
     for (i = 0; i < m; i += 4) {
-      const int64_t columns = lunai_min(n - j, LUNAI_NR);
+      const int64_t columns = lunai_min(n - j, LUNAI_NR), rows = lunai_min(m - i, 4);
       const float *x = a + i * a_row, *y = b + j * b_column;
-      for (l = 0; l < columns; l += 4, y += 4 * b_column)
-        switch (m - i) {
-          case 1: LUNAI_K(dots)(1, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
-          case 2: LUNAI_K(dots)(2, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
-          case 3: LUNAI_K(dots)(3, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
-          default: LUNAI_K(dots)(4, columns - l, k, x, a_row, y, b_column, t->alpha, edge + l); break;
+      for (l = 0; l < columns; l += 4)
+        for (r = 0; r < rows; r++) {
+          float *to = edge + r * LUNAI_NR + l;
+          if (k % (4 * VF) == 0) LUNAI_K(dots)(true, columns - l, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+          else LUNAI_K(dots)(false, columns - l, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
         }
-      LUNAI_K(finish_tile)(t, i, j, lunai_min(m - i, 4), columns, edge);
+      LUNAI_K(finish_tile)(t, i, j, rows, columns, edge);
     }
 }
 
