@@ -105,14 +105,15 @@ typedef struct bench_case {
   int threads;                       /* 0 = 1 */
   luna_isa isa;
   double flops;                      /* of one run, or 0 */
-  double share_of;                   /* what `share` is a share of, in the runs' own unit a second; 0: the peak beside */
-  double unit;                       /* with share_of: units of one run */
+  const float *read;                 /* not null: the share is that of a read-only pass over `floats` of these, measured beside */
+  int64_t floats;
   void (*run)(void *arg);
   void *arg;
-  size_t bytes;                      /* memory, for the record */
+  const luna_ctx *ctx;               /* whose peak memory is told, or null */
   double least;                      /* share that is expected, or 0 */
   /* found: */
   double seconds, share;
+  size_t bytes;
 } bench_case;
 
 static int bench_by_size(const void *a, const void *b) {
@@ -124,32 +125,35 @@ static double bench_median(double *x, int count) {
   return count % 2 ? x[count / 2] : 0.5 * (x[count / 2 - 1] + x[count / 2]);
 }
 
-/* runs the cases in turn until each had its time, and prints a line of each */
+/* flops, or floats read, a second: what a case is a share of */
+static double bench_limit(const bench_case *c) {
+  if (c->read) return bench_read(c->read, c->floats, ((int64_t)8 << 20) / c->floats + 1) / 4;
+  return bench_peak(c->isa, c->threads ? c->threads : 1);
+}
+static double bench_run(const bench_case *c, int64_t times, double *share, double *limit) {
+  const double before = bench_limit(c), start = bench_seconds();
+  double seconds;
+  for (int64_t t = 0; t < times; t++) c->run(c->arg);
+  seconds = (bench_seconds() - start) / (double)times;
+  *limit = 0.5 * (before + bench_limit(c));
+  *share = *limit > 0 ? (c->read ? (double)c->floats : c->flops) / seconds / *limit : 0;
+  return seconds;
+}
+
+/* runs the cases in turn until each had its time, and prints a line of each; where one takes a second, its first run counts */
 static void bench_cases(bench_case *cases, int count) {
-  static double seconds[BENCH_MOST_CASES][BENCH_MOST_RUNS], shares[BENCH_MOST_CASES][BENCH_MOST_RUNS];
+  static double seconds[BENCH_MOST_CASES][BENCH_MOST_RUNS], shares[BENCH_MOST_CASES][BENCH_MOST_RUNS], limits[BENCH_MOST_CASES][BENCH_MOST_RUNS];
   int64_t times[BENCH_MOST_CASES];
   int runs = 0, i;
   double spent = 0;
   for (i = 0; i < count; i++) {
-    const double start = bench_seconds();
-    double once;
-    cases[i].run(cases[i].arg);      /* warm */
-    once = bench_seconds() - start;
+    const double once = seconds[i][0] = bench_run(&cases[i], 1, &shares[i][0], &limits[i][0]);
     times[i] = once > 0.005 ? 1 : (int64_t)(0.005 / (once + 1e-9)) + 1;
+    if (once > 1) runs = 1;
   }
   while (runs < BENCH_MOST_RUNS && (runs < 3 || (runs < 5 && spent < 3) || spent < bench_budget * count)) {
     const double begin = bench_seconds();
-    for (i = 0; i < count; i++) {
-      bench_case *c = &cases[i];
-      const int threads = c->threads ? c->threads : 1;
-      const double before = c->share_of > 0 ? 0 : bench_peak(c->isa, threads), start = bench_seconds();
-      double after;
-      for (int64_t t = 0; t < times[i]; t++) c->run(c->arg);
-      seconds[i][runs] = (bench_seconds() - start) / (double)times[i];
-      after = c->share_of > 0 ? 0 : bench_peak(c->isa, threads);
-      if (c->share_of > 0) shares[i][runs] = c->unit / seconds[i][runs] / c->share_of;
-      else shares[i][runs] = before > 0 ? c->flops / seconds[i][runs] / (0.5 * (before + after)) : 0;
-    }
+    for (i = 0; i < count; i++) seconds[i][runs] = bench_run(&cases[i], times[i], &shares[i][runs], &limits[i][runs]);
     spent += bench_seconds() - begin;
     runs++;
   }
@@ -157,11 +161,13 @@ static void bench_cases(bench_case *cases, int count) {
     bench_case *c = &cases[i];
     const double rate = (c->seconds = bench_median(seconds[i], runs), c->flops / c->seconds * 1e-9);
     c->share = bench_median(shares[i], runs);
+    if (c->ctx) c->bytes = luna_memory(c->ctx).peak;
     printf("  %-46s %3d %10.3f", c->name, c->threads ? c->threads : 1, 1e3 * c->seconds);
     if (c->flops > 0) printf(" %8.1f", rate);
     else printf(" %8s", "");
     if (c->share > 0) printf("  %5.1f%%", 100 * c->share);
     else printf("  %6s", "");
+    if (c->read) printf(" of reads at %.0f GB/s", 4e-9 * bench_median(limits[i], runs));
     if (c->least > 0) printf("  (at least %.0f%%)", 100 * c->least);
     if (c->bytes) printf("  %.1f MB", (double)c->bytes * 1e-6);
     puts("");

@@ -33,16 +33,14 @@ static void stream_row(void) {
   stream_bench b;
   const int64_t weights = LAYERS * (HEADS * 16 * DIM + 3 * DIM * DIM + 2 * DIM * FFN) + 256 * DIM; /* folded pack, q, v, out, feed-forward; the output */
   float *same = (float *)malloc((size_t)weights * sizeof(float));
-  double rates[9];
   bench_case row;
   memset(&row, 0, sizeof row);
   if (!same) exit(1);
   stream_open(&b);
   for (int64_t i = 0; i < weights; i++) same[i] = (float)i; /* pages of zeros may be one page */
-  for (int i = 0; i < 9; i++) rates[i] = bench_read(same, weights, 8);
-  row.share_of = bench_median(rates, 9);
-  row.unit = 4.0 * (double)weights;
-  snprintf(row.name, sizeof row.name, "a step, %.1f MB of weights, read at %.0f GB/s", 4e-6 * (double)weights, row.share_of * 1e-9);
+  row.read = same;
+  row.floats = weights;
+  snprintf(row.name, sizeof row.name, "a step, %.1f MB of weights", 4e-6 * (double)weights);
   row.flops = 2.0 * (double)weights;
   row.run = stream_run;
   row.arg = &b;
@@ -91,8 +89,7 @@ static void gpt_rows(int threads) {
     c[i].flops = 3.0 * B * T * (LAYERS * (24.0 * DIM * DIM + 2.0 * T * DIM) + 2.0 * VOCAB * DIM);
     c[i].run = gpt_run;
     c[i].arg = &b[i];
-    gpt_run(&b[i]);
-    c[i].bytes = luna_memory(b[i].ctx).peak;
+    c[i].ctx = b[i].ctx;
   }
   bench_cases(c, threads > 1 ? 2 : 1);
   printf("    %.2f thousand tokens/s on one thread, %.2f on %d\n", B * T / c[0].seconds * 1e-3, B * T / c[1].seconds * 1e-3, threads);
@@ -162,8 +159,7 @@ static void transformer_rows(void) {
       snprintf(c[j].name, sizeof c[j].name, "%s, n = %d, training step", j ? "softmax Transformer" : "Luna-16", (int)n);
       c[j].run = model_run;
       c[j].arg = &b[j];
-      model_run(&b[j]);
-      c[j].bytes = luna_memory(b[j].ctx).peak;
+      c[j].ctx = b[j].ctx;
     }
     bench_cases(c, 2);
     for (int j = 0; j < 2; j++) {
