@@ -1053,7 +1053,7 @@ LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *w
   else parallel->run(parallel->user, call.slots, lunai_parallel_one, &call);
 }
 /* slot's contiguous share of `count` items */
-LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t slot, int64_t slots) { return count / slots * slot + count % slots * slot / slots; }
+LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t slot, int64_t slots) { return slots == 1 ? count * slot : count / slots * slot + count % slots * slot / slots; }
 
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step) under key
    `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no dropout. */
