@@ -2093,14 +2093,16 @@ LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const 
   for (; p < k && !whole; p += VF) sum0 = vf_fma(LUNAI_K(get)(a + p, k - p), LUNAI_K(get)(b + p, k - p), sum0);
   return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
 }
-/* by the four columns from b on, of which n are there; in a loop, for what fetches memory ahead goes by the address of the load */
+/* by n <= NR columns from b on; in a loop, for what fetches memory ahead goes by the address of the load */
 LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column, float alpha, float *out) {
-  vf dot[4];
-  int i;
-  for (i = 0; i < 4; i++, b += i < n ? b_column : 0) dot[i] = LUNAI_K(dot_lanes)(whole, k, a, b);
-  LUNAI_K(sum4)(dot, alpha, out);
+  vf dot[LUNAI_NR];
+  int64_t i;
+  for (i = 0; i < n; i++, b += b_column) dot[i] = LUNAI_K(dot_lanes)(whole, k, a, b);
+  for (; i % 4; i++) dot[i] = vf_zero();
+  for (i = 0; i < n; i += 4) LUNAI_K(sum4)(dot + i, alpha, out + i);
 }
 LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, const LUNAI_K(target) *t) {
+  const int64_t group = m > 1 ? 4 : LUNAI_NR; /* columns that stay in L1 for several rows */
   float edge[4 * LUNAI_NR];
   int64_t i, j, l, r;
   if (n % VF) memset(edge, 0, sizeof edge); /* all lanes of a vector are read */
@@ -2108,11 +2110,12 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
     for (i = 0; i < m; i += 4) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR), rows = lunai_min(m - i, 4);
       const float *x = a + i * a_row, *y = b + j * b_column;
-      for (l = 0; l < columns; l += 4)
+      for (l = 0; l < columns; l += group)
         for (r = 0; r < rows; r++) {
+          const int64_t count = lunai_min(columns - l, group);
           float *to = edge + r * LUNAI_NR + l;
-          if (k % (4 * VF) == 0) LUNAI_K(dots)(true, columns - l, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
-          else LUNAI_K(dots)(false, columns - l, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+          if (k % (4 * VF) == 0) LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+          else LUNAI_K(dots)(false, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
         }
       LUNAI_K(finish_tile)(t, i, j, rows, columns, edge);
     }
