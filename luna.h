@@ -824,20 +824,22 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>stream: a causal language model one token at a time, in constant memory
-   A stream only reads its weights: one thread a stream, any number of streams on one model.
+   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device lies and runs there,
+   tokens go to it and logits come back: it is used by the thread of its model's context, in whose order of work it stands, and closed before that
+   context is. Where the device fails, a step returns null, and so do all after it. A saved state goes from either kind to the other.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
   int64_t batch;                     /* sequences side by side; 0 = 1 */
   int64_t chunk;                     /* rows of a prefill done at once; 0 = 64 */
-  luna_isa isa;                      /* 0 = best */
+  luna_isa isa;                      /* 0 = best; not on a device */
 } luna_stream_config;
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, read in place: no context, no allocator. memory: luna_stream_size bytes.
    Null when something is wrong: *error then says what. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
 #ifndef LUNA_ONLY_STREAM
-/* memory from the model's context's allocator. Streams run on the CPU: of a model on a device they take a copy of the weights. */
+/* Memory from the model's context's allocator, on a device from the device: all at once, a step takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
 LUNA_API void luna_stream_close(luna_stream *stream);
@@ -848,7 +850,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when 
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
 LUNA_API void luna_stream_reset(luna_stream *stream);
 LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from); /* sequence b continues from[b] (beam search) */
-LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);    /* the state; same model sizes and batch */
+LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);    /* the state; same model sizes and batch, not between two devices' contexts */
 LUNA_API size_t luna_stream_state_size(const luna_stream *stream);   /* bytes of a saved state: this machine's byte order */
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
@@ -913,6 +915,10 @@ typedef struct luna_op {
   int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
   bool in_place;                     /* forward may write the result where the first input lies */
   int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
+  /* Streams give CAUSAL_LUNA and SHORT_CONVOLUTION what is left of the rows before these, which forward reads and brings up to date; else null */
+  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
+  int64_t position;                  /* where it is 0, the means are too, whatever is there */
+  float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -1034,6 +1040,12 @@ LUNAI_INLINE float *lunai_take(char **scratch, int64_t count) {
   return (float *)(void *)at;
 }
 LUNAI_INLINE int64_t lunai_floats(int64_t count) { return (int64_t)lunai_round((size_t)count * sizeof(float)); }
+
+/* The last `past` rows of those in history and x [rows, d] become the history. */
+LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, int64_t rows, int64_t d) {
+  int64_t i;
+  for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
+}
 
 /* A task runs once for each slot in [0, slots); it takes its share of the work by its number, and its own part of the
    scratch. How work is shared out never changes a bit of the result. */
@@ -6910,7 +6922,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
 }
 LUNAI_KERNEL_ROW(causal, 0)
 
-/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega. kept: W --- */
+/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega; of a stream: mean_ka, mean_av, position. kept: W --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   const luna_tensor *q = op->in[0];
   memset(c, 0, sizeof *c);
@@ -6923,17 +6935,23 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->lengths = op->lengths;
   c->scale = op->number[0];
   c->activation = (int)op->activation;
+  c->position = op->position;
+  c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
 LUNAI_KERNEL_ROW(causal_luna, luna_count(op->in[3]))
 
-/* --- short convolution: in x, weight, bias --- */
+/* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
+  const int64_t n = lunai_last(op->in[0]), rows = op->in[0]->shape[1], width = lunai_last(op->in[1]);
   int64_t b;
-  for (b = first; b < last; b++)
-    lunai_k(op)->short_convolution(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[0]->data + b * size, NULL, op->in[1]->data, lunai_data(op, 2), op->out[0]->data + b * size);
+  for (b = first; b < last; b++) {
+    const float *x = op->in[0]->data + b * rows * n;
+    float *history = op->history ? op->history + b * (width - 1) * n : NULL;
+    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2), op->out[0]->data + b * rows * n);
+    if (history) lunai_history_move(history, width - 1, x, rows, n);
+  }
 }
 LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
@@ -8815,20 +8833,31 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   return lunai_params_end(params, mark, good);
 }
 
-/* Raw pack scores s [batch, n, h l] = k_p pq^T / sqrt(d_h), k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias
-   stays, for omega is no softmax. */
+/* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
+LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
+  const int64_t d = layer->config.dim, h = layer->config.heads;
+  luna_tensor *pq = luna_scale(luna_linear_layer_forward(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h))));
+  return lunai_split_heads(lunai_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
+}
+/* folded: pq_h Wpc_h [b, h, l, d]; *bias: pq_h bpc_h [b, h, l, 1] */
+LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq, luna_tensor **bias) {
+  const int64_t d = layer->config.dim, h = layer->config.heads;
+  luna_tensor *g = pq ? luna_matmul(pq, lunai_weight_heads(pq->ctx, &layer->pc, d, h), false, false) : NULL;
+  *bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
+  return g;
+}
+/* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias stays, for omega is
+   no softmax. */
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
-  luna_tensor *pq = luna_scale(luna_linear_layer_forward(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h)))), *g, *bias;
-  pq = lunai_split_heads(lunai_reshape(pq, 3, b, l, d, 1), h);
+  luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
   if (!lunai_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
     if (shared && pq) pq = lunai_reshape(pq, 3, h, l, d / h, 1);
     return lunai_merge_heads(luna_matmul(k, pq, false, true));
   }
-  g = luna_matmul(pq, lunai_weight_heads(x->ctx, &layer->pc, d, h), false, false);
-  bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
+  g = lunai_causal_folded(layer, pq, &bias);
   if (shared) return luna_linear(x, lunai_reshape(g, 2, h * l, d, 1, 1), lunai_reshape(bias, 1, h * l, 1, 1, 1));
   g = luna_matmul(x, lunai_reshape(g, 3, b, h * l, d, 1), false, true);
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
@@ -10903,13 +10932,15 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { r
 /* ----------------------------------------------------------------------------------------------------------------------
    >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
    A layer's past is two running means (double), and the last rows of the short convolution's input. A decoder's layers also read their source:
-   its memory in the scores, its packed context through the cross-attention. Guarded by tests/stream.c, a decoder by tests/models.c.
+   its memory in the scores, its packed context through the cross-attention. Of a model on a device all numbers lie there, in a block of their own,
+   and the backend's rows compute. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
 typedef struct lunai_stream_layer {
   lunai_stream_linear pq, pc, q, k, v, out, fc1, fc2, attention_norm, final_norm, conv; /* norms and the convolution have the same two parts */
   const float *memory;
-  float *folded, *folded_bias;       /* [sources, heads slots, dim]: pack scores straight from x, when that is cheaper; else [sources, slots, dim]: scaled pq */
+  float *folded, *folded_bias;       /* [sources, heads slots, dim]: pack scores straight from x, when that is cheaper; else [sources, slots, dim]: scaled pq,
+                                        on a device by heads, [sources, heads, slots, head_dim] */
   lunai_stream_linear cross_q, cross_out, cross_norm; /* a decoder's */
   float *keys, *values;              /* [sources, slots, dim] of the packed source */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
@@ -10936,13 +10967,224 @@ struct luna_stream {
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
   size_t memory_size;
-  const luna_params *params;         /* whose parameters lie on a device: */
-  float *near;                       /* their values, copied at opening; null: they are read where they are */
+  luna_ctx *ctx;                     /* of a model on a device, where all numbers above lie and these three; null: here */
+  int32_t *tokens;                   /* [batch, chunk]; or where the batch's sequences come from */
+  float *angles, *heads;             /* sinusoidal positions [chunk, dim]; scores of a chunk in another order */
+  int32_t *near_tokens;              /* here: what goes there, */
+  float *near_angles, *near_logits;  /* and what comes back */
+  char *far;                         /* the device's memory */
+  size_t far_size, scratch_size;
+  bool measuring;                    /* rows only tell what scratch they need */
+  luna_status failed;                /* what the device failed with, */
+  char sentence[320];                /* and how it was told */
 #endif
 };
 
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
+
+#ifndef LUNA_ONLY_STREAM
+/* --- a stream on a device: what a step is made of as ops, with tensors that last for the call. No op's result lies where an input does: of x
+   in place of x it is made in `in`, and the two change places. After a failure nothing more is done --- */
+typedef struct lunai_far_op { luna_op op; luna_tensor tensor[LUNA_MAX_INPUTS + 1]; int tensors; } lunai_far_op;
+
+/* what a call of the backend returned; its own sentence, if the context has it from just now, becomes the stream's */
+LUNAI_FN void lunai_far_did(luna_stream *s, luna_status status, luna_status before) {
+  if (status == LUNA_OK || s->failed != LUNA_OK) return;
+  s->failed = status;
+  if (before == LUNA_OK && s->ctx->status != LUNA_OK) memcpy(s->sentence, s->ctx->error, sizeof s->sentence);
+  else lunai_print(s->sentence, sizeof s->sentence, "luna_stream: the backend failed: %s", luna_status_text(status));
+  s->error = s->sentence;
+}
+LUNAI_FN void lunai_far_copy(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
+  const luna_status before = s->ctx->status;
+  if (!s->measuring && s->failed == LUNA_OK) lunai_far_did(s, s->ctx->backend->copy(s->ctx, to, from, bytes, direction), before);
+}
+LUNAI_FN void lunai_far_zero(luna_stream *s, void *at, size_t bytes) {
+  const luna_status before = s->ctx->status;
+  lunai_far_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
+}
+LUNAI_FN void lunai_far_start(const luna_stream *s, lunai_far_op *f, luna_row_id row) {
+  memset(f, 0, sizeof *f);
+  f->op.row = row;
+  f->op.ctx = s->ctx;
+}
+LUNAI_FN luna_tensor *lunai_far_tensor(lunai_far_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  luna_tensor *t = &f->tensor[f->tensors++];
+  int64_t shape[4];
+  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
+  lunai_tensor_set(t, f->op.ctx, rank, shape);
+  t->data = (float *)(uintptr_t)data;
+  return t;
+}
+/* the next input; null: it is absent */
+LUNAI_FN void lunai_far_in(lunai_far_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  f->op.in[f->op.inputs++] = data ? lunai_far_tensor(f, data, rank, a, b, c, d) : NULL;
+}
+/* the result: runs the op */
+LUNAI_FN void lunai_far_out(luna_stream *s, lunai_far_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  const luna_row *row = &s->ctx->backend->row[f->op.row];
+  const luna_status before = s->ctx->status;
+  if (s->failed != LUNA_OK) return;
+  if (data == s->x && f->op.in[0]->data == s->x) {
+    data = s->in;
+    s->in = s->x;
+    s->x = data;
+  }
+  f->op.out[f->op.outputs++] = lunai_far_tensor(f, data, rank, a, b, c, d);
+  f->op.workspace = s->scratch;
+  row->query(&f->op);
+  if (s->measuring && f->op.workspace_size > s->scratch_size) s->scratch_size = f->op.workspace_size;
+  if (s->measuring) return;
+  lunai_far_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : row->forward(&f->op), before);
+}
+
+LUNAI_FN void lunai_far_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_LINEAR);
+  f.op.activation = (luna_activation)activation;
+  lunai_far_in(&f, x, 2, rows, in, 1, 1);
+  lunai_far_in(&f, weight, 2, out, in, 1, 1);
+  lunai_far_in(&f, bias, 1, out, 1, 1, 1);
+  lunai_far_out(s, &f, y, 2, rows, out, 1, 1);
+}
+/* x [batch, m, k] times w [batch, n, k] transposed */
+LUNAI_FN void lunai_far_matmul(luna_stream *s, const float *x, const float *w, int64_t batch, int64_t m, int64_t n, int64_t k, float *y) {
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_MATMUL);
+  f.op.size[0] = 1; f.op.size[1] = batch; f.op.size[2] = m; f.op.size[3] = n; f.op.size[4] = k;
+  f.op.flag[1] = true;
+  lunai_far_in(&f, x, 3, batch, m, k, 1);
+  lunai_far_in(&f, w, 3, batch, n, k, 1);
+  lunai_far_out(s, &f, y, 3, batch, m, n, 1);
+}
+/* [a, b, c, d] -> [a, c, b, d] */
+LUNAI_FN void lunai_far_swap(luna_stream *s, const float *x, int64_t a, int64_t b, int64_t c, int64_t d, float *y) {
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_PERMUTE);
+  f.op.size[1] = 2; f.op.size[2] = 1; f.op.size[3] = 3;
+  lunai_far_in(&f, x, 4, a, b, c, d);
+  lunai_far_out(s, &f, y, 4, a, c, b, d);
+}
+/* b [each] is added to every `each` of a */
+LUNAI_FN void lunai_far_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_ADD);
+  f.op.size[0] = each;
+  lunai_far_in(&f, a, 2, count / each, each, 1, 1);
+  lunai_far_in(&f, b, 1, each, 1, 1, 1);
+  lunai_far_out(s, &f, y, 2, count / each, each, 1, 1);
+}
+LUNAI_FN void lunai_far_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
+  const int64_t d = s->sizes.dim;
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_LAYER_NORM);
+  lunai_far_in(&f, x, 2, rows, d, 1, 1);
+  lunai_far_in(&f, norm->weight, 1, d, 1, 1, 1);
+  lunai_far_in(&f, norm->bias, 1, d, 1, 1, 1);
+  lunai_far_out(s, &f, y, 2, rows, d, 1, 1);
+}
+/* rows of a table [from, width] by the numbers in s->tokens */
+LUNAI_FN void lunai_far_rows(luna_stream *s, const float *table, int64_t from, int64_t width, int64_t rows, float *y) {
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_EMBEDDING);
+  f.op.index = s->tokens;
+  lunai_far_in(&f, table, 2, from, width, 1, 1);
+  lunai_far_out(s, &f, y, 2, rows, width, 1, 1);
+}
+LUNAI_FN void lunai_far_convolve(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim;
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_SHORT_CONVOLUTION);
+  f.op.history = layer->history;
+  lunai_far_in(&f, in, 3, s->batch, rows, d, 1);
+  lunai_far_in(&f, layer->conv.weight, 2, d, s->sizes.convolution, 1, 1);
+  lunai_far_in(&f, layer->conv.bias, 1, d, 1, 1, 1);
+  lunai_far_out(s, &f, s->conv, 3, s->batch, rows, d, 1);
+}
+LUNAI_FN void lunai_far_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
+  const int64_t d = s->sizes.dim, h = s->sizes.heads;
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_CAUSAL_LUNA);
+  f.op.size[0] = h;
+  f.op.number[0] = (float)(1.0 / sqrt((double)(d / h)));
+  f.op.activation = (luna_activation)s->sizes.omega;
+  f.op.lengths = s->slots;
+  f.op.mean_ka = layer->mean_ka;
+  f.op.mean_av = layer->mean_av;
+  f.op.position = s->position;
+  lunai_far_in(&f, s->q, 3, s->batch, rows, d, 1);
+  lunai_far_in(&f, s->k, 3, s->batch, rows, d, 1);
+  lunai_far_in(&f, s->v, 3, s->batch, rows, d, 1);
+  lunai_far_in(&f, s->s, 3, s->batch, rows, h * s->sizes.memory, 1);
+  lunai_far_out(s, &f, s->y, 3, s->batch, rows, d, 1);
+}
+LUNAI_FN void lunai_far_cross(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
+  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, queries = s->batch / s->sources * rows;
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_SOFTMAX_ATTENTION);
+  f.op.size[0] = h; f.op.size[1] = s->sources; f.op.size[2] = queries; f.op.size[3] = l;
+  f.op.number[0] = (float)(1.0 / sqrt((double)(d / h)));
+  f.op.lengths = s->source_slots;
+  lunai_far_in(&f, s->q, 3, s->sources, queries, d, 1);
+  lunai_far_in(&f, layer->keys, 3, s->sources, l, d, 1);
+  lunai_far_in(&f, layer->values, 3, s->sources, l, d, 1);
+  lunai_far_out(s, &f, s->y, 3, s->sources, queries, d, 1);
+}
+/* with several sources, which only a decoder has, folded_bias has a row for each of the batch's */
+LUNAI_FN void lunai_far_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, n = s->sources, each = rows / n;
+  if (!lunai_stream_folds(&s->sizes)) {
+    lunai_far_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
+    lunai_far_swap(s, s->y, n, each, h, d / h, s->q);
+    lunai_far_matmul(s, s->q, layer->folded, n * h, each, l, d / h, s->heads);
+    lunai_far_swap(s, s->heads, n, h, each, l, s->s);
+  } else if (n == 1) lunai_far_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_NONE, s->s);
+  else {
+    lunai_far_matmul(s, in, layer->folded, n, each, h * l, d, s->heads);
+    lunai_far_add(s, rows * h * l, s->heads, layer->folded_bias, rows * h * l, s->s);
+  }
+}
+/* x = the last of `rows` rows of each sequence */
+LUNAI_FN void lunai_far_last(luna_stream *s, int64_t rows) {
+  const int64_t d = s->sizes.dim;
+  lunai_far_op f;
+  lunai_far_start(s, &f, LUNA_ROW_SLICE);
+  f.op.size[0] = 1; f.op.size[1] = rows - 1;
+  lunai_far_in(&f, s->x, 3, s->batch, rows, d, 1);
+  lunai_far_out(s, &f, s->x, 3, s->batch, 1, d, 1);
+}
+/* tokens: the next `rows` of each sequence of n, or null where nothing is computed */
+LUNAI_FN void lunai_far_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
+  const int64_t d = s->sizes.dim, all = s->batch * rows, first = s->first_position + s->position;
+  const float *positions = s->sizes.positions == LUNA_LEARNED ? s->positions + first * d : s->sizes.positions == LUNA_SINUSOIDAL ? s->angles : NULL;
+  int64_t i;
+  for (i = 0; tokens && i < all; i++) s->near_tokens[i] = tokens[i / rows * n + i % rows];
+  lunai_far_copy(s, s->tokens, s->near_tokens, (size_t)all * sizeof(int32_t), 1);
+  lunai_far_rows(s, s->embedding, s->sizes.vocab, d, all, s->x);
+  if (s->scale != 1) {
+    lunai_far_op f;
+    lunai_far_start(s, &f, LUNA_ROW_SCALE);
+    f.op.number[0] = s->scale;
+    lunai_far_in(&f, s->x, 2, all, d, 1, 1);
+    lunai_far_out(s, &f, s->x, 2, all, d, 1, 1);
+  }
+  if (!positions) return;
+  for (i = 0; positions == s->angles && !s->measuring && i < rows; i++) lunai_sinusoid(first + i, d, s->near_angles + i * d);
+  if (positions == s->angles) lunai_far_copy(s, s->angles, s->near_angles, (size_t)(rows * d) * sizeof(float), 1);
+  lunai_far_add(s, all * d, s->x, positions, rows * d, s->x);
+}
+#define LUNAI_STREAM_FAR(s, call) if ((s)->ctx) { call; return; }
+#else
+#define LUNAI_STREAM_FAR(s, call)
+#endif
+LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) { /* among the stream's numbers */
+  (void)s;
+  LUNAI_STREAM_FAR(s, lunai_far_copy(s, to, from, bytes, 0))
+  memcpy(to, from, bytes);
+}
+
+/* --- the same here, by this machine's kernels --- */
 
 /* A matrix product of the stream: y [rows, out] = act(x [rows, in] W^T + b) */
 LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
@@ -10956,6 +11198,7 @@ LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, 
 }
 LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
   lunai_gemm g;
+  LUNAI_STREAM_FAR(s, lunai_far_linear(s, x, rows, in, weight, bias, out, activation, y))
   lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
   g.dots = s->single;
   s->kernels->gemm(&g, NULL, s->scratch);
@@ -11009,6 +11252,9 @@ LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
   lunai_gemm g;
   size_t most, need;
   int64_t rows, i;
+#ifndef LUNA_ONLY_STREAM
+  if (s->ctx) return s->scratch_size;
+#endif
   memset(&layer, 0, sizeof layer);
   lunai_stream_attention_args(s, &layer, s->chunk, &c);
   c.mean_ka = c.mean_av = (double *)(void *)s->state;
@@ -11053,13 +11299,32 @@ LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, si
   *used += lunai_round((size_t)count * size);
   return at;
 }
-/* Lays the stream out from `base` (null: only counts) and returns its bytes. */
+/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the numbers from s->far (or only counts those), far_size bytes. */
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const int64_t rows = s->batch * s->chunk, means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
   size_t used = lunai_round(sizeof(luna_stream)), state;
   int64_t i;
+#ifndef LUNA_ONLY_STREAM
+  const int64_t angles = z->positions == LUNA_SINUSOIDAL ? s->chunk * z->dim : 0;
+  size_t near;
+#endif
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
+#ifndef LUNA_ONLY_STREAM
+  if (s->ctx) {
+    s->near_tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
+    s->near_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
+    s->near_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
+  }
+  near = used;
+  if (s->ctx) {
+    base = s->far;
+    used = 0;
+    s->tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
+    s->angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
+    s->heads = (float *)lunai_stream_take(base, &used, s->cross || !lunai_stream_folds(z) ? rows * z->heads * z->memory : 0, sizeof(float));
+  }
+#endif
   s->state = base ? base + used : NULL;
   state = used;
   for (i = 0; i < z->layers; i++) {
@@ -11073,6 +11338,9 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
     lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
     layer->folded = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
     layer->folded_bias = (float *)lunai_stream_take(base, &used, s->sources * z->heads * z->memory, sizeof(float));
+#ifndef LUNA_ONLY_STREAM
+    if (s->ctx && s->cross) layer->folded_bias = (float *)lunai_stream_take(base, &used, s->batch * z->heads * z->memory, sizeof(float));
+#endif
     layer->keys = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
     layer->values = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
   }
@@ -11092,6 +11360,10 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (!s->cross) s->slots = NULL;
   s->spare = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
+#ifndef LUNA_ONLY_STREAM
+  s->far_size = used;                /* that is, of a stream on a device */
+  if (s->ctx) return near;
+#endif
   return used;
 }
 
@@ -11121,11 +11393,179 @@ LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   }
 }
 
-LUNA_API void luna_stream_reset(luna_stream *s) {
-  if (!s) return;
-  memset(s->state, 0, s->state_size);
-  s->position = 0;
+/* --- what a step is made of --- */
+/* the convolution of `rows` rows of each sequence, and its history moved on */
+LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
+  int64_t b;
+  LUNAI_STREAM_FAR(s, lunai_far_convolve(s, layer, in, rows))
+  for (b = 0; b < s->batch; b++) {
+    const float *x = in + b * rows * d;
+    float *history = layer->history + b * past * d;
+    s->kernels->short_convolution(rows, d, width, x, history, layer->conv.weight, layer->conv.bias, s->conv + b * rows * d);
+    lunai_history_move(history, past, x, rows, d);
+  }
+}
+
+LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
+  int64_t i;
+  lunai_gemm g;
+  LUNAI_STREAM_FAR(s, lunai_far_scores(s, layer, in, rows))
+  if (!lunai_stream_folds(&s->sizes)) {
+    lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
+    in = s->y;
+  }
+  for (i = 0; i < s->sources; i++) {
+    const float *x = in + i * each * d, *folded = layer->folded + i * lunai_stream_fold_size(&s->sizes);
+    if (lunai_stream_folds(&s->sizes)) {
+      lunai_stream_linear_run(s, x, each, d, folded, layer->folded_bias + i * hl, hl, LUNA_NONE, s->s + i * each * hl);
+      continue;
+    }
+    lunai_stream_head_scores(s, x, each, folded, s->s + i * each * hl, &g);
+    s->kernels->gemm(&g, NULL, s->scratch);
+  }
+}
+
+LUNAI_FN void lunai_stream_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
+  lunai_causal_luna c;
+  LUNAI_STREAM_FAR(s, lunai_far_attend(s, layer, rows))
+  lunai_stream_attention_args(s, layer, rows, &c);
+  s->kernels->causal_luna(&c, NULL, s->scratch);
+}
+
+LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
+  LUNAI_STREAM_FAR(s, lunai_far_norm(s, x, rows, norm, y))
+  s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
+}
+
+LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) { /* to x */
+  LUNAI_STREAM_FAR(s, lunai_far_add(s, count, s->x, out, count, s->x))
+  s->kernels->add(count, s->x, out, s->x);
+}
+
+/* x + out, normed when post-norm; else what comes next reads it normed: returned is the next half-layer's input */
+LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const float *out, const lunai_stream_linear *norm, const lunai_stream_linear *next) {
+  lunai_stream_add(s, rows * s->sizes.dim, out);
+  if (!s->sizes.pre_norm) lunai_stream_norm(s, s->x, rows, norm, s->x);
+  if (!s->sizes.pre_norm || !next) return s->x;
+  lunai_stream_norm(s, s->x, rows, next, s->in);
+  return s->in;
+}
+
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_stream_cross_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
+  lunai_attention a;
+  LUNAI_STREAM_FAR(s, lunai_far_cross(s, layer, rows))
+  lunai_stream_cross_args(s, layer, rows, &a);
+  s->kernels->attention(&a, NULL, s->scratch);
+}
+LUNAI_FN const float *lunai_stream_cross(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+  const int64_t d = s->sizes.dim, all = s->batch * rows;
+  lunai_stream_linear_run(s, in, all, d, layer->cross_q.weight, layer->cross_q.bias, d, LUNA_NONE, s->q);
+  lunai_stream_cross_attend(s, layer, rows);
+  lunai_stream_linear_run(s, s->y, all, d, layer->cross_out.weight, layer->cross_out.bias, d, LUNA_NONE, s->q);
+  return lunai_stream_residual(s, all, s->q, &layer->cross_norm, &layer->final_norm);
+}
+#endif
+
+LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, int64_t rows) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const int64_t d = z->dim, all = s->batch * rows;
+  const float *in = s->x;
+  if (z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->attention_norm, s->in);
+  if (z->pre_norm) in = s->in;
+  if (z->convolution) lunai_stream_convolve(s, layer, in, rows);
+  if (z->convolution) in = s->conv;
+  lunai_stream_scores(s, layer, in, all);
+  lunai_stream_linear_run(s, in, all, d, layer->q.weight, layer->q.bias, d, LUNA_NONE, s->q);
+  lunai_stream_linear_run(s, in, all, d, layer->v.weight, layer->v.bias, d, LUNA_NONE, s->v);
+  if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_NONE, s->k);
+  lunai_stream_attend(s, layer, rows);
+  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_NONE, s->q);
+  in = lunai_stream_residual(s, all, s->q, &layer->attention_norm, s->cross ? &layer->cross_norm : &layer->final_norm);
+#ifndef LUNA_ONLY_STREAM
+  if (s->cross) in = lunai_stream_cross(s, layer, in, rows);
+#endif
+  lunai_stream_linear_run(s, in, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
+  lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_NONE, s->y);
+  lunai_stream_residual(s, all, s->y, &layer->final_norm, NULL);
+}
+
+/* x = scale E[token] + position */
+LUNAI_FN void lunai_stream_embed_one(luna_stream *s, int32_t token, int64_t position, float *x) {
+  const int64_t d = s->sizes.dim, row = s->first_position + position;
+  int64_t i;
+  for (i = 0; i < d; i++) x[i] = s->scale * s->embedding[token * d + i];
+  if (s->sizes.positions == LUNA_LEARNED) s->kernels->add(d, x, s->positions + row * d, x);
+  if (s->sizes.positions != LUNA_SINUSOIDAL) return;
+  lunai_sinusoid(row, d, s->y);
+  s->kernels->add(d, x, s->y, x);
+}
+/* the same of the next `rows` of each sequence of n */
+LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
+  int64_t b, i;
+  LUNAI_STREAM_FAR(s, lunai_far_embed(s, tokens, n, rows))
+  for (b = 0; b < s->batch; b++)
+    for (i = 0; i < rows; i++) lunai_stream_embed_one(s, tokens[b * n + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
+}
+/* x = the last of `rows` rows of each sequence */
+LUNAI_FN void lunai_stream_last(luna_stream *s, int64_t rows) {
+  const int64_t d = s->sizes.dim;
+  int64_t b;
+  LUNAI_STREAM_FAR(s, lunai_far_last(s, rows))
+  for (b = 0; b < s->batch; b++) memmove(s->x + b * d, s->x + (b * rows + rows - 1) * d, (size_t)d * sizeof(float));
+}
+/* logits after `rows` rows; null when the device failed */
+LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
+  s->single = true;
+  lunai_stream_last(s, rows);
+  if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
+  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_NONE, s->logits);
+#ifndef LUNA_ONLY_STREAM
+  if (s->ctx) lunai_far_copy(s, s->near_logits, s->logits, (size_t)(s->batch * s->sizes.vocab) * sizeof(float), 2);
+  if (s->ctx) return s->failed == LUNA_OK ? s->near_logits : NULL;
+#endif
+  return s->logits;
+}
+
+/* row b of [batch] rows of `size` bytes becomes row from[b], on a device the row that s->tokens has there */
+LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
+  int64_t b;
+  lunai_stream_move(s, s->spare, rows, size * (size_t)s->batch);
+  LUNAI_STREAM_FAR(s, lunai_far_rows(s, (const float *)s->spare, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
+  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->spare + (size_t)from[b] * size, size);
+}
+LUNAI_FN void lunai_stream_reorder_all(luna_stream *s, const int32_t *from) {
+  const size_t means = (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double);
+  int64_t i;
+#ifndef LUNA_ONLY_STREAM
+  if (s->ctx) lunai_far_copy(s, s->tokens, from, (size_t)s->batch * sizeof(int32_t), 1);
+#endif
+  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
+    lunai_stream_reorder_rows(s, s->layers[i].mean_ka, means, from);
+    lunai_stream_reorder_rows(s, s->layers[i].mean_av, means, from);
+    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].history, (size_t)((s->sizes.convolution - 1) * s->sizes.dim) * sizeof(float), from);
+  }
+}
+
+/* --- opening --- */
+/* whether the stream can go on: not after its device has failed */
+LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
   s->error = "";
+#ifndef LUNA_ONLY_STREAM
+  if (s->failed != LUNA_OK) s->error = s->sentence;
+  return s->failed == LUNA_OK;
+#else
+  return true;
+#endif
+}
+
+LUNA_API void luna_stream_reset(luna_stream *s) {
+  if (!s || !lunai_stream_ready(s)) return;
+  s->position = 0;
+  LUNAI_STREAM_FAR(s, lunai_far_zero(s, s->state, s->state_size))
+  memset(s->state, 0, s->state_size);
 }
 
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
@@ -11235,69 +11675,64 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* a parameter's values, or null of none */
-LUNAI_FN const float *lunai_stream_values(const luna_stream *s, const luna_tensor *t) {
-  const float *at = s->near;
-  lunai_param *p;
-  if (!t || !at) return t ? t->data : NULL;
-  for (p = s->params->first; &p->tensor != t; p = p->next) at += luna_count(&p->tensor);
-  return at;
-}
-LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_stream *s, const luna_tensor *weight, const luna_tensor *bias) {
+LUNAI_FN const float *lunai_stream_values(const luna_tensor *t) { return t ? t->data : NULL; }
+LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_tensor *weight, const luna_tensor *bias) {
   lunai_stream_linear pair;
-  pair.weight = lunai_stream_values(s, weight);
-  pair.bias = lunai_stream_values(s, bias);
+  pair.weight = lunai_stream_values(weight);
+  pair.bias = lunai_stream_values(bias);
   return pair;
 }
-LUNAI_FN lunai_stream_linear lunai_stream_of_linear(const luna_stream *s, const luna_linear_layer *layer) { return lunai_stream_of(s, layer->weight, layer->bias); }
-LUNAI_FN lunai_stream_linear lunai_stream_of_norm(const luna_stream *s, const luna_norm_layer *layer) { return lunai_stream_of(s, layer->weight, layer->bias); }
-LUNAI_FN void lunai_stream_from_attention(const luna_stream *s, const luna_causal_attention_layer *a, lunai_stream_layer *w) {
-  w->pq = lunai_stream_of_linear(s, &a->pq);
-  w->pc = lunai_stream_of_linear(s, &a->pc);
-  w->q = lunai_stream_of_linear(s, &a->q);
-  w->k = lunai_stream_of_linear(s, &a->k);
-  w->v = lunai_stream_of_linear(s, &a->v);
-  w->out = lunai_stream_of_linear(s, &a->out);
+LUNAI_FN lunai_stream_linear lunai_stream_of_linear(const luna_linear_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
+LUNAI_FN lunai_stream_linear lunai_stream_of_norm(const luna_norm_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
+LUNAI_FN void lunai_stream_from_attention(const luna_causal_attention_layer *a, lunai_stream_layer *w) {
+  w->pq = lunai_stream_of_linear(&a->pq);
+  w->pc = lunai_stream_of_linear(&a->pc);
+  w->q = lunai_stream_of_linear(&a->q);
+  w->k = lunai_stream_of_linear(&a->k);
+  w->v = lunai_stream_of_linear(&a->v);
+  w->out = lunai_stream_of_linear(&a->out);
 }
-LUNAI_FN void lunai_stream_from_causal(const luna_stream *s, const luna_causal_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(s, &layer->attention, w);
-  w->memory = lunai_stream_values(s, layer->memory);
-  w->fc1 = lunai_stream_of_linear(s, &layer->fc1);
-  w->fc2 = lunai_stream_of_linear(s, &layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(s, &layer->attention_norm);
-  w->final_norm = lunai_stream_of_norm(s, &layer->final_norm);
-  w->conv = lunai_stream_of(s, layer->kernel, layer->kernel_bias);
+LUNAI_FN void lunai_stream_from_causal(const luna_causal_layer *layer, lunai_stream_layer *w) {
+  lunai_stream_from_attention(&layer->attention, w);
+  w->memory = lunai_stream_values(layer->memory);
+  w->fc1 = lunai_stream_of_linear(&layer->fc1);
+  w->fc2 = lunai_stream_of_linear(&layer->fc2);
+  w->attention_norm = lunai_stream_of_norm(&layer->attention_norm);
+  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
+  w->conv = lunai_stream_of(layer->kernel, layer->kernel_bias);
 }
-LUNAI_FN void lunai_stream_from_decoder(const luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(s, &layer->self_attention, w);
-  w->fc1 = lunai_stream_of_linear(s, &layer->fc1);
-  w->fc2 = lunai_stream_of_linear(s, &layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(s, &layer->self_norm);
-  w->cross_q = lunai_stream_of_linear(s, &layer->cross_attention.q);
-  w->cross_out = lunai_stream_of_linear(s, &layer->cross_attention.out);
-  w->cross_norm = lunai_stream_of_norm(s, &layer->cross_norm);
-  w->final_norm = lunai_stream_of_norm(s, &layer->final_norm);
+LUNAI_FN void lunai_stream_from_decoder(const luna_decoder_layer *layer, lunai_stream_layer *w) {
+  lunai_stream_from_attention(&layer->self_attention, w);
+  w->fc1 = lunai_stream_of_linear(&layer->fc1);
+  w->fc2 = lunai_stream_of_linear(&layer->fc2);
+  w->attention_norm = lunai_stream_of_norm(&layer->self_norm);
+  w->cross_q = lunai_stream_of_linear(&layer->cross_attention.q);
+  w->cross_out = lunai_stream_of_linear(&layer->cross_attention.out);
+  w->cross_norm = lunai_stream_of_norm(&layer->cross_norm);
+  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
 }
 
-/* the context a stream is opened in, and its defaults; null with a sentence when there can be none */
-LUNAI_FN const char *lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config) {
+/* the context a stream is opened in, and its defaults; false with a sentence when there can be none */
+LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config, const char *name) {
   luna_stream_config own;
+  const char *wrong = NULL;
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   first->allocator = ctx->options.allocator;
-  if (ctx->options.measure) return "a context that measures has no weights";
-  return lunai_stream_config(first, &own);
+  first->ctx = lunai_far(ctx) ? ctx : NULL;
+  if (ctx->options.measure) wrong = "a context that measures has no weights";
+  if (!wrong) wrong = lunai_stream_config(first, &own);
+  if (wrong) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong) == LUNA_OK;
+  if (!first->ctx || ctx->backend->row[LUNA_ROW_CAUSAL_LUNA].forward) return true;
+  return lunai_refuse(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row CAUSAL_LUNA, which streams are made of", name) == LUNA_OK;
 }
-/* memory from the context's allocator, laid out; with the values of parameters that lie on a device */
-LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, const luna_params *params) {
-  const size_t size = lunai_stream_lay_out(first, NULL), near = lunai_far(ctx) ? (size_t)luna_params_count(params) * sizeof(float) : 0;
-  luna_status status = LUNA_OK;
-  lunai_param *p;
+/* memory from the context's allocator, laid out but for what lies on a device */
+LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
+  const size_t size = lunai_stream_lay_out(first, NULL);
   luna_stream *s;
-  float *at;
   char *raw;
-  first->memory_size = size + LUNAI_ALIGN + near;
+  first->memory_size = size + LUNAI_ALIGN;
   if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
     lunai_no_memory(ctx, ctx->options.block ? "luna_stream_open: a context in one block has none to spare (use luna_stream_open_bytes)" : "luna_stream_open", size);
     return NULL;
@@ -11307,40 +11742,80 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
   *s = *first;
   lunai_stream_lay_out(s, (char *)s);
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  if (!near) return s;
-  s->params = params;
-  s->near = at = (float *)(void *)((char *)s + size);
-  for (p = params->first; p && status == LUNA_OK; at += luna_count(&p->tensor), p = p->next)
-    status = ctx->backend->copy(ctx, at, p->tensor.data, (size_t)luna_count(&p->tensor) * sizeof(float), 2);
-  if (status == LUNA_OK) return s;
+  return s;
+}
+/* On a device, when the weights are known: finds what scratch any number of rows needs, and takes the memory. The stream itself stands for that memory
+   meanwhile: nothing there is touched. */
+LUNAI_FN bool lunai_stream_place(luna_stream *s) {
+  luna_ctx *ctx = s->ctx;
+  int64_t rows;
+  if (!ctx) return true;
+  s->far = (char *)s;
+  lunai_stream_lay_out(s, (char *)s);
+  s->measuring = true;
+  for (rows = 1; rows <= s->chunk; rows++) {
+    lunai_far_embed(s, NULL, 0, rows);
+    lunai_stream_layer_run(s, &s->layers[0], rows);
+    lunai_stream_output(s, rows);
+  }
+  lunai_stream_reorder_all(s, NULL);
+  s->measuring = false;
+  s->far = NULL;
+  lunai_stream_lay_out(s, (char *)s);
+  s->far = (char *)ctx->backend->allocate(ctx->self, s->far_size);
+  if (!s->far) return lunai_no_memory(ctx, "luna_stream_open", s->far_size) == LUNA_OK;
+  lunai_stream_lay_out(s, (char *)s);
+  luna_stream_reset(s);
+  return s->failed == LUNA_OK;
+}
+/* what a stream has of its memory p [sources, l, d] or [l, d], made by ops of the context that leave nothing behind in it */
+LUNAI_FN bool lunai_far_fold(luna_stream *s, lunai_stream_layer *w, const luna_causal_attention_layer *layer, luna_tensor *p) {
+  luna_ctx *ctx = s->ctx;
+  const int64_t hl = s->sizes.heads * s->sizes.memory;
+  const bool folds = lunai_stream_folds(&s->sizes), paused = ctx->paused;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_tensor *folded, *bias = NULL;
+  ctx->paused = true;
+  folded = lunai_causal_queries(layer, p);
+  if (folds) folded = lunai_causal_folded(layer, folded, &bias);
+  if (s->cross) bias = lunai_permute(luna_repeat(lunai_reshape(bias, 3, s->sources, hl, 1, 1), s->batch / s->sources), 1, 0, 2, 3);
+  if (folded) lunai_far_copy(s, w->folded, folded->data, (size_t)luna_count(folded) * sizeof(float), 0);
+  if (bias) lunai_far_copy(s, w->folded_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0);
+  ctx->paused = paused;
+  lunai_step_rewind(ctx, mark);
+  return folded && (bias || !folds) && s->failed == LUNA_OK;
+}
+/* the end of opening: null when it has failed, and then the context says so */
+LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
+  const luna_status failed = s->failed;
+  if (good) return s;
   luna_stream_close(s);
-  (void)lunai_backend_did(ctx, "luna_stream_open", status);
+  (void)lunai_backend_did(ctx, "luna_stream_open", failed);
   return NULL;
 }
 
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
   luna_stream first, *s;
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  const char *wrong;
   int64_t i;
+  bool good;
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
-  wrong = lunai_is_luna(&model->config.layer) ? lunai_stream_from(ctx, &first, config) : "only Luna attention streams in constant memory";
-  if (wrong) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: %s", wrong);
-    return NULL;
+  if (!lunai_is_luna(&model->config.layer)) lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: only Luna attention streams in constant memory");
+  else if (lunai_stream_from(ctx, &first, config, "luna_stream_open") && (s = lunai_stream_allocate(ctx, &first)) != NULL) {
+    s->embedding = s->output = lunai_stream_values(model->embedding);
+    s->positions = lunai_stream_values(model->positions);
+    s->norm = lunai_stream_of_norm(&model->norm);
+    for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_causal(&model->layers[i], &s->layers[i]);
+    good = lunai_stream_place(s);
+    for (i = 0; i < s->sizes.layers && good; i++) {
+      if (s->ctx) good = lunai_far_fold(s, &s->layers[i], &model->layers[i].attention, model->layers[i].memory);
+      else lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
+    }
+    return lunai_stream_opened(ctx, s, good);
   }
-  s = lunai_stream_allocate(ctx, &first, model->params);
-  if (!s) return NULL;
-  s->embedding = s->output = lunai_stream_values(s, model->embedding);
-  s->positions = lunai_stream_values(s, model->positions);
-  s->norm = lunai_stream_of_norm(s, &model->norm);
-  for (i = 0; i < s->sizes.layers; i++) {
-    lunai_stream_from_causal(s, &model->layers[i], &s->layers[i]);
-    lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
-  }
-  return s;
+  return NULL;
 }
 
 /* what a decoder layer has of its sources: folded scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
@@ -11349,16 +11824,23 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
   luna_tensor *packed = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
-  luna_ctx *ctx = context->ctx;
-  void *memory = (*p)->data;
   int64_t b;
-  if (lunai_far(ctx) && (!lunai_step(ctx, bytes, false, &memory) || luna_read(*p, (float *)memory) != LUNA_OK)) return lunai_no_memory(ctx, "luna_seq2seq_stream_open", bytes), false;
-  for (b = 0; b < s->sources; b++) lunai_stream_fold(s, w, (const float *)memory + b * s->sizes.memory * s->sizes.dim, b);
+  if (s->ctx && !lunai_far_fold(s, w, &layer->self_attention, *p)) return false;
+  for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
   v = luna_linear_layer_forward(&cross->v, packed);
   k = cross->config.sharing == LUNA_TIED || !packed ? v : lunai_project(&cross->k, packed);
   *p = lunai_residual(c, *p, packed, &layer->memory_norm);
   if (!k || !v || !*p) return false;
-  return ctx->backend->copy(ctx, w->keys, k->data, bytes, 2) == LUNA_OK && ctx->backend->copy(ctx, w->values, v->data, bytes, 2) == LUNA_OK;
+  lunai_stream_move(s, w->keys, k->data, bytes);
+  lunai_stream_move(s, w->values, v->data, bytes);
+  return s->failed == LUNA_OK;
+}
+/* how many memory slots each of `count` sequences has, as many for each source */
+LUNAI_FN void lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const int32_t *lengths, int64_t n) {
+  int32_t *slots = s->ctx ? s->near_tokens : to;
+  int64_t i;
+  for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(lengths ? lengths[i / (count / s->sources)] : n, s->sizes.memory);
+  if (s->ctx) lunai_far_copy(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam) {
   const luna_seq2seq_config *c;
@@ -11366,9 +11848,8 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   luna_stream_config config;
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   luna_tensor *p = NULL, *context;
-  const char *wrong;
   int64_t i;
-  bool good = true;
+  bool good;
   if (!ctx) return NULL;
   c = &model->config;
   luna_begin_inference(ctx);
@@ -11386,30 +11867,24 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
-  wrong = lunai_stream_from(ctx, &first, &config);
-  if (wrong) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %s", wrong);
-    return NULL;
-  }
+  if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
   first.sources = batch;
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
-  s = lunai_stream_allocate(ctx, &first, model->params);
+  s = lunai_stream_allocate(ctx, &first);
   if (!s) return NULL;
-  s->embedding = lunai_stream_values(s, model->embedding);
-  s->output = lunai_stream_values(s, model->output);
-  s->positions = lunai_stream_values(s, model->positions);
-  s->norm = lunai_stream_of_norm(s, &model->norm);
-  for (i = 0; i < batch * beam; i++)
-    s->slots[i] = s->source_slots[i / beam] = (int32_t)lunai_min(lengths ? lengths[i / beam] : n, s->sizes.memory);
-  for (i = 0; i < s->sizes.layers && good; i++) {
-    lunai_stream_from_decoder(s, &model->layers[i], &s->layers[i]);
+  s->embedding = lunai_stream_values(model->embedding);
+  s->output = lunai_stream_values(model->output);
+  s->positions = lunai_stream_values(model->positions);
+  s->norm = lunai_stream_of_norm(&model->norm);
+  for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_decoder(&model->layers[i], &s->layers[i]);
+  good = lunai_stream_place(s);
+  if (good) lunai_stream_real(s, s->slots, s->batch, lengths, n);
+  if (good) lunai_stream_real(s, s->source_slots, batch, lengths, n);
+  for (i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, lengths);
-  }
-  if (good) return s;
-  luna_stream_close(s);
-  return NULL;
+  return lunai_stream_opened(ctx, s, good);
 }
 #endif
 
@@ -11417,6 +11892,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 #ifndef LUNA_ONLY_STREAM
   if (s && s->memory_size) {
     const luna_allocator allocator = s->allocator;
+    if (s->far) s->ctx->backend->release(s->ctx->self, s->far, s->far_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
   }
 #else
@@ -11425,104 +11901,9 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
-/* the convolution of `rows` rows of each sequence, and its history moved on */
-LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
-  int64_t b, i;
-  for (b = 0; b < s->batch; b++) {
-    const float *x = in + b * rows * d;
-    float *history = layer->history + b * past * d;
-    s->kernels->short_convolution(rows, d, width, x, history, layer->conv.weight, layer->conv.bias, s->conv + b * rows * d);
-    for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
-  }
-}
-
-LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
-  int64_t i;
-  lunai_gemm g;
-  if (!lunai_stream_folds(&s->sizes)) {
-    lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
-    in = s->y;
-  }
-  for (i = 0; i < s->sources; i++) {
-    const float *x = in + i * each * d, *folded = layer->folded + i * lunai_stream_fold_size(&s->sizes);
-    if (lunai_stream_folds(&s->sizes)) {
-      lunai_stream_linear_run(s, x, each, d, folded, layer->folded_bias + i * hl, hl, LUNA_NONE, s->s + i * each * hl);
-      continue;
-    }
-    lunai_stream_head_scores(s, x, each, folded, s->s + i * each * hl, &g);
-    s->kernels->gemm(&g, NULL, s->scratch);
-  }
-}
-
-LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
-}
-
-/* x + out, normed when post-norm; else what comes next reads it normed: returned is the next half-layer's input */
-LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const float *out, const lunai_stream_linear *norm, const lunai_stream_linear *next) {
-  s->kernels->add(rows * s->sizes.dim, s->x, out, s->x);
-  if (!s->sizes.pre_norm) lunai_stream_norm(s, s->x, rows, norm, s->x);
-  if (!s->sizes.pre_norm || !next) return s->x;
-  lunai_stream_norm(s, s->x, rows, next, s->in);
-  return s->in;
-}
-
-#ifndef LUNA_ONLY_STREAM
-LUNAI_FN const float *lunai_stream_cross(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, all = s->batch * rows;
-  lunai_attention a;
-  lunai_stream_linear_run(s, in, all, d, layer->cross_q.weight, layer->cross_q.bias, d, LUNA_NONE, s->q);
-  lunai_stream_cross_args(s, layer, rows, &a);
-  s->kernels->attention(&a, NULL, s->scratch);
-  lunai_stream_linear_run(s, s->y, all, d, layer->cross_out.weight, layer->cross_out.bias, d, LUNA_NONE, s->q);
-  return lunai_stream_residual(s, all, s->q, &layer->cross_norm, &layer->final_norm);
-}
-#endif
-
-LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, int64_t rows) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t d = z->dim, all = s->batch * rows;
-  const float *in = s->x;
-  lunai_causal_luna c;
-  if (z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->attention_norm, s->in);
-  if (z->pre_norm) in = s->in;
-  if (z->convolution) lunai_stream_convolve(s, layer, in, rows);
-  if (z->convolution) in = s->conv;
-  lunai_stream_scores(s, layer, in, all);
-  lunai_stream_linear_run(s, in, all, d, layer->q.weight, layer->q.bias, d, LUNA_NONE, s->q);
-  lunai_stream_linear_run(s, in, all, d, layer->v.weight, layer->v.bias, d, LUNA_NONE, s->v);
-  if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_NONE, s->k);
-  lunai_stream_attention_args(s, layer, rows, &c);
-  s->kernels->causal_luna(&c, NULL, s->scratch);
-  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_NONE, s->q);
-  in = lunai_stream_residual(s, all, s->q, &layer->attention_norm, s->cross ? &layer->cross_norm : &layer->final_norm);
-#ifndef LUNA_ONLY_STREAM
-  if (s->cross) in = lunai_stream_cross(s, layer, in, rows);
-#endif
-  lunai_stream_linear_run(s, in, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
-  lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_NONE, s->y);
-  lunai_stream_residual(s, all, s->y, &layer->final_norm, NULL);
-}
-
-/* x = scale E[token] + position */
-LUNAI_FN void lunai_stream_embed(luna_stream *s, int32_t token, int64_t position, float *x) {
-  const int64_t d = s->sizes.dim, row = s->first_position + position;
-  int64_t i;
-  for (i = 0; i < d; i++) x[i] = s->scale * s->embedding[token * d + i];
-  if (s->sizes.positions == LUNA_LEARNED) s->kernels->add(d, x, s->positions + row * d, x);
-  if (s->sizes.positions != LUNA_SINUSOIDAL) return;
-  lunai_sinusoid(row, d, s->y);
-  s->kernels->add(d, x, s->y, x);
-}
-
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens, int64_t n) {
-  int64_t at, b, i, rows = 0;
-  size_t row;
-  if (!s) return NULL;
-  row = (size_t)s->sizes.dim * sizeof(float);
-  s->error = "";
+  int64_t at, i, rows = 0;
+  if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
   for (i = 0; i < n * s->batch && !*s->error; i++)
     if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
@@ -11531,16 +11912,11 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
     s->single = rows == 1;
-    for (b = 0; b < s->batch; b++)
-      for (i = 0; i < rows; i++) lunai_stream_embed(s, tokens[b * n + at + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
+    lunai_stream_embed(s, tokens + at, n, rows);
     for (i = 0; i < s->sizes.layers; i++) lunai_stream_layer_run(s, &s->layers[i], rows);
     s->position += rows;
   }
-  s->single = true;
-  for (b = 0; b < s->batch; b++) memmove(s->x + b * s->sizes.dim, s->x + (b * rows + rows - 1) * s->sizes.dim, row);
-  if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
-  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_NONE, s->logits);
-  return s->logits;
+  return lunai_stream_output(s, rows);
 }
 LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return luna_stream_prefill(s, tokens, 1); }
 LUNA_API const char *luna_stream_error(const luna_stream *s) { return s ? s->error : "there is no stream"; }
@@ -11551,37 +11927,60 @@ LUNAI_FN luna_status lunai_stream_refuse(luna_stream *s, const char *sentence) {
   if (s) s->error = sentence;
   return LUNA_BAD_ARGUMENT;
 }
-
-/* row b of [batch] rows of `size` bytes becomes row from[b] */
-LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
-  int64_t b;
-  memcpy(s->spare, rows, size * (size_t)s->batch);
-  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->spare + (size_t)from[b] * size, size);
+/* what a call made of it: the device's failure, or nothing */
+LUNAI_FN luna_status lunai_stream_status(luna_stream *s) {
+  (void)lunai_stream_ready(s);
+#ifndef LUNA_ONLY_STREAM
+  return s->failed;
+#else
+  return LUNA_OK;
+#endif
 }
+/* the state to memory of the host, and from there */
+LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
+#ifndef LUNA_ONLY_STREAM
+  if (s->ctx) return s->failed != LUNA_OK ? s->failed : s->ctx->backend->copy(s->ctx, to, s->state, s->state_size, 2);
+#endif
+  memcpy(to, s->state, s->state_size);
+  return LUNA_OK;
+}
+LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
+  LUNAI_STREAM_FAR(s, lunai_far_copy(s, s->state, from, s->state_size, 1))
+  memcpy(s->state, from, s->state_size);
+}
+/* another stream's state: both here, both on one device, or one there */
+LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream *from) {
+#ifndef LUNA_ONLY_STREAM
+  if (to->ctx && from->ctx) lunai_far_copy(to, to->state, from->state, to->state_size, 0);
+  else if (to->ctx) lunai_stream_write(to, from->state);
+  if (to->ctx) return LUNA_OK;
+#endif
+  return lunai_stream_read(from, to->state);
+}
+
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
-  const size_t means = s ? (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double) : 0;
-  int64_t b, i;
+  int64_t b;
   if (!s || !from) return lunai_stream_refuse(s, "luna_stream_reorder: there must be a stream and an order");
   for (b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_refuse(s, "luna_stream_reorder: a sequence asked for does not exist");
-  s->error = "";
-  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
-    lunai_stream_reorder_rows(s, s->layers[i].mean_ka, means, from);
-    lunai_stream_reorder_rows(s, s->layers[i].mean_av, means, from);
-    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].history, (size_t)((s->sizes.convolution - 1) * s->sizes.dim) * sizeof(float), from);
-  }
-  return LUNA_OK;
+  lunai_stream_reorder_all(s, from);
+  return lunai_stream_status(s);
 }
 
 LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
   return a->batch == b->batch && memcmp(&a->sizes, &b->sizes, sizeof a->sizes) == 0;
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
+  luna_status status = LUNA_OK;
   if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_refuse(to, "luna_stream_copy: the streams differ in model sizes or batch");
-  if (to != from) memcpy(to->state, from->state, to->state_size);
+#ifndef LUNA_ONLY_STREAM
+  if (to->ctx && from->ctx && to->ctx != from->ctx) return lunai_stream_refuse(to, "luna_stream_copy: the streams lie on devices of two contexts; luna_stream_state_save and _load go there");
+  if (to->ctx && from->ctx) status = from->failed;
+#endif
+  if (to != from && status == LUNA_OK) status = lunai_stream_take_state(to, from);
+  if (status != LUNA_OK) return lunai_stream_refuse(to, "luna_stream_copy: the device failed"), status;
   to->position = from->position;
-  to->error = "";
-  return LUNA_OK;
+  return lunai_stream_status(to);
 }
 
 /* a saved state: what it belongs to, then the state's bytes as they are */
@@ -11597,8 +11996,7 @@ LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, s
   head.position = s->position;
   head.sizes = s->sizes;
   memcpy(bytes, &head, sizeof head);
-  memcpy((char *)bytes + sizeof head, s->state, s->state_size);
-  return LUNA_OK;
+  return lunai_stream_read(s, (char *)bytes + sizeof head);
 }
 LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, size_t size) {
   lunai_stream_head head;
@@ -11606,10 +12004,9 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_refuse(s, "luna_stream_state_load: the bytes are no state of a stream of this model and batch");
-  memcpy(s->state, (const char *)bytes + sizeof head, s->state_size);
+  lunai_stream_write(s, (const char *)bytes + sizeof head);
   s->position = head.position;
-  s->error = "";
-  return LUNA_OK;
+  return lunai_stream_status(s);
 }
 
 /* --- sampling --- */
@@ -11783,7 +12180,7 @@ LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.most; length++) {
     logits = luna_stream_step(stream, s.last);
-    if (!logits) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: %s", luna_stream_error(stream));
+    if (!logits) status = lunai_refuse(ctx, stream->failed != LUNA_OK ? stream->failed : LUNA_BAD_ARGUMENT, "luna_translate: %s", luna_stream_error(stream));
     for (going = 0, b = 0; b < batch && logits; b++) {
       const int64_t first = b * s.search.beam;
       for (i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;

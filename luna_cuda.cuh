@@ -14,7 +14,8 @@
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
                The same program gives the same bits on the same device: no kernel adds floats in an order that can change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
-   Streams     (luna_stream, luna_translate's decoder) run on the CPU, from a copy of the weights that is made when they are opened.
+   Streams     (luna_stream, luna_translate's decoder) lie and run on the device; a step takes tokens there and waits for its logits. They are used by the
+               thread of their context.
    Graphs      A step can be captured once and replayed. What changes from step to step lies in device memory, so between
                    cudaStreamBeginCapture(luna_cuda_stream(ctx), cudaStreamCaptureModeThreadLocal) and cudaStreamEndCapture
                call luna_begin_step, forward, luna_backward and luna_optimizer_apply (a step that has run twice, so that its memory is there), and before each
@@ -1863,6 +1864,26 @@ struct lunacu_taps {
     sum[4] += g;
   }
 };
+/* Of a stream: a thread has all rows of a channel; history [batch, width - 1, d] has the rows before them, and then the last of all these */
+__global__ void lunacu_history_kernel(lunacu_convolution a, float *history) {
+  const int64_t past = a.width - 1;
+  for (int64_t i = lunacu_index(); i < a.batch * a.d; i += lunacu_stride()) {
+    const int64_t c = i % a.d, start = i / a.d * a.n * a.d + c;
+    float *before = history + i / a.d * past * a.d + c;
+    for (int64_t t = 0; t < a.n; t++) {
+      float sum = a.bias ? a.bias[c] : 0;
+      for (int64_t k = 0; k < a.width; k++) {
+        const int64_t row = t - past + k;
+        sum += a.weight[c * a.width + k] * (row < 0 ? before[(row + past) * a.d] : a.x[start + row * a.d]);
+      }
+      a.y[start + t * a.d] = sum;
+    }
+    for (int64_t k = 0; k < past; k++) {
+      const int64_t row = k + a.n - past;
+      before[k * a.d] = row < 0 ? before[(row + past) * a.d] : a.x[start + row * a.d];
+    }
+  }
+}
 static lunacu_sums lunacu_taps_sums(const luna_op *op) { return lunacu_sums_of(1, op->in[0]->shape[0] * op->in[0]->shape[1], op->in[0]->shape[2], true); }
 static void lunacu_short_convolution_query(luna_op *op) {
   op->set = 1;
@@ -1872,7 +1893,8 @@ static void lunacu_convolve(const luna_op *op, const float *x, const float *bias
   const luna_tensor *in = op->in[0];
   const lunacu_convolution a = {x, op->in[1]->data, bias, y, in->shape[0], in->shape[1], in->shape[2], lunacu_last(op->in[1]), back, add};
   const int64_t count = a.batch * lunacu_divide_up(a.n, LUNACU_STRIP) * a.d;
-  if (count > 0) LUNACU_LAUNCH(lunacu_convolution_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  if (count > 0 && op->history) LUNACU_LAUNCH(lunacu_history_kernel, lunacu_blocks(a.batch * a.d, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a, op->history);
+  else if (count > 0) LUNACU_LAUNCH(lunacu_convolution_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
 }
 static luna_status lunacu_short_convolution_forward(luna_op *op) {
   lunacu_convolve(op, op->in[0]->data, lunacu_data(op, 2), op->out[0]->data, false, false);
@@ -3482,9 +3504,80 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   if (backward) c->h = lunacu_causal_own(lunacu_take(&at, floats * rows), rows, heads, c->slots);
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
+/* Of a stream: row after row, with the means of all rows before in double, as the CPU has them. Block: a head of a sequence */
+struct lunacu_causal_stream {
+  const float *q, *k, *v, *s;
+  float *out, *room;                 /* room: [batch, heads, 2 slots] for A and W of a row */
+  double *ka, *av;
+  const int32_t *lengths;
+  int64_t batch, rows, heads, dim, slots, position, activation;
+  double scale;
+};
+/* mean [depth, width] += (y^T z - mean) share, from 0 where it is the first, and put(j, (x mean)_j): a thread has a column of each tile, and of its rows
+   every so many; what threads have of a column is added in their order */
+template <class Put>
+__device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, int depth, int width, bool first, double share, const float *y, const float *z,
+                                                   const float *x, lunacu_shared<double> sums, const Put &put) {
+  int columns = 1;
+  while (columns < width && columns < LUNACU_BLOCK) columns *= 2;
+  const int column = (int)threadIdx.x % columns, group = (int)threadIdx.x / columns, groups = LUNACU_BLOCK / columns;
+  for (int j = column; j - column < width; j += columns) {
+    double sum = 0;
+    for (int i = group; i < depth && j < width; i += groups) {
+      double *at = mean + i * row + j;
+      const double before = first ? 0 : *at, now = before + ((double)y[i] * (double)z[j] - before) * share;
+      *at = now;
+      sum += (double)x[i] * now;
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int g = 1; group == 0 && g < groups; g++) sum += sums[g * columns + column];
+    if (group == 0 && j < width) put(j, sum);
+    __syncthreads();
+  }
+}
+__global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(lunacu_causal_stream a) {
+  LUNACU_SHARED(double, sums, LUNACU_BLOCK);
+  LUNACU_SHARED(float, scratch, LUNACU_WARP);
+  const int64_t item = blockIdx.x, b = item / a.heads;
+  const int slots = a.lengths ? (int)max((int64_t)0, min((int64_t)a.lengths[b], a.slots)) : (int)a.slots, dim = (int)a.dim;
+  float *omega = a.room + item * 2 * a.slots, *w = omega + a.slots;
+  double *ka = a.ka + item * a.dim * a.slots, *av = a.av + item * a.dim * a.slots;
+  for (int64_t t = 0; t < a.rows; t++) {
+    const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
+    const double share = 1 / (double)(a.position + t + 1);
+    const bool first = a.position + t == 0;
+    float most = -INFINITY, sum = 0, *out = a.out + row * a.dim;
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
+    __syncthreads();
+    lunacu_causal_mean(ka, a.slots, dim, slots, first, share, a.k + row * a.dim, omega, a.q + row * a.dim, sums, [&](int j, double u) { w[j] = (float)(u * a.scale); });
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) most = fmaxf(most, w[j]);
+    most = lunacu_block_max(most, scratch);
+    if (most == -INFINITY) most = 0;
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) sum += expf(w[j] - most);
+    sum = lunacu_block_sum(sum, scratch);
+    sum = sum > 0 ? 1 / sum : sum;   /* zeros stay, a NaN spreads */
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) w[j] = expf(w[j] - most) * sum;
+    __syncthreads();
+    lunacu_causal_mean(av, a.dim, slots, dim, first, share, omega, a.v + row * a.dim, w, sums, [&](int j, double y) { out[j] = (float)y; });
+  }
+}
+static luna_status lunacu_causal_luna_stream(luna_op *op) {
+  const luna_tensor *q = op->in[0];
+  const int64_t heads = op->size[0];
+  const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data, op->out[0]->data, (float *)op->workspace, op->mean_ka, op->mean_av,
+                                  op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads, op->position,
+                                  (int64_t)op->activation, (double)op->number[0]};
+  if (a.batch * a.rows * a.heads > 0) LUNACU_LAUNCH(lunacu_causal_stream_kernel, (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  return lunacu_row_done(op);
+}
 static void lunacu_causal_luna_query(luna_op *op) {
   lunacu_causal_luna c;
   op->set = 15;
+  if (op->mean_ka) {
+    op->workspace_size = (size_t)(2 * op->in[3]->shape[0] * lunacu_last(op->in[3])) * sizeof(float);
+    return;
+  }
   if (op->training) op->kept_size = (size_t)luna_count(op->in[3]) * sizeof(float);
   op->workspace_size = lunacu_causal_luna_start(op, &c, false, NULL);
   op->backward_workspace_size = lunacu_causal_luna_start(op, &c, true, NULL);
@@ -3504,6 +3597,7 @@ static void lunacu_causal_luna_run(const lunacu_causal_luna &c, const lunacu_cau
 }
 static luna_status lunacu_causal_luna_forward(luna_op *op) {
   lunacu_causal_luna c;
+  if (op->mean_ka) return lunacu_causal_luna_stream(op);
   lunacu_causal_luna_start(op, &c, false, op->workspace);
   c.sweep.stream = lunacu_stream(op);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {

@@ -256,54 +256,282 @@ static void device_refusals(const device *d) {
 }
 
 /* ---- serving: streams and translations of a model on the device are those of its copy on the CPU ---- */
-static void device_serving(const device *d) {
-  static const int32_t source[10] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3}, lengths[2] = {5, 3};
-  device_run here, there;
+#define DEVICE_STREAM_LIMIT 1e-5
+static bool device_same_weights(luna_params *from, luna_params *to) {
   device_file file = {NULL, 0, 0};
   luna_io io = {0};
-  luna_search search = {0};
+  io.write = device_file_write;
+  io.user = &file;
+  const bool good = luna_save_io(from, &io) == LUNA_OK && luna_load_bytes(to, file.bytes, file.size) == LUNA_OK;
+  free(file.bytes);
+  return good;
+}
+static void device_random_weights(luna_params *params) { /* no norm or bias that is as it began */
+  for (int64_t i = 0; i < luna_params_size(params); i++) {
+    luna_tensor *p = luna_params_at(params, i, NULL);
+    float *x = common_random(luna_count(p), 300 + (uint64_t)i, p->rank > 1 ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5);
+    for (int64_t j = 0; j < luna_count(p) && p->rank == 1; j++) x[j] += 0.7f;
+    luna_write(p, x);
+    free(x);
+  }
+}
+
+enum { STREAM_VOCAB = 29, STREAM_KINDS = 9, STREAM_TOKENS = 60 };
+typedef struct device_models { /* [0] on the CPU, [1] on the device */
+  luna_ctx *ctx[2];
+  luna_lm lm[2];
+  luna_stream_config config;
+} device_models;
+/* kinds: folded scores and not, keys tied and not, convolutions, norms before and after, positions, omegas, one sequence and three */
+static bool device_models_open(device_models *m, const device *d, int kind) {
+  static const luna_activation omegas[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1}, activations[3] = {LUNA_RELU, LUNA_GELU, LUNA_RELU};
+  static const luna_positions positions[3] = {LUNA_NO_POSITIONS, LUNA_SINUSOIDAL, LUNA_LEARNED};
+  static const int64_t convolutions[4] = {0, 4, 1, 7};
+  const bool unfolded = kind == 1 || kind == 4 || kind == 7;
+  luna_lm_config config = {0};
+  luna_params *params[2];
+  config.vocab = STREAM_VOCAB;
+  config.layers = 2;
+  config.max_length = 2 * STREAM_TOKENS;
+  config.memory = unfolded ? 13 : 5;
+  config.layer.dim = kind == 3 ? 20 : 16;
+  config.layer.heads = kind == 6 ? 1 : 4;
+  config.layer.ffn = 24;
+  config.layer.sharing = kind % 2 ? LUNA_FULL : LUNA_TIED;
+  config.layer.convolution = convolutions[kind % 4];
+  config.layer.pre_norm = kind / 2 % 2 == 1;
+  config.layer.omega = omegas[(kind + kind / 3) % 3];
+  config.layer.activation = activations[kind % 3];
+  config.positions = positions[kind % 3];
+  if (kind == 8) config.layers = 1, config.memory = 258, config.layer.dim = 260, config.layer.heads = 1; /* more than a block has threads */
+  memset(m, 0, sizeof *m);
+  m->config.batch = kind < 2 || kind == 8 ? 1 : 3;
+  m->config.chunk = 5;
+  for (int i = 0; i < 2; i++) {
+    m->ctx[i] = device_open(i ? d : NULL, 3);
+    params[i] = luna_params_open(m->ctx[i]);
+    if (!CHECK(params[i] && luna_lm_init(&m->lm[i], params[i], &config) == LUNA_OK, "streams, kind %d: %s", kind, luna_error(m->ctx[i]))) return false;
+  }
+  device_random_weights(params[0]);
+  return CHECK(device_same_weights(params[0], params[1]), "streams, kind %d: the weights do not move", kind);
+}
+static luna_stream *device_stream(const device_models *m, int at) {
+  luna_stream *s = luna_stream_open(&m->lm[at], &m->config);
+  CHECK(s != NULL, "a stream does not open: %s", luna_error(m->ctx[at]));
+  return s;
+}
+/* columns [from, from + count) of tokens [batch, STREAM_TOKENS] */
+static const float *device_advance(luna_stream *s, int64_t batch, const int32_t *tokens, int64_t from, int64_t count) {
+  int32_t part[3 * STREAM_TOKENS] = {0};
+  for (int64_t i = 0; i < batch * count; i++) part[i] = tokens[i / count * STREAM_TOKENS + from + i % count];
+  return count == 1 ? luna_stream_step(s, part) : luna_stream_prefill(s, part, count);
+}
+static void device_close_logits(const char *what, int kind, const float *got, const float *expected, int64_t count) {
+  if (!CHECK(got && expected, "streams, kind %d, %s: no logits", kind, what)) return;
+  const double error = common_error(got, expected, count, 1e-3);
+  CHECK(error <= DEVICE_STREAM_LIMIT, "streams, kind %d, %s: the logits are off by %.3g", kind, what, error);
+}
+/* the device's stream through steps, prefills, and a reordering: all logits, one after the other */
+#define STREAM_PARTS 9
+static int64_t device_stream_part(int i) {
+  static const int64_t parts[STREAM_PARTS] = {1, 1, 13, 1, 5, 1, 10, 2, 1};
+  return parts[i];
+}
+static void device_stream_run(luna_stream *s, int64_t batch, const int32_t *tokens, float *logits) {
+  static const int32_t order[3] = {2, 0, 0}, none[1] = {0};
+  int64_t at = 0;
+  for (int i = 0; i < STREAM_PARTS; at += device_stream_part(i++)) {
+    const float *y = device_advance(s, batch, tokens, at, device_stream_part(i));
+    if (!CHECK(y != NULL, "a stream stops: %s", luna_stream_error(s))) return;
+    memcpy(logits + i * batch * STREAM_VOCAB, y, (size_t)(batch * STREAM_VOCAB) * sizeof(float));
+    if (i == 4) CHECK(luna_stream_reorder(s, batch > 1 ? order : none) == LUNA_OK, "reordering: %s", luna_stream_error(s));
+  }
+  CHECK(luna_stream_position(s) == at, "after %lld tokens a stream is at %lld", (long long)at, (long long)luna_stream_position(s));
+}
+static void device_stream_kind(const device *d, int kind) {
+  static const int32_t nowhere[3] = {1, 3, 0};
+  device_models m;
+  if (device_models_open(&m, d, kind)) {
+    const int64_t batch = m.config.batch, row = batch * STREAM_VOCAB, all = STREAM_PARTS * row;
+    int32_t *tokens = common_tokens(batch * STREAM_TOKENS, 70 + (uint64_t)kind, STREAM_VOCAB), bad[3] = {1, STREAM_VOCAB, 2};
+    float *expected = common_floats(all), *got = common_floats(all), *again = common_floats(all);
+    luna_stream *near = device_stream(&m, 0), *far = device_stream(&m, 1), *other = device_stream(&m, 1), *third = device_stream(&m, 0);
+    if (near && far && other && third) {
+      const size_t size = luna_stream_state_size(near);
+      char *state = (char *)common_alloc(size), *moved = (char *)common_alloc(size);
+      device_stream_run(near, batch, tokens, expected);
+      device_stream_run(far, batch, tokens, got);
+      for (int i = 0; i < STREAM_PARTS; i++) device_close_logits(device_stream_part(i) > 1 ? "a prefill" : "a step", kind, got + i * row, expected + i * row, row);
+      device_stream_run(other, batch, tokens, again);
+      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a second stream has other bits", kind);
+      for (unsigned seed = 2; d->seed && (kind == 2 || kind == 4) && seed <= 3; seed++) {
+        d->seed(seed);
+        luna_stream_reset(other);
+        CHECK(luna_stream_position(other) == 0, "streams, kind %d: a reset stream is at %lld", kind, (long long)luna_stream_position(other));
+        device_stream_run(other, batch, tokens, again);
+        CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a run in another order has other bits", kind);
+      }
+      luna_stream_reset(other);
+      device_stream_run(other, batch, tokens, again);
+      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a reset stream has other bits", kind);
+
+      /* what is refused changes nothing */
+      const int64_t position = luna_stream_position(far);
+      bad[0] = batch == 1 ? -1 : 1;
+      CHECK(!luna_stream_step(far, bad) && strstr(luna_stream_error(far), "outside the vocabulary"), "streams, kind %d: a bad token: %s", kind, luna_stream_error(far));
+      CHECK(luna_stream_reorder(far, nowhere) != LUNA_OK || batch == 1, "streams, kind %d: a sequence that does not exist is continued", kind);
+      CHECK(luna_stream_state_load(far, state, size) != LUNA_OK, "streams, kind %d: zeros are a state", kind);
+      CHECK(luna_stream_position(far) == position, "streams, kind %d: what is refused moves a stream", kind);
+
+      /* saved here and loaded there, saved there and loaded here */
+      CHECK(luna_stream_state_size(far) == size && luna_stream_state_size(other) == size, "streams, kind %d: the device's states have another size", kind);
+      CHECK(luna_stream_state_save(far, state, size) == LUNA_OK && luna_stream_state_load(third, state, size) == LUNA_OK, "streams, kind %d: a state does not come from the device", kind);
+      CHECK(luna_stream_state_save(third, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0, "streams, kind %d: a state changes on its way", kind);
+      CHECK(luna_stream_state_save(near, state, size) == LUNA_OK && luna_stream_state_load(other, state, size) == LUNA_OK, "streams, kind %d: a state does not go to the device", kind);
+      CHECK(luna_stream_state_save(other, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0, "streams, kind %d: a state changes on its way back", kind);
+      const float *y = device_advance(near, batch, tokens, position, 3);
+      device_close_logits("from a state of the device", kind, device_advance(third, batch, tokens, position, 3), y, row);
+      device_close_logits("from a state of the CPU", kind, device_advance(other, batch, tokens, position, 3), y, row);
+      device_close_logits("after what was refused", kind, device_advance(far, batch, tokens, position, 3), y, row);
+
+      /* copied on the device, from it, and to it */
+      CHECK(luna_stream_copy(other, far) == LUNA_OK && luna_stream_position(other) == position + 3, "streams, kind %d: copying on the device: %s", kind, luna_stream_error(other));
+      y = device_advance(far, batch, tokens, position + 3, 1);
+      CHECK(y && memcmp(device_advance(other, batch, tokens, position + 3, 1), y, (size_t)row * sizeof(float)) == 0, "streams, kind %d: a copy has other bits", kind);
+      CHECK(luna_stream_copy(third, far) == LUNA_OK && luna_stream_copy(other, near) == LUNA_OK, "streams, kind %d: copying between the two", kind);
+      y = device_advance(far, batch, tokens, position + 4, 1);
+      device_close_logits("copied from the device", kind, device_advance(third, batch, tokens, position + 4, 1), y, row);
+      y = device_advance(near, batch, tokens, position + 3, 1);
+      device_close_logits("copied to the device", kind, device_advance(other, batch, tokens, position + 3, 1), y, row);
+      free(state), free(moved);
+    }
+    luna_stream_close(near), luna_stream_close(far), luna_stream_close(other), luna_stream_close(third);
+    free(tokens), free(expected), free(got), free(again);
+  }
+  luna_close(m.ctx[0]);
+  luna_close(m.ctx[1]);
+}
+/* after 10^9 tokens: how far a state then moves in a few tokens is far below what float32 has of it */
+static void device_stream_late(const device *d) {
+  const int64_t late = 1000000000;
+  device_models m;
+  if (device_models_open(&m, d, 4)) { /* without a convolution: a state is doubles */
+    const int64_t batch = m.config.batch;
+    int32_t *tokens = common_tokens(batch * STREAM_TOKENS, 90, STREAM_VOCAB);
+    luna_stream *s[2] = {device_stream(&m, 0), device_stream(&m, 1)};
+    const size_t size = luna_stream_state_size(s[0]), words = size / sizeof(double);
+    double *start = (double *)common_alloc(size), *end[2] = {(double *)common_alloc(size), (double *)common_alloc(size)}, off = 0, moved = 0;
+    const float *y[2] = {NULL, NULL};
+    if (s[0] && s[1] && CHECK(device_advance(s[0], batch, tokens, 0, 10) && luna_stream_state_save(s[0], start, size) == LUNA_OK, "a stream does not begin")) {
+      memcpy((char *)start + 16, &late, sizeof late); /* after a word that marks it and the batch */
+      for (int i = 0; i < 2; i++) {
+        CHECK(luna_stream_state_load(s[i], start, size) == LUNA_OK && luna_stream_position(s[i]) == late, "a late state: %s", luna_stream_error(s[i]));
+        (void)device_advance(s[i], batch, tokens, 10, 20);
+        y[i] = device_advance(s[i], batch, tokens, 30, 1);
+        CHECK(luna_stream_state_save(s[i], end[i], size) == LUNA_OK, "saving a late state");
+      }
+      device_close_logits("after 10^9 tokens", 4, y[1], y[0], batch * STREAM_VOCAB);
+      for (size_t i = 3; i < words; i++) off += pow(end[1][i] - end[0][i], 2), moved += pow(end[0][i] - start[i], 2);
+      CHECK(moved > 0 && sqrt(off) <= DEVICE_STREAM_LIMIT * sqrt(moved), "after 10^9 tokens a state moves by %.3g, on the device by %.3g beside it", sqrt(moved), sqrt(off));
+    }
+    luna_stream_close(s[0]), luna_stream_close(s[1]);
+    free(tokens), free(start), free(end[0]), free(end[1]);
+  }
+  luna_close(m.ctx[0]);
+  luna_close(m.ctx[1]);
+}
+/* a stream that is opened and used between forward and backward of a training step leaves the step as it was */
+static void device_stream_in_step(const device *d) {
+  float *parameters[2] = {NULL, NULL};
+  int64_t count = 0;
+  for (int with = 0; with < 2; with++) {
+    device_run r;
+    if (device_run_start(&r, d, 2, 8, "a stream in a step")) {
+      int32_t *tokens = common_tokens(40, 5, 31);
+      count = luna_params_count(r.params);
+      luna_begin_step(r.ctx);
+      luna_tensor *logits = luna_lm_forward(&r.lm, tokens, 2, 19);
+      luna_stream *s = with ? luna_stream_open(&r.lm, NULL) : NULL;
+      CHECK(!with || luna_stream_prefill(s, tokens, 7), "a stream in a step: %s", luna_error(r.ctx));
+      luna_tensor *loss = luna_cross_entropy(logits, tokens + 1);
+      CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r.optimizer) == LUNA_OK, "a step with a stream in it: %s", luna_error(r.ctx));
+      parameters[with] = common_parameters(r.params);
+      luna_stream_close(s);
+      free(tokens);
+    }
+    luna_close(r.ctx);
+  }
+  CHECK(parameters[0] && parameters[1] && memcmp(parameters[0], parameters[1], (size_t)count * sizeof(float)) == 0, "a stream in a step changes what is learned");
+  free(parameters[0]), free(parameters[1]);
+}
+
+/* decoders: streams of one source and of three, of different lengths, some shorter than the memory; and whole translations */
+static void device_decoder(const device *d, int kind) {
+  static const int32_t source[15] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9}, lengths[3] = {5, 2, 4}, order[6] = {1, 1, 3, 2, 4, 5};
+  const int64_t sources = kind % 2 ? 3 : 1, beam = kind == 3 ? 1 : 2, batch = sources * beam;
   luna_seq2seq_config config = {0};
   luna_seq2seq model[2];
   luna_ctx *ctx[2];
-  int32_t out[2][2][12], out_lengths[2][2];
-  memset(out, 0, sizeof out);
-  io.write = device_file_write;
-  io.user = &file;
-  const bool open = device_run_start(&here, NULL, 0, 1, "serving");
-  if (device_run_start(&there, d, 0, 2, "serving") && open) {
-    luna_save_io(there.params, &io);
-    luna_load_bytes(here.params, file.bytes, file.size);
-    luna_stream *a = luna_stream_open(&here.lm, NULL), *b = luna_stream_open(&there.lm, NULL);
-    if (CHECK(a && b, "a stream does not open"))
-      for (int t = 0; t < 10; t++) {
-        const float *x = luna_stream_step(a, source + t), *y = luna_stream_step(b, source + t);
-        CHECK(x && y && memcmp(x, y, 31 * sizeof(float)) == 0, "token %d of a stream has other logits", t);
-      }
-    luna_stream_close(a);
-    luna_stream_close(b);
-  }
-  luna_close(here.ctx);
-  luna_close(there.ctx);
-  free(file.bytes);
+  luna_params *params[2];
+  luna_stream *s[2] = {NULL, NULL};
+  luna_search search = {0};
+  int32_t out[2][24], out_lengths[2][3];
+  float score[2][3];
+  bool good = true;
   config.vocab = 17;
   config.encoder.dim = 16;
-  config.encoder.heads = 2;
+  config.encoder.heads = 4;
   config.encoder.layers = 2;
   config.encoder.memory = 4;
   config.encoder.ffn = 24;
+  if (kind == 4) config.encoder.heads = 8, config.encoder.memory = 3, config.encoder.dim = 8; /* 24 scores from 8 and 3: not folded */
+  if (kind == 1) config.encoder.heads = 8; /* 32 from 16 and 4: nor here */
+  config.encoder.positions = kind % 3 == 1 ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  config.encoder.layer.pre_norm = kind / 2 % 2 == 1;
+  config.encoder.layer.sharing = kind % 2 ? LUNA_FULL : LUNA_TIED;
+  config.separate_output = kind == 2;
   search.beam = 3;
-  search.most = 12;
+  search.most = 8;
   search.begin = 0;
   search.end = 1;
+  memset(out, 0, sizeof out);
   for (int i = 0; i < 2; i++) {
     ctx[i] = device_open(i ? d : NULL, 3);
-    luna_params *params = luna_params_open(ctx[i]);
-    const bool good = luna_seq2seq_init(&model[i], params, &config) == LUNA_OK && luna_translate(&model[i], &search, source, lengths, 2, 5, out[i][0], out_lengths[i], NULL) == LUNA_OK;
-    CHECK(good, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
+    params[i] = luna_params_open(ctx[i]);
+    good = CHECK(params[i] && luna_seq2seq_init(&model[i], params[i], &config) == LUNA_OK, "decoder %d: %s", kind, luna_error(ctx[i])) && good;
   }
-  CHECK(memcmp(out_lengths[0], out_lengths[1], sizeof out_lengths[0]) == 0 && memcmp(out[0], out[1], sizeof out[0]) == 0, "the device translates otherwise");
+  if (good) {
+    device_random_weights(params[0]);
+    CHECK(device_same_weights(params[0], params[1]), "decoder %d: the weights do not move", kind);
+    for (int i = 0; i < 2; i++) {
+      s[i] = luna_seq2seq_stream_open(&model[i], source, lengths, sources, 5, beam);
+      CHECK(s[i] != NULL, "decoder %d: %s", kind, luna_error(ctx[i]));
+    }
+    for (int t = 0; t < 8 && s[0] && s[1]; t++) {
+      int32_t *tokens = common_tokens(2 * batch, 40 + (uint64_t)t, 17);
+      const float *y[2];
+      for (int i = 0; i < 2; i++) {
+        y[i] = t == 5 ? luna_stream_prefill(s[i], tokens, 2) : luna_stream_step(s[i], tokens);
+        if (t == 3 && batch == 6) CHECK(luna_stream_reorder(s[i], order) == LUNA_OK, "decoder %d: %s", kind, luna_stream_error(s[i]));
+      }
+      const double error = y[0] && y[1] ? common_error(y[1], y[0], batch * 17, 1e-3) : 1;
+      CHECK(error <= DEVICE_STREAM_LIMIT, "decoder %d, token %d: the logits are off by %.3g %s", kind, t, error, luna_stream_error(s[1]));
+      free(tokens);
+    }
+    luna_stream_close(s[0]), luna_stream_close(s[1]);
+    for (int i = 0; i < 2; i++)
+      CHECK(luna_translate(&model[i], &search, source, lengths, sources, 5, out[i], out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
+    CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 && memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise", kind);
+    CHECK(common_error(score[1], score[0], sources, 1e-3) <= DEVICE_STREAM_LIMIT, "decoder %d: a translation's score is %g, on the CPU %g", kind, (double)score[1][0], (double)score[0][0]);
+  }
   luna_close(ctx[0]);
   luna_close(ctx[1]);
+}
+static void device_serving(const device *d) {
+  for (int kind = 0; kind < STREAM_KINDS; kind++) device_stream_kind(d, kind);
+  device_stream_late(d);
+  device_stream_in_step(d);
+  for (int kind = 0; kind < 5; kind++) device_decoder(d, kind);
 }
 
 static void device_all(const device *d, const char *only) {
