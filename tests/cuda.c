@@ -1,5 +1,5 @@
 /* luna_cuda.cuh against the CPU: every op, layer and model with its gradients, the authors' golden files, training, checkpoints, a step as a graph, the
-   rounded modes, failures. Links with cuda_device.cu: on a machine without a GPU (make test) kernels run through cuda_host.h, in three orders, and
+   rounded modes, failures, also of streams. Links with cuda_device.cu: on a machine without a GPU (make test) kernels run through cuda_host.h, in three orders, and
    whatever it finds is a failure; make cuda-test is the same on a GPU. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -173,6 +173,70 @@ static void check_failures(void) {
     }
 }
 
+/* streams: memory that ends while one is opened, and a device that fails in a step */
+static luna_stream *open_stream(device_models *m, luna_seq2seq *decoder, bool decodes) {
+  static const int32_t source[6] = {3, 1, 4, 1, 5, 9};
+  return decodes ? luna_seq2seq_stream_open(decoder, source, NULL, 2, 3, 2) : luna_stream_open(&m->lm[1], &m->config);
+}
+static void check_stream_failures(void) {
+  static const int32_t tokens[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
+  luna_seq2seq_config config = {0};
+  if (!cuda_emulated()) return;
+  config.vocab = 17;
+  config.encoder.dim = 16;
+  config.encoder.memory = 3;
+  for (int decodes = 0; decodes < 2; decodes++) {
+    bool failed = true;
+    for (int at = 0; failed && CHECK(at < 1 << 20, "opening a stream fails for ever"); at += 1 << 14) {
+      device_models m;
+      luna_seq2seq decoder;
+      if (!device_models_open(&m, &cuda, 2)) break;
+      luna_params *params = luna_params_open(m.ctx[1]);
+      CHECK(luna_seq2seq_init(&decoder, params, &config) == LUNA_OK, "a decoder: %s", luna_error(m.ctx[1]));
+      luna_begin_inference(m.ctx[1]);
+      cuda_fail(CUDA_FULL, at);
+      luna_stream *s = open_stream(&m, &decoder, decodes);
+      failed = s == NULL;
+      if (failed) expect_error(m.ctx[1], "a stream without memory", "memory");
+      cuda_mend();
+      if (failed) luna_begin_inference(m.ctx[1]);
+      luna_stream *next = failed ? open_stream(&m, &decoder, decodes) : NULL; /* the context goes on */
+      CHECK(!failed || luna_stream_step(next, tokens), "after a failure no stream opens: %s", luna_error(m.ctx[1]));
+      CHECK(failed || luna_stream_step(s, tokens), "a stream does not step: %s", luna_stream_error(s));
+      luna_stream_close(s), luna_stream_close(next);
+      luna_close(m.ctx[0]), luna_close(m.ctx[1]);
+      CHECK(cuda_allocated() == 0, "a stream without memory leaves %zu bytes", cuda_allocated());
+      CHECK(at > 0 || failed, "a stream opens without memory");
+    }
+    for (int kind = 0; kind < 2; kind++)
+      for (int at = 1; at < 40; at += 9) {
+        device_models m;
+        luna_seq2seq decoder;
+        char sentence[400];
+        int32_t order[4] = {0, 0, 0, 0};
+        if (!device_models_open(&m, &cuda, 2)) break;
+        luna_params *params = luna_params_open(m.ctx[1]);
+        CHECK(luna_seq2seq_init(&decoder, params, &config) == LUNA_OK, "a decoder: %s", luna_error(m.ctx[1]));
+        luna_stream *s = open_stream(&m, &decoder, decodes);
+        const size_t size = luna_stream_state_size(s);
+        char *state = (char *)common_alloc(size);
+        CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK, "a stream does not begin: %s", luna_stream_error(s));
+        cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
+        CHECK(!luna_stream_prefill(s, tokens, 3), "%s %d of a prefill fails and nobody says so", kind ? "kernel" : "launch", at);
+        CHECK(strstr(luna_stream_error(s), "CUDA device 0"), "a device's failure in a stream: %s", luna_stream_error(s));
+        snprintf(sentence, sizeof sentence, "%s", luna_stream_error(s));
+        luna_stream_reset(s);
+        CHECK(!luna_stream_step(s, tokens) && strcmp(luna_stream_error(s), sentence) == 0, "after a failure a stream goes on: %s", luna_stream_error(s));
+        CHECK(luna_stream_reorder(s, order) != LUNA_OK && luna_stream_state_save(s, state, size) != LUNA_OK && luna_stream_state_load(s, state, size) != LUNA_OK, "after a failure a state is there");
+        luna_stream_close(s);
+        free(state);
+        luna_close(m.ctx[0]), luna_close(m.ctx[1]);
+        cuda_mend();
+        CHECK(cuda_allocated() == 0, "a stream whose device failed leaves %zu bytes", cuda_allocated());
+      }
+  }
+}
+
 int main(int argc, char **argv) {
   const char *message;
   cuda.backend = cuda_backend(0, CUDA_F32);
@@ -194,5 +258,6 @@ int main(int argc, char **argv) {
   CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
   CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
   if (argc <= 1) check_failures();
+  if (argc <= 1) check_stream_failures();
   return test_report("cuda");
 }

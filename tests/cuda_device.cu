@@ -50,6 +50,7 @@ extern "C" void cuda_fail(cuda_failure what, int at) {
   if (what == CUDA_NO_DEVICE) cuda_host.devices = 0;
   if (what == CUDA_OLD_DEVICE) cuda_host.major = 7;
   if (what == CUDA_NO_MEMORY) cuda_host.fail_allocation = at;
+  if (what == CUDA_FULL) cuda_host.memory = cuda_host.allocated + (size_t)at;
   if (what == CUDA_NO_LAUNCH) cuda_host.fail_launch = at;
   if (what == CUDA_FAULT) cuda_host.fault = at;
 }
@@ -57,6 +58,7 @@ extern "C" void cuda_mend(void) {
   cuda_host_reset();
   cuda_host.devices = 1;
   cuda_host.major = 9;
+  cuda_host.memory = cuda_host_state().memory;
 }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
 extern "C" unsigned long long cuda_errors(const char **message) {

@@ -19,10 +19,10 @@ void cuda_poke(luna_ctx *ctx, float *at, float value); /* one number of device m
 extern const luna_custom cuda_square;
 
 /* the emulator's; on a GPU cuda_emulated is false and the rest does nothing */
-typedef enum cuda_failure { CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_MEMORY, CUDA_NO_LAUNCH, CUDA_FAULT } cuda_failure;
+typedef enum cuda_failure { CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_MEMORY, CUDA_FULL, CUDA_NO_LAUNCH, CUDA_FAULT } cuda_failure;
 bool cuda_emulated(void);
 void cuda_seed(unsigned seed);
-void cuda_fail(cuda_failure what, int at); /* the at-th allocation, launch or kernel from now on */
+void cuda_fail(cuda_failure what, int at); /* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes */
 void cuda_mend(void);
 size_t cuda_allocated(void);               /* bytes on the device */
 unsigned long long cuda_errors(const char **message); /* what the emulator found wrong with kernels and their launches */

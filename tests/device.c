@@ -118,6 +118,15 @@ int main(int argc, char **argv) {
   device_all(&d, argc > 1 ? argv[1] : NULL);
   CHECK(far_opened == 0, "%d devices are still open", far_opened);
 
+  luna_backend without = far; /* a backend need not have that row, but then it has no streams */
+  const device lacking = {&without, 0, 0, false, NULL, NULL};
+  device_models m;
+  without.row[LUNA_ROW_CAUSAL_LUNA] = (luna_row){NULL, NULL, NULL};
+  if (device_models_open(&m, &lacking, 0))
+    CHECK(!luna_stream_open(&m.lm[1], NULL) && luna_state(m.ctx[1]) == LUNA_UNSUPPORTED && strstr(luna_error(m.ctx[1]), "no row CAUSAL_LUNA"), "a stream without its row: %s", luna_error(m.ctx[1]));
+  luna_close(m.ctx[0]);
+  luna_close(m.ctx[1]);
+
   far_refuse = 1; /* a context whose device is away refuses everything with that sentence, and harms nothing */
   device_run r;
   const bool open = device_run_open(&r, &d, 0, 1);
