@@ -10972,8 +10972,8 @@ struct luna_stream {
   float *angles, *heads;             /* sinusoidal positions [chunk, dim]; scores of a chunk in another order */
   int32_t *near_tokens;              /* here: what goes there, */
   float *near_angles, *near_logits;  /* and what comes back */
-  char *far;                         /* the device's memory */
-  size_t far_size, scratch_size;
+  char *there;                       /* the device's memory */
+  size_t there_size, scratch_size;
   bool measuring;                    /* rows only tell what scratch they need */
   luna_status failed;                /* what the device failed with, */
   char sentence[320];                /* and how it was told */
@@ -11021,12 +11021,12 @@ LUNAI_FN luna_tensor *lunai_far_tensor(lunai_far_op *f, const float *data, int r
 LUNAI_FN void lunai_far_in(lunai_far_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   f->op.in[f->op.inputs++] = data ? lunai_far_tensor(f, data, rank, a, b, c, d) : NULL;
 }
-/* the result: runs the op */
+/* the result: runs the op, or finds what it needs */
 LUNAI_FN void lunai_far_out(luna_stream *s, lunai_far_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   const luna_row *row = &s->ctx->backend->row[f->op.row];
   const luna_status before = s->ctx->status;
   if (s->failed != LUNA_OK) return;
-  if (data == s->x && f->op.in[0]->data == s->x) {
+  if (data == s->x && f->op.in[0]->data == s->x) { /* in place of x */
     data = s->in;
     s->in = s->x;
     s->x = data;
@@ -11134,11 +11134,12 @@ LUNAI_FN void lunai_far_cross(luna_stream *s, const lunai_stream_layer *layer, i
 /* with several sources, which only a decoder has, folded_bias has a row for each of the batch's */
 LUNAI_FN void lunai_far_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, n = s->sources, each = rows / n;
+  const bool one = each == 1;        /* then by rows is by heads */
   if (!lunai_stream_folds(&s->sizes)) {
     lunai_far_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
-    lunai_far_swap(s, s->y, n, each, h, d / h, s->q);
-    lunai_far_matmul(s, s->q, layer->folded, n * h, each, l, d / h, s->heads);
-    lunai_far_swap(s, s->heads, n, h, each, l, s->s);
+    if (!one) lunai_far_swap(s, s->y, n, each, h, d / h, s->q);
+    lunai_far_matmul(s, one ? s->y : s->q, layer->folded, n * h, each, l, d / h, one ? s->s : s->heads);
+    if (!one) lunai_far_swap(s, s->heads, n, h, each, l, s->s);
   } else if (n == 1) lunai_far_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_NONE, s->s);
   else {
     lunai_far_matmul(s, in, layer->folded, n, each, h * l, d, s->heads);
@@ -11149,6 +11150,7 @@ LUNAI_FN void lunai_far_scores(luna_stream *s, const lunai_stream_layer *layer, 
 LUNAI_FN void lunai_far_last(luna_stream *s, int64_t rows) {
   const int64_t d = s->sizes.dim;
   lunai_far_op f;
+  if (rows == 1) return;
   lunai_far_start(s, &f, LUNA_ROW_SLICE);
   f.op.size[0] = 1; f.op.size[1] = rows - 1;
   lunai_far_in(&f, s->x, 3, s->batch, rows, d, 1);
@@ -11299,7 +11301,7 @@ LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, si
   *used += lunai_round((size_t)count * size);
   return at;
 }
-/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the numbers from s->far (or only counts those), far_size bytes. */
+/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the numbers from s->there (or only counts those), there_size bytes. */
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const int64_t rows = s->batch * s->chunk, means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
@@ -11307,7 +11309,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   int64_t i;
 #ifndef LUNA_ONLY_STREAM
   const int64_t angles = z->positions == LUNA_SINUSOIDAL ? s->chunk * z->dim : 0;
-  size_t near;
+  size_t here;
 #endif
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
 #ifndef LUNA_ONLY_STREAM
@@ -11316,9 +11318,9 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
     s->near_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
     s->near_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
   }
-  near = used;
+  here = used;
   if (s->ctx) {
-    base = s->far;
+    base = s->there;
     used = 0;
     s->tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
     s->angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
@@ -11361,8 +11363,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->spare = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
 #ifndef LUNA_ONLY_STREAM
-  s->far_size = used;                /* that is, of a stream on a device */
-  if (s->ctx) return near;
+  s->there_size = used;                /* that is, of a stream on a device */
+  if (s->ctx) return here;
 #endif
   return used;
 }
@@ -11750,7 +11752,7 @@ LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   luna_ctx *ctx = s->ctx;
   int64_t rows;
   if (!ctx) return true;
-  s->far = (char *)s;
+  s->there = (char *)s;
   lunai_stream_lay_out(s, (char *)s);
   s->measuring = true;
   for (rows = 1; rows <= s->chunk; rows++) {
@@ -11760,10 +11762,10 @@ LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   }
   lunai_stream_reorder_all(s, NULL);
   s->measuring = false;
-  s->far = NULL;
+  s->there = NULL;
   lunai_stream_lay_out(s, (char *)s);
-  s->far = (char *)ctx->backend->allocate(ctx->self, s->far_size);
-  if (!s->far) return lunai_no_memory(ctx, "luna_stream_open", s->far_size) == LUNA_OK;
+  s->there = (char *)ctx->backend->allocate(ctx->self, s->there_size);
+  if (!s->there) return lunai_no_memory(ctx, "luna_stream_open", s->there_size) == LUNA_OK;
   lunai_stream_lay_out(s, (char *)s);
   luna_stream_reset(s);
   return s->failed == LUNA_OK;
@@ -11892,7 +11894,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 #ifndef LUNA_ONLY_STREAM
   if (s && s->memory_size) {
     const luna_allocator allocator = s->allocator;
-    if (s->far) s->ctx->backend->release(s->ctx->self, s->far, s->far_size);
+    if (s->there) s->ctx->backend->release(s->ctx->self, s->there, s->there_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
   }
 #else

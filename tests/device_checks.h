@@ -411,6 +411,18 @@ static void device_stream_kind(const device *d, int kind) {
   luna_close(m.ctx[0]);
   luna_close(m.ctx[1]);
 }
+/* between the devices of two contexts a state goes only by way of the host */
+static void device_stream_apart(const device *d) {
+  device_models m[2];
+  luna_stream *s[2] = {NULL, NULL};
+  for (int i = 0; i < 2; i++)
+    if (device_models_open(&m[i], d, 0)) s[i] = device_stream(&m[i], 1);
+  CHECK(luna_stream_copy(s[0], s[1]) != LUNA_OK && strstr(luna_stream_error(s[0]), "two contexts"), "copying between contexts: %s", luna_stream_error(s[0]));
+  for (int i = 0; i < 2; i++) {
+    luna_stream_close(s[i]);
+    luna_close(m[i].ctx[0]), luna_close(m[i].ctx[1]);
+  }
+}
 /* after 10^9 tokens: how far a state then moves in a few tokens is far below what float32 has of it */
 static void device_stream_late(const device *d) {
   const int64_t late = 1000000000;
@@ -529,6 +541,7 @@ static void device_decoder(const device *d, int kind) {
 }
 static void device_serving(const device *d) {
   for (int kind = 0; kind < STREAM_KINDS; kind++) device_stream_kind(d, kind);
+  device_stream_apart(d);
   device_stream_late(d);
   device_stream_in_step(d);
   for (int kind = 0; kind < 5; kind++) device_decoder(d, kind);
