@@ -293,8 +293,8 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
   config.vocab = STREAM_VOCAB;
   config.layers = 2;
   config.max_length = 2 * STREAM_TOKENS;
-  config.memory = unfolded ? 13 : 5;
-  config.layer.dim = kind == 3 ? 20 : 16;
+  config.memory = unfolded ? 13 : kind == 6 ? 20 : 5;
+  config.layer.dim = kind == 3 ? 20 : kind == 6 ? 40 : 16;
   config.layer.heads = kind == 6 ? 1 : 4;
   config.layer.ffn = 24;
   config.layer.sharing = kind % 2 ? LUNA_FULL : LUNA_TIED;
@@ -355,7 +355,9 @@ static void device_stream_kind(const device *d, int kind) {
     const int64_t batch = m.config.batch, row = batch * STREAM_VOCAB, all = STREAM_PARTS * row;
     int32_t *tokens = common_tokens(batch * STREAM_TOKENS, 70 + (uint64_t)kind, STREAM_VOCAB), bad[3] = {1, STREAM_VOCAB, 2};
     float *expected = common_floats(all), *got = common_floats(all), *again = common_floats(all);
+    const size_t memory = luna_memory(m.ctx[1]).current;
     luna_stream *near = device_stream(&m, 0), *far = device_stream(&m, 1), *other = device_stream(&m, 1), *third = device_stream(&m, 0);
+    CHECK(luna_memory(m.ctx[1]).current == memory, "streams, kind %d: opening takes %zu bytes of the context's step", kind, luna_memory(m.ctx[1]).current - memory);
     if (near && far && other && third) {
       const size_t size = luna_stream_state_size(near);
       char *state = (char *)common_alloc(size), *moved = (char *)common_alloc(size);
@@ -423,9 +425,8 @@ static void device_stream_apart(const device *d) {
     luna_close(m[i].ctx[0]), luna_close(m[i].ctx[1]);
   }
 }
-/* after 10^9 tokens: how far a state then moves in a few tokens is far below what float32 has of it */
-static void device_stream_late(const device *d) {
-  const int64_t late = 1000000000;
+/* from a state said to be at a position: after 10^9 tokens what a few more move is far below what float32 has of it; after none, what it holds is nothing */
+static void device_stream_at(const device *d, int64_t late) {
   device_models m;
   if (device_models_open(&m, d, 4)) { /* without a convolution: a state is doubles */
     const int64_t batch = m.config.batch;
@@ -442,9 +443,9 @@ static void device_stream_late(const device *d) {
         y[i] = device_advance(s[i], batch, tokens, 30, 1);
         CHECK(luna_stream_state_save(s[i], end[i], size) == LUNA_OK, "saving a late state");
       }
-      device_close_logits("after 10^9 tokens", 4, y[1], y[0], batch * STREAM_VOCAB);
+      device_close_logits(late ? "after 10^9 tokens" : "from no tokens", 4, y[1], y[0], batch * STREAM_VOCAB);
       for (size_t i = 3; i < words; i++) off += pow(end[1][i] - end[0][i], 2), moved += pow(end[0][i] - start[i], 2);
-      CHECK(moved > 0 && sqrt(off) <= DEVICE_STREAM_LIMIT * sqrt(moved), "after 10^9 tokens a state moves by %.3g, on the device by %.3g beside it", sqrt(moved), sqrt(off));
+      CHECK(moved > 0 && sqrt(off) <= DEVICE_STREAM_LIMIT * sqrt(moved), "after %lld tokens a state moves by %.3g, on the device by %.3g beside it", (long long)late, sqrt(moved), sqrt(off));
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
     free(tokens), free(start), free(end[0]), free(end[1]);
@@ -501,6 +502,7 @@ static void device_decoder(const device *d, int kind) {
   config.encoder.positions = kind % 3 == 1 ? LUNA_LEARNED : LUNA_SINUSOIDAL;
   config.encoder.layer.pre_norm = kind / 2 % 2 == 1;
   config.encoder.layer.sharing = kind % 2 ? LUNA_FULL : LUNA_TIED;
+  config.encoder.first_position = kind % 3; /* 1: of learned positions, 2: of sinusoidal ones */
   config.separate_output = kind == 2;
   search.beam = 3;
   search.most = 8;
@@ -542,7 +544,8 @@ static void device_decoder(const device *d, int kind) {
 static void device_serving(const device *d) {
   for (int kind = 0; kind < STREAM_KINDS; kind++) device_stream_kind(d, kind);
   device_stream_apart(d);
-  device_stream_late(d);
+  device_stream_at(d, 1000000000);
+  device_stream_at(d, 0);
   device_stream_in_step(d);
   for (int kind = 0; kind < 5; kind++) device_decoder(d, kind);
 }
