@@ -437,6 +437,7 @@ static void device_stream_at(const device *d, int64_t late) {
     const float *y[2] = {NULL, NULL};
     if (s[0] && s[1] && CHECK(device_advance(s[0], batch, tokens, 0, 10) && luna_stream_state_save(s[0], start, size) == LUNA_OK, "a stream does not begin")) {
       memcpy((char *)start + 16, &late, sizeof late); /* after a word that marks it and the batch */
+      for (size_t i = words - 4 * (size_t)batch * 16 * 13; late == 0 && i < words; i++) start[i] = NAN;
       for (int i = 0; i < 2; i++) {
         CHECK(luna_stream_state_load(s[i], start, size) == LUNA_OK && luna_stream_position(s[i]) == late, "a late state: %s", luna_stream_error(s[i]));
         (void)device_advance(s[i], batch, tokens, 10, 20);
@@ -444,7 +445,7 @@ static void device_stream_at(const device *d, int64_t late) {
         CHECK(luna_stream_state_save(s[i], end[i], size) == LUNA_OK, "saving a late state");
       }
       device_close_logits(late ? "after 10^9 tokens" : "from no tokens", 4, y[1], y[0], batch * STREAM_VOCAB);
-      for (size_t i = 3; i < words; i++) off += pow(end[1][i] - end[0][i], 2), moved += pow(end[0][i] - start[i], 2);
+      for (size_t i = 3; i < words; i++) off += pow(end[1][i] - end[0][i], 2), moved += pow(end[0][i] - (late ? start[i] : 0), 2);
       CHECK(moved > 0 && sqrt(off) <= DEVICE_STREAM_LIMIT * sqrt(moved), "after %lld tokens a state moves by %.3g, on the device by %.3g beside it", (long long)late, sqrt(moved), sqrt(off));
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
