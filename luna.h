@@ -5302,14 +5302,14 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
   float block[1024];
   int64_t i;
   if (w->fetch) {
-    lunai_st_writer near = *w;
-    near.fetch = NULL;
-    for (i = 0; i < count && !near.failed; i += 1024) {
-      near.failed = !w->fetch(w->user, block, x + i, lunai_min(1024, count - i));
-      lunai_st_write_floats(&near, block, lunai_min(1024, count - i));
+    lunai_st_writer local = *w;
+    local.fetch = NULL;
+    for (i = 0; i < count && !local.failed; i += 1024) {
+      local.failed = !w->fetch(w->user, block, x + i, lunai_min(1024, count - i));
+      lunai_st_write_floats(&local, block, lunai_min(1024, count - i));
     }
-    w->failed = near.failed;
-    w->written = near.written;
+    w->failed = local.failed;
+    w->written = local.written;
     return;
   }
   if (sizeof(float) == 4 && lunai_st_little()) {
@@ -5596,7 +5596,7 @@ typedef struct lunai_chunk {         /* the head of one allocation; the memory f
   size_t raw_size;
   char *start;
   size_t size, used;                 /* step blocks */
-  bool far;                          /* on the device */
+  bool remote;                       /* on the device */
 } lunai_chunk;
 typedef struct lunai_arena {         /* what lies in one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
@@ -5725,9 +5725,9 @@ LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
   return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes + ctx->arena[1].step_bytes;
 }
 
-LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool far, size_t size) {
-  const size_t align = !far && size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
-  const size_t raw_size = (far ? 0 : size) + sizeof(lunai_chunk) + align;
+LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
+  const size_t align = !remote && size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
+  const size_t raw_size = (remote ? 0 : size) + sizeof(lunai_chunk) + align;
   char *raw = raw_size < sizeof(lunai_chunk) + align ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
   lunai_chunk *chunk = (lunai_chunk *)(void *)raw;
   if (!raw) return NULL;
@@ -5737,8 +5737,8 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool far, size_t siz
   chunk->start += (align - (uintptr_t)chunk->start % align) % align;
   chunk->size = size;
   chunk->used = 0;
-  chunk->far = far;
-  if (far && (chunk->start = (char *)ctx->backend->allocate(ctx->self, size)) == NULL) {
+  chunk->remote = remote;
+  if (remote && (chunk->start = (char *)ctx->backend->allocate(ctx->self, size)) == NULL) {
     lunai_raw_release(&ctx->options.allocator, raw, raw_size);
     return NULL;
   }
@@ -5751,7 +5751,7 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool far, size_t siz
 LUNAI_FN void lunai_chunk_close(lunai_chunk **list, luna_allocator allocator, const luna_backend *backend, void *self) {
   lunai_chunk *chunk = *list;
   *list = chunk->next;
-  if (chunk->far) backend->release(self, chunk->start, chunk->size);
+  if (chunk->remote) backend->release(self, chunk->start, chunk->size);
   lunai_raw_release(&allocator, chunk, chunk->raw_size);
 }
 
@@ -5767,20 +5767,20 @@ LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
 /* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context that has one. False: none left. */
 LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  const bool far = data && lunai_far(ctx);
-  lunai_arena *arena = &ctx->arena[far];
+  const bool remote = data && lunai_far(ctx);
+  lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if (!(data && ctx->options.measure)) {
     if (ctx->options.block) *out = ctx->block_end - arena->persistent_bytes - size;
     else {
-      lunai_chunk *chunk = lunai_chunk_open(ctx, far, size);
+      lunai_chunk *chunk = lunai_chunk_open(ctx, remote, size);
       if (!chunk) return false;
       chunk->next = arena->persistent;
       arena->persistent = chunk;
       *out = chunk->start;
     }
-    if (!far) memset(*out, 0, size);
+    if (!remote) memset(*out, 0, size);
     else if (ctx->backend->zero(ctx, *out, size) != LUNA_OK) {
       lunai_chunk_close(&arena->persistent, ctx->options.allocator, ctx->backend, ctx->self);
       return false;
@@ -5835,16 +5835,16 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   ctx->spares = mark.spares;
 }
 
-LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool far, size_t size) {
+LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   const size_t least = (size_t)1 << 16;
-  lunai_arena *arena = &ctx->arena[far];
+  lunai_arena *arena = &ctx->arena[remote];
   lunai_chunk *chunk = arena->step;
   while (chunk && chunk->size - chunk->used < size) chunk = chunk->next;
   if (!chunk) {
     const size_t grown = arena->step_bytes > least && !ctx->options.measure ? arena->step_bytes : least;
     lunai_chunk **last = &arena->steps;
-    chunk = lunai_chunk_open(ctx, far, size > grown ? size : grown);
-    if (!chunk) chunk = lunai_chunk_open(ctx, far, size);
+    chunk = lunai_chunk_open(ctx, remote, size > grown ? size : grown);
+    if (!chunk) chunk = lunai_chunk_open(ctx, remote, size);
     if (!chunk) return NULL;
     while (*last) last = &(*last)->next;
     *last = chunk;
@@ -5857,13 +5857,13 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool far, size_t size) {
 /* Memory of the step, not zeroed; `data` as above. */
 LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  const bool far = data && lunai_far(ctx);
-  lunai_arena *arena = &ctx->arena[far];
+  const bool remote = data && lunai_far(ctx);
+  lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if (!(data && ctx->options.measure) && size > 0) {
     if (ctx->options.block) *out = ctx->block_start + arena->step_bytes;
-    else if ((*out = lunai_step_from_chunks(ctx, far, size)) == NULL) return false;
+    else if ((*out = lunai_step_from_chunks(ctx, remote, size)) == NULL) return false;
   }
   arena->step_bytes += size;
   lunai_count_peak(ctx, arena);
