@@ -99,6 +99,30 @@ static double bench_peak(luna_isa isa, int threads) {
   return sum;
 }
 
+/* nanoseconds until a word written by one thread is answered by another: about 100 where their cores share a cache, several times that where not */
+static volatile int bench_turn;
+static void *bench_answer(void *rounds) {
+  for (int i = *(int *)rounds; i > 0; i--) {
+    while (__atomic_load_n(&bench_turn, __ATOMIC_ACQUIRE) != 1) {}
+    __atomic_store_n(&bench_turn, 0, __ATOMIC_RELEASE);
+  }
+  return NULL;
+}
+__attribute__((unused)) static double bench_round_trip(void) {
+  int rounds = 20000;
+  pthread_t other;
+  double start;
+  if (pthread_create(&other, NULL, bench_answer, &rounds) != 0) return 0;
+  start = bench_seconds();
+  for (int i = 0; i < rounds; i++) {
+    __atomic_store_n(&bench_turn, 1, __ATOMIC_RELEASE);
+    while (__atomic_load_n(&bench_turn, __ATOMIC_ACQUIRE) != 0) {}
+  }
+  start = bench_seconds() - start;
+  pthread_join(other, NULL);
+  return 1e9 * start / rounds;
+}
+
 /* --- cases --- */
 typedef struct bench_case {
   char name[64];

@@ -67,6 +67,7 @@ static double causal_flops(double n, double l) {
 static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal, int threads, double forward, double training) {
   layer_bench b[4];
   bench_case c[4];
+  const double trip = threads > 1 ? bench_round_trip() : 0;
   int i, count = 0;
   memset(c, 0, sizeof c);
   for (i = 0; i < 4; i++) {
@@ -82,7 +83,9 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
     count++;
   }
   bench_cases(c, count);
-  if (threads > 1) printf("    the second thread: forward %.2f, training %.2f times one\n", c[0].seconds / c[1].seconds, c[2].seconds / c[3].seconds);
+  if (threads > 1)
+    printf("    the second thread: forward %.2f, training %.2f times one; a word there and back took %.0f ns before, %.0f after\n", c[0].seconds / c[1].seconds,
+           c[2].seconds / c[3].seconds, trip, bench_round_trip());
   for (i = 0; i < 4; i++)
     if (i % 2 == 0 || threads > 1) luna_close(b[i].ctx);
 }
