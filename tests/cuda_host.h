@@ -853,7 +853,8 @@ template <class T> struct lunacu_shared {      /* a T * into shared memory: byte
   explicit operator bool() const { return end != 0; }
 };
 
-template <class T> struct cuda_host_element {  /* what p[i] is: reads and writes go through it */
+/* what p[i] is: reads and writes go through it. `condition ? p[i] : 0` is a whole number here, a float on a GPU: write 0.0f */
+template <class T> struct cuda_host_element {
   typedef typename std::remove_const<T>::type value;
   lunacu_shared<T> p;
   cuda_host_element(lunacu_shared<T> p_) : p(p_) {}
