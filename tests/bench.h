@@ -1,5 +1,5 @@
 /* bench.h: what the benchmarks share. Cases that belong together are run in turn, A B A B ..., the machine's multiply-add peak is measured
-   beside every run, on as many threads, and medians are told: of the time, of the share of that peak. One line of JSON a case goes to the
+   beside every run, on as many threads, or a read-only pass, and medians are told: of the time, of the share of that. One line of JSON a case goes to the
    file that the program's argument names. */
 #ifndef BENCH_H
 #define BENCH_H
