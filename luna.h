@@ -11183,7 +11183,7 @@ LUNAI_FN void lunai_far_embed(luna_stream *s, const int32_t *tokens, int64_t n, 
 LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) { /* among the stream's numbers */
   (void)s;
   LUNAI_STREAM_FAR(s, lunai_far_copy(s, to, from, bytes, 0))
-  memcpy(to, from, bytes);
+  if (bytes) memcpy(to, from, bytes);
 }
 
 /* --- the same here, by this machine's kernels --- */
