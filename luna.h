@@ -102,7 +102,8 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED                 /* a device refused, or an earlier call's work on it failed */
+  LUNA_DEVICE_FAILED,                /* a device refused, or an earlier call's work on it failed */
+  LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
 
@@ -4422,6 +4423,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
     case LUNA_MISMATCH: return "names or shapes differ";
     case LUNA_UNSUPPORTED: return "unsupported";
     case LUNA_DEVICE_FAILED: return "the device failed";
+    case LUNA_NOT_FINITE: return "not finite";
   }
   return "unknown status";
 }
@@ -5604,6 +5606,13 @@ typedef struct lunai_arena {         /* what lies in one kind of memory */
   size_t persistent_bytes, step_bytes, step_peak;
 } lunai_arena;
 
+typedef struct lunai_failure {       /* of a call that makes something: key and hash say which */
+  const void *key;
+  uint64_t hash;
+  luna_status status;
+  char error[320];
+} lunai_failure;
+
 struct luna_ctx {
   luna_options options;
   const lunai_kernels *kernels;
@@ -5628,6 +5637,9 @@ struct luna_ctx {
   luna_status status, refused;       /* the first failure since begin; that of the last call which returned a status */
   luna_status broken;                /* the device could not be opened: every call says so */
   char error[320];
+  int setups;                        /* inits under way, one inside another */
+  lunai_failure failure;             /* of the first init that failed and has not succeeded since: each begin reports it */
+  uint64_t backwards;                /* luna_backward calls that succeeded */
 };
 
 /* --- sentences: %s text, %d int64_t, %t a tensor's shape --- */
@@ -5710,6 +5722,18 @@ LUNAI_FN luna_status lunai_backend_did(luna_ctx *ctx, const char *name, luna_sta
 }
 LUNAI_FN luna_status lunai_no_memory(luna_ctx *ctx, const char *what, size_t bytes) {
   return lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)", what, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
+}
+
+/* What a call that makes something came to. The first failure is remembered until the same call succeeds; inside an init it is the init's. */
+LUNAI_FN void lunai_remember(luna_ctx *ctx, const void *key, uint64_t hash, luna_status status) {
+  lunai_failure *f = &ctx->failure;
+  const bool same = f->key == key && f->hash == hash;
+  if (ctx->setups > 0 || (status == LUNA_OK ? !same : f->status != LUNA_OK && !same)) return;
+  f->key = key;
+  f->hash = hash;
+  f->status = status;
+  memcpy(f->error, ctx->error, sizeof f->error);
+  if (status == LUNA_OK) f->error[0] = 0;
 }
 
 /* --- memory --- */
@@ -6024,11 +6048,12 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->dropout_ops = 0;
   ctx->training = training;
   ctx->paused = ctx->passing = false;
-  ctx->status = LUNA_OK;
-  ctx->error[0] = 0;
+  ctx->status = ctx->failure.status;
+  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
   status = ctx->options.measure ? LUNA_OK : ctx->backend->begin(ctx, ctx->state, training, ctx->stepped);
   ctx->stepped = false;
-  return lunai_backend_did(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_did(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  return status == LUNA_OK ? ctx->status : status;
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, true); }
@@ -7626,6 +7651,7 @@ struct luna_params {
   luna_ctx *ctx;
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
+  lunai_meta *replaced;              /* earlier values of pairs, newest first */
   lunai_param *bucket[LUNAI_BUCKETS]; /* newest first */
   int64_t size;
   bool borrowing;                    /* values are read in place: */
@@ -7654,15 +7680,18 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   void *memory;
   if (!ctx) return NULL;
   if (!lunai_persist(ctx, sizeof(luna_params), false, &memory)) {
-    lunai_no_memory(ctx, "luna_params_open", sizeof(luna_params));
+    lunai_remember(ctx, ctx, 0, lunai_no_memory(ctx, "luna_params_open", sizeof(luna_params)));
     return NULL;
   }
+  lunai_remember(ctx, ctx, 0, LUNA_OK);
   ((luna_params *)memory)->ctx = ctx;
   return (luna_params *)memory;
 }
 
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
   luna_params *params = from ? luna_params_open(ctx) : NULL;
+  if (ctx && !from)
+    lunai_remember(ctx, ctx, 0, lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
@@ -7826,9 +7855,17 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   lunai_st_tensor stored;
   void *memory, *data = NULL;
   const char *wrong;
-  if (!ctx || !name) return NULL;
+  if (!ctx) return NULL;
+  if (!name) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a parameter needs a name");
+    return NULL;
+  }
   if (count < 0) {
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
+    return NULL;
+  }
+  if ((unsigned)init.kind > LUNA_PRESENT || !(init.scale - init.scale == 0)) {
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: its init must be one of luna_init_kind, with a finite scale", name);
     return NULL;
   }
   if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || strcmp(name, "__metadata__") == 0 || strncmp(name, "luna.", 5) == 0) {
@@ -7845,7 +7882,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   if (p) p->name = lunai_persist_text(ctx, name, "");
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
-    lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count);
+    lunai_remember(ctx, params, lunai_hash(name), lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count));
     return NULL;
   }
   p->hash = lunai_hash(name);
@@ -7868,35 +7905,71 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   p->older = params->bucket[p->hash % LUNAI_BUCKETS];
   params->bucket[p->hash % LUNAI_BUCKETS] = p;
   p->index = params->size++;
+  lunai_remember(ctx, params, p->hash, LUNA_OK);
   return &p->tensor;
 }
 
-/* --- all of a layer's parameters or none: mark, init, and on failure back --- */
-typedef struct lunai_params_mark { lunai_persistent_mark memory; lunai_param *last; lunai_meta *last_meta; int64_t size; } lunai_params_mark;
-LUNAI_FN lunai_params_mark lunai_params_here(const luna_params *params) {
-  lunai_params_mark mark;
-  mark.memory = lunai_persistent(params->ctx);
-  mark.last = params->last;
-  mark.last_meta = params->last_meta;
-  mark.size = params->size;
-  params->ctx->refused = LUNA_OK;
-  return mark;
+/* --- an init: all of its parameters, or none and its struct zeroed. Inits nest; what the outermost came to is remembered. --- */
+typedef struct lunai_setup {
+  luna_params *params;
+  void *made;                        /* the struct */
+  size_t size;
+  uint64_t prefix;                   /* its hash */
+  lunai_persistent_mark memory;
+  lunai_param *last;
+  lunai_meta *last_meta, *replaced;
+  int64_t count;
+} lunai_setup;
+/* False when there can be nothing, with a sentence where there is a context. lunai_setup_end must follow either way. */
+LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char *prefix, void *made, size_t size, const void *config) {
+  memset(s, 0, sizeof *s);
+  s->params = params;
+  s->made = made;
+  s->size = size;
+  if (!params) return false;
+  s->prefix = lunai_hash(prefix ? prefix : "");
+  s->memory = lunai_persistent(params->ctx);
+  s->last = params->last;
+  s->last_meta = params->last_meta;
+  s->replaced = params->replaced;
+  s->count = params->size;
+  params->ctx->setups++;
+  params->ctx->refused = params->ctx->broken;
+  if (params->ctx->broken != LUNA_OK || (made && config)) return params->ctx->broken == LUNA_OK;
+  return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "a layer's or model's init needs a place to put it, and a config") == LUNA_OK;
 }
-LUNAI_FN luna_status lunai_params_end(luna_params *params, lunai_params_mark mark, bool good) {
+LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
+LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
+  luna_params *params = s->params;
   int i;
-  if (good) return LUNA_OK;
+  for (; params->replaced != s->replaced; params->replaced = params->replaced->next)
+    lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
   for (i = 0; i < LUNAI_BUCKETS; i++)
-    while (params->bucket[i] && params->bucket[i]->index >= mark.size) params->bucket[i] = params->bucket[i]->older;
-  params->last = mark.last;
-  params->last_meta = mark.last_meta;
-  params->size = mark.size;
-  if (mark.last) mark.last->next = NULL;
+    while (params->bucket[i] && params->bucket[i]->index >= s->count) params->bucket[i] = params->bucket[i]->older;
+  params->last = s->last;
+  params->last_meta = s->last_meta;
+  params->size = s->count;
+  if (s->last) s->last->next = NULL;
   else params->first = NULL;
-  if (mark.last_meta) mark.last_meta->next = NULL;
+  if (s->last_meta) s->last_meta->next = NULL;
   else params->metas = NULL;
-  lunai_persistent_rewind(params->ctx, mark.memory);
-  return params->ctx->refused == LUNA_OK ? LUNA_OUT_OF_MEMORY : params->ctx->refused;
+  lunai_persistent_rewind(params->ctx, s->memory);
 }
+LUNAI_FN luna_status lunai_setup_end(const lunai_setup *s, bool good) {
+  luna_ctx *ctx = s->params ? s->params->ctx : NULL;
+  luna_status status = LUNA_OK;
+  if (!good && s->made) memset(s->made, 0, s->size);
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!good) {
+    lunai_setup_undo(s);
+    status = ctx->refused == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->refused;
+  }
+  ctx->setups--;
+  lunai_remember(ctx, s->params, s->prefix, status);
+  return status;
+}
+/* the context of a model that is there and whose init succeeded; else null */
+LUNAI_FN luna_ctx *lunai_ctx_of(const luna_params *params) { return params ? params->ctx : NULL; }
 
 /* --- text pairs --- */
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key) {
@@ -7912,7 +7985,11 @@ LUNA_API const char *luna_params_get(const luna_params *params, const char *key)
 LUNAI_FN void lunai_meta_put(luna_params *params, lunai_meta *pair) {
   lunai_meta *m = lunai_meta_find(params, pair->key);
   if (m) {
+    const char *value = m->value;
     m->value = pair->value;
+    pair->value = value;
+    pair->next = params->replaced;
+    params->replaced = pair;
     return;
   }
   pair->next = NULL;
@@ -8620,29 +8697,31 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MOST_NAME
   return out;
 }
 
-/* whether an init was given what it needs */
-LUNAI_FN bool lunai_init_given(luna_params *params, const void *layer, const void *config) {
-  if (params && (!layer || !config)) lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "a layer's or model's init needs a place to put it, and a config");
-  return params && layer && config;
+/* whether a forward has its input and a layer whose init succeeded; `made`: what no such layer lacks */
+LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const void *made, const char *name) {
+  if (x && !made) lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: the layer is null or zeroed: its init failed or was not called", name);
+  return x && made;
 }
 
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MOST_NAME];
-  lunai_params_mark mark;
-  if (!lunai_init_given(params, layer, params)) return LUNA_BAD_ARGUMENT;
-  mark = lunai_params_here(params);
-  return lunai_params_end(params, mark, lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, &init);
+  return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
 }
-LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) { return luna_linear(x, layer->weight, layer->bias); }
+LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
+  return lunai_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward") ? luna_linear(x, layer->weight, layer->bias) : NULL;
+}
 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
   char name[LUNAI_MOST_NAME];
-  lunai_params_mark mark;
-  if (!lunai_init_given(params, layer, params)) return LUNA_BAD_ARGUMENT;
-  mark = lunai_params_here(params);
-  return lunai_params_end(params, mark, lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, &dim);
+  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
 }
-LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) { return luna_layer_norm(x, layer->weight, layer->bias); }
+LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
+  return lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward") ? luna_layer_norm(x, layer->weight, layer->bias) : NULL;
+}
 
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
@@ -8654,15 +8733,14 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   luna_nested_attention_config c;
   const luna_linear_layer none = { NULL, NULL };
   luna_init init;
-  lunai_params_mark mark;
+  lunai_setup s;
   bool good;
-  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.pack_heads == 0) c.pack_heads = c.heads;
   if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads || (unsigned)c.sharing > LUNA_SHARED_QK || !(c.dropout >= 0 && c.dropout < 1))
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout below 1", c.dim, c.heads, c.pack_heads);
-  mark = lunai_params_here(params);
+    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout below 1", c.dim, c.heads, c.pack_heads) == LUNA_OK);
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   layer->pk = layer->k = none;
@@ -8675,7 +8753,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   if (c.sharing == LUNA_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
   if (c.sharing == LUNA_SHARED_QK) { layer->pk = layer->pq; layer->k = layer->q; }
   layer->config = c;
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -8768,7 +8846,7 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 
 /* Y_X + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed) {
-  const luna_nested_attention_config *c = &layer->config;
+  const luna_nested_attention_config *c;
   luna_attention_config a;
   luna_tensor *both[2], *k, *v;
   lunai_mark mark;
@@ -8776,8 +8854,9 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   const int32_t *memory_lengths;
   luna_ctx *ctx;
   if (!context) context = x;
-  if (!x) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_nested_attention_layer_forward")) return NULL;
   ctx = x->ctx;
+  c = &layer->config;
   if (!p) return lunai_null(ctx, "luna_nested_attention_layer_forward", "p");
   if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
       x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
@@ -8810,17 +8889,16 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config) {
   luna_causal_attention_config c;
   luna_init init;
-  lunai_params_mark mark;
+  lunai_setup s;
   bool good;
-  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.omega == LUNA_NONE) c.omega = LUNA_SOFTPLUS2;
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_TIED && c.sharing != LUNA_FULL) || !(c.dropout >= 0 && c.dropout < 1))
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, dropout below 1", c.dim, c.heads);
+    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, dropout below 1", c.dim, c.heads) == LUNA_OK);
   if (c.omega != LUNA_SOFTPLUS2 && c.omega != LUNA_SOFTPLUS && c.omega != LUNA_ELU1)
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1");
-  mark = lunai_params_here(params);
+    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1") == LUNA_OK);
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
@@ -8830,7 +8908,7 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   if (c.sharing == LUNA_TIED) layer->k = layer->v;
   good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
   layer->config = c;
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&s, good);
 }
 
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
@@ -8864,11 +8942,12 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
 }
 
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, float dropout, const int32_t *lengths) {
-  const luna_causal_attention_config *c = &layer->config;
+  const luna_causal_attention_config *c;
   luna_tensor *s, *q, *k, *v, *y;
   lunai_mark mark;
   bool failed = false;
-  if (!x) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
+  c = &layer->config;
   if (!p) return lunai_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (x->rank != 3 || p->rank < 2 || p->rank > 3 || x->shape[2] != c->dim || lunai_last(p) != c->dim || (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_forward: x %t, p %t: want [batch, n, %d] and [batch, l, %d] or [l, %d]", x, p, c->dim, c->dim, c->dim);
@@ -8915,16 +8994,15 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config) {
   luna_attention_layer_config c;
   luna_init init;
-  lunai_params_mark mark;
+  lunai_setup s;
   bool good;
-  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX || c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1))
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_init: dim %d must be a multiple of heads %d, kind softmax, linear or Linformer, dropout below 1", c.dim, c.heads);
-  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) return lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_attention_layer_init: Linformer mixes all positions and cannot be causal");
-  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer)) return LUNA_BAD_ARGUMENT;
-  mark = lunai_params_here(params);
+    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_init: dim %d must be a multiple of heads %d, kind softmax, linear or Linformer, dropout below 1", c.dim, c.heads) == LUNA_OK);
+  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_attention_layer_init: Linformer mixes all positions and cannot be causal") == LUNA_OK);
+  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer)) return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
@@ -8937,7 +9015,7 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
     if (c.linformer.sharing == LUNA_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
   }
   layer->config = c;
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&s, good);
 }
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1], divided by its last column */
@@ -9028,11 +9106,12 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
 }
 
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths) {
-  const luna_attention_layer_config *c = &layer->config;
+  const luna_attention_layer_config *c;
   luna_attention_config a;
   luna_tensor *q, *k, *v, *y;
   lunai_mark mark;
-  if (!x) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
+  c = &layer->config;
   if (!context) context = x;
   if (x->rank != 3 || context->rank != 3 || x->shape[0] != context->shape[0] || x->shape[2] != c->dim || context->shape[2] != c->dim)
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_forward: x %t and context %t: want [batch, n, %d] and [batch, m, %d]", x, context, c->dim, c->dim);
@@ -9174,10 +9253,9 @@ LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix,
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
   char name[LUNAI_MOST_NAME];
   luna_nested_attention_config attention;
-  lunai_params_mark mark;
+  lunai_setup s;
   bool good, is_luna;
-  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
-  mark = lunai_params_here(params);
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   is_luna = lunai_is_luna(&layer->config);
@@ -9189,7 +9267,7 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", config->dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&s, good);
 }
 
 /* Luna attention with both residuals: x and *p forward */
@@ -9230,9 +9308,10 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   return both[had - 1];
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
-  const bool is_luna = lunai_is_luna(&layer->config);
   luna_tensor *in[2], *next = NULL, *y;
-  if (!x) return NULL;
+  bool is_luna;
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return NULL;
+  is_luna = lunai_is_luna(&layer->config);
   if (is_luna && (!p || (!*p && !layer->memory))) return lunai_null(x->ctx, "luna_encoder_layer_forward", "p");
   in[0] = x;
   in[1] = p && !layer->memory ? *p : NULL;
@@ -9245,11 +9324,10 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   char name[LUNAI_MOST_NAME];
   luna_nested_attention_config cross;
   luna_causal_attention_config self;
-  lunai_params_mark mark;
+  lunai_setup s;
   bool good;
-  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_luna(config)) return lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_decoder_layer_init: a decoder layer has Luna attention and no other");
-  mark = lunai_params_here(params);
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
+  if (!lunai_is_luna(config)) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_decoder_layer_init: a decoder layer has Luna attention and no other") == LUNA_OK);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   cross = lunai_nested_config(&layer->config);
   self = lunai_causal_config(&layer->config);
@@ -9261,7 +9339,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", config->dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
@@ -9289,7 +9367,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   luna_tensor *in[3], *next = NULL, *y;
-  if (!x) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!p || !*p || !context) return lunai_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
   in[0] = x;
   in[1] = *p;
@@ -9302,12 +9380,11 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
   char name[LUNAI_MOST_NAME];
   luna_causal_attention_config attention;
-  lunai_params_mark mark;
+  lunai_setup s;
   bool good, is_luna;
-  if (!lunai_init_given(params, layer, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   is_luna = lunai_is_luna(config);
-  if (is_luna && memory < 1) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
-  mark = lunai_params_here(params);
+  if (is_luna && memory < 1) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory) == LUNA_OK);
   memset(layer, 0, sizeof *layer);
   good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   attention = lunai_causal_config(&layer->config);
@@ -9322,7 +9399,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
@@ -9342,7 +9419,8 @@ LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *c
   return y;
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
-  return x ? lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, NULL) : NULL;
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
+  return lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, NULL);
 }
 #endif /* !LUNA_ONLY_STREAM */
 
@@ -9600,16 +9678,15 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
 
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
   char prefix[48];
-  lunai_params_mark mark;
+  lunai_setup s;
   lunai_lm_sizes sizes;
   luna_lm_config c;
   void *memory = NULL;
   int64_t i;
   bool good;
-  if (!lunai_init_given(params, model, params)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_lm_defaults(params->ctx, config, &c)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&s, params, NULL, model, sizeof *model, params)) return lunai_setup_end(&s, false);
+  if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
   memset(model, 0, sizeof *model);
-  mark = lunai_params_here(params);
   model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
   good = model->embedding != NULL;
   if (good && c.positions == LUNA_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
@@ -9624,7 +9701,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &sizes);
   model->config = c;
   model->params = params;
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&s, good);
 }
 
 /* y, for which x is no longer needed */
@@ -9635,10 +9712,12 @@ LUNAI_FN luna_tensor *lunai_instead(luna_tensor *x, luna_tensor *y) {
 /* of a sequence of vectors; 0 when there is no such size: what makes them will say so */
 LUNAI_FN int64_t lunai_floats_of(int64_t batch, int64_t n, int64_t dim) { return lunai_max(0, lunai_checked(lunai_checked(batch, n), dim)); }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n) {
-  luna_ctx *ctx = model->params->ctx;
-  const lunai_mark mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, model->config.layer.dim), 2);
+  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
   luna_tensor *x, *before;
+  lunai_mark mark;
   int64_t i;
+  if (!ctx) return NULL;
+  mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, model->config.layer.dim), 2);
   ctx->passing = true;
   x = luna_embedding(model->embedding, tokens, batch, n);
   x = lunai_instead(x, lunai_add_positions(x, model->config.positions, model->positions, 0));
@@ -9755,25 +9834,24 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
 }
 
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config) {
-  lunai_params_mark mark;
+  lunai_setup setup;
   lunai_model_sizes s;
   luna_encoder_config c;
   bool good;
-  if (!lunai_init_given(params, e, config)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_encoder_defaults(params->ctx, config, &c)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&setup, params, prefix, e, sizeof *e, config)) return lunai_setup_end(&setup, false);
+  if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c, &s);
   s.vocab = vocab;
-  if (!lunai_model_good(params->ctx, "luna_encoder_init", &s)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_model_good(params->ctx, "luna_encoder_init", &s)) return lunai_setup_end(&setup, false);
   memset(e, 0, sizeof *e);
   e->config = c;
   e->params = params;
-  mark = lunai_params_here(params);
   good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
   if (good && c.layer.pre_norm) {
     good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
     if (lunai_is_luna(&c.layer)) good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
   }
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&setup, good);
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
@@ -9800,11 +9878,16 @@ LUNAI_FN int64_t lunai_longest(const int32_t *lengths, int64_t batch, int64_t n)
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p) {
-  const luna_encoder_config *c = &e->config;
-  luna_ctx *ctx = e->params->ctx;
-  const int64_t slots = lunai_min(c->memory, lunai_longest(lengths, batch, n));
-  const float factor = lunai_embedding_factor(c);
-  luna_tensor *memory = p && *p ? *p : e->memory;
+  luna_ctx *ctx = lunai_ctx_of(e ? e->params : NULL);
+  const luna_encoder_config *c;
+  luna_tensor *memory;
+  int64_t slots;
+  float factor;
+  if (!ctx) return NULL;
+  c = &e->config;
+  slots = lunai_min(c->memory, lunai_longest(lengths, batch, n));
+  factor = lunai_embedding_factor(c);
+  memory = p && *p ? *p : e->memory;
   if (e->memory && !(p && *p)) {
     memory = luna_slice(memory, 0, 0, slots);
     if (factor != 1) memory = luna_scale(memory, factor);
@@ -9819,12 +9902,16 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const int32_t *t
 }
 
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p) {
-  const luna_encoder_config *c = &e->config;
-  luna_ctx *ctx = e->params->ctx;
-  const bool is_luna = lunai_is_luna(&c->layer);
-  const lunai_mark mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, c->dim), 2);
+  luna_ctx *ctx = lunai_ctx_of(e ? e->params : NULL);
+  const luna_encoder_config *c;
   luna_tensor *both[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
+  lunai_mark mark;
   int64_t i;
+  bool is_luna;
+  if (!ctx) return NULL;
+  c = &e->config;
+  is_luna = lunai_is_luna(&c->layer);
+  mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, c->dim), 2);
   both[1] = luna_encoder_embed(e, tokens, lengths, batch, n, &both[0]);
   for (i = 0; i < c->layers && both[1]; i++) {
     x = both[1];
@@ -9849,22 +9936,21 @@ LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_mode
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config) {
   luna_classifier_config c;
   lunai_model_sizes s;
-  lunai_params_mark mark;
+  lunai_setup setup;
   int64_t features;
   bool good, is_luna;
-  if (!lunai_init_given(params, model, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model, config)) return lunai_setup_end(&setup, false);
   c = *config;
   is_luna = lunai_is_luna(&c.encoder.layer);
   if (c.vocab == 0) c.vocab = 256;
   if (c.classes == 0) c.classes = 2;
   if (c.pooling == LUNA_POOL_DEFAULT) c.pooling = is_luna ? LUNA_POOL_MEMORY : LUNA_POOL_MEAN;
   if (!is_luna && (c.pooling == LUNA_POOL_MEMORY || c.pooling == LUNA_POOL_MEMORY_BATCH))
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_init: to pool the memory takes Luna attention, which has one");
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return LUNA_BAD_ARGUMENT;
+    return lunai_setup_end(&setup, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_init: to pool the memory takes Luna attention, which has one") == LUNA_OK);
+  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_classifier_sizes(&c, &s);
-  if (!lunai_model_good(params->ctx, "luna_classifier_init", &s)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_model_good(params->ctx, "luna_classifier_init", &s)) return lunai_setup_end(&setup, false);
   memset(model, 0, sizeof *model);
-  mark = lunai_params_here(params);
   features = c.encoder.dim * (c.pair ? 4 : 1);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
   if (good && c.pre_logits) good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits, lunai_projection_init(c.encoder.layer.bert_init, true));
@@ -9872,7 +9958,7 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   good = good && model->projection && lunai_model_describe(params, "classifier", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&setup, good);
 }
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
@@ -9890,7 +9976,10 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  if (!x) return NULL;
+  if (!lunai_layer_made(x, model ? model->params : NULL, "luna_classifier_pool")) return NULL;
+  if (x->rank != 3) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
+  if (!p && (model->config.pooling == LUNA_POOL_MEMORY || model->config.pooling == LUNA_POOL_MEMORY_BATCH))
+    return lunai_null(x->ctx, "luna_classifier_pool", "p");
   switch (model->config.pooling) {
     case LUNA_POOL_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %t has no first row", x)
                                                : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
@@ -9908,13 +9997,17 @@ LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classify(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
-  if (model->config.pair) return lunai_fail(model->params->ctx, LUNA_BAD_ARGUMENT, "luna_classify: this model compares two sequences: luna_classify_pair");
+  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
+  if (!ctx) return NULL;
+  if (model->config.pair) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify: this model compares two sequences: luna_classify_pair");
   return lunai_classifier_logits(model, lunai_classifier_features(model, tokens, lengths, batch, n));
 }
 LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
                                          const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch) {
+  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
   luna_tensor *part[4];
-  if (!model->config.pair) return lunai_fail(model->params->ctx, LUNA_BAD_ARGUMENT, "luna_classify_pair: this model reads one sequence: luna_classify");
+  if (!ctx) return NULL;
+  if (!model->config.pair) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify_pair: this model reads one sequence: luna_classify");
   part[0] = lunai_classifier_features(model, tokens, lengths, batch, n);
   part[1] = lunai_classifier_features(model, tokens2, lengths2, batch, n2);
   part[2] = luna_mul(part[0], part[1]);
@@ -9926,16 +10019,15 @@ LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config) {
   luna_masked_lm_config c;
   lunai_model_sizes s;
-  lunai_params_mark mark;
+  lunai_setup setup;
   bool good;
-  if (!lunai_init_given(params, model, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model, config)) return lunai_setup_end(&setup, false);
   c = *config;
   if (c.vocab == 0) c.vocab = 257;
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c.encoder, &s);
   s.vocab = c.vocab;
   memset(model, 0, sizeof *model);
-  mark = lunai_params_here(params);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
@@ -9943,18 +10035,19 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = good && model->bias && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&setup, good);
 }
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
+  if (!x) return NULL;
   x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_GELU);
   return luna_linear(luna_norm_layer_forward(&model->norm, x), model->encoder.embedding, model->bias);
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
-  return lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL));
+  return model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL)) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, const int32_t *labels, int64_t batch, int64_t n) {
-  luna_ctx *ctx = model->params->ctx;
-  luna_tensor *x = luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL);
+  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
+  luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL) : NULL;
   int32_t *places, *chosen;
   int64_t i, count = 0;
   void *memory;
@@ -10046,30 +10139,31 @@ LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
   luna_seq2seq_config c;
   lunai_model_sizes s;
-  lunai_params_mark mark;
+  lunai_setup setup;
   bool good;
-  if (!lunai_init_given(params, model, config)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model, config)) return lunai_setup_end(&setup, false);
   c = *config;
-  params->ctx->refused = LUNA_OK;
-  if (!lunai_seq2seq_defaults(params->ctx, &c)) return params->ctx->refused;
+  if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
   lunai_seq2seq_sizes(&c, &s);
   memset(model, 0, sizeof *model);
-  mark = lunai_params_here(params);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK && lunai_decoder_init(model, params, &c);
   good = good && lunai_model_describe(params, "seq2seq", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
-  return lunai_params_end(params, mark, good);
+  return lunai_setup_end(&setup, good);
 }
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int32_t *source, const int32_t *source_lengths, int64_t n,
                                            const int32_t *target, const int32_t *target_lengths, int64_t m, int64_t batch) {
-  luna_ctx *ctx = model->params->ctx;
-  luna_tensor *p = NULL, *context = luna_encoder_forward(&model->encoder, source, source_lengths, batch, n, &p);
-  const lunai_mark mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, m, model->config.encoder.dim), 2);
-  luna_tensor *both[2], *x;
-  luna_encoder_config c = model->config.encoder;
+  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
+  luna_tensor *p = NULL, *both[2], *context, *x;
+  luna_encoder_config c;
+  lunai_mark mark;
   int64_t i;
+  if (!ctx) return NULL;
+  context = luna_encoder_forward(&model->encoder, source, source_lengths, batch, n, &p);
+  mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, m, model->config.encoder.dim), 2);
+  c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
   both[0] = p;
   both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target, target_lengths, batch, m) : NULL;
@@ -10363,7 +10457,8 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
   lunai_extras none;
-  if (!params || !io || !io->write) return LUNA_BAD_ARGUMENT;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!io || !io->write) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_save_io: there is nothing to write with");
   memset(&none, 0, sizeof none);
   return params->ctx->options.measure ? LUNA_OK : lunai_save(params, &none, io);
 }
@@ -10564,37 +10659,35 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
 }
 
 /* A model out of a file: its init, which takes each parameter's values from there, and stops where the file has none of that name and shape; then
-   the file may have no more. */
-LUNAI_FN lunai_params_mark lunai_fill_begin(luna_params *params, const lunai_st *st) {
+   the file may have no more. True when all of that is so, else a sentence has said why not. */
+LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
   if (!params->borrowing) params->filling = st;
-  return lunai_params_here(params);
 }
-LUNAI_FN luna_status lunai_fill_end(luna_params *params, const lunai_st *st, lunai_params_mark mark, luna_status status) {
-  const int64_t count = lunai_st_tensors(st), made = params->size - mark.size;
-  params->filling = NULL;
-  if (status == LUNA_OK && made != count) status = lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d", count, made);
-  if (status == LUNA_OK && !params->borrowing) status = lunai_load_pairs(params, st);
-  if (status != LUNA_OK) lunai_params_end(params, mark, false);
-  return status;
+LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
+  const int64_t count = lunai_st_tensors(st), made = s->params->size - s->count;
+  s->params->filling = NULL;
+  if (status == LUNA_OK && made != count) status = lunai_refuse(s->params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d", count, made);
+  return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
 
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
-  lunai_st st;
+LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
+  luna_ctx *ctx = s->params->ctx;
   lunai_lm_sizes sizes;
   luna_lm_config config;
-  lunai_params_mark mark;
-  const char *wrong;
-  luna_status status;
-  if (!lunai_init_given(params, model, params)) return LUNA_BAD_ARGUMENT;
-  status = lunai_open_st(params->ctx, &st, bytes, size);
-  if (status != LUNA_OK) return status;
-  wrong = lunai_lm_read(&st, &sizes);
-  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong);
+  const char *wrong = lunai_lm_read(st, &sizes);
+  if (wrong) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong) == LUNA_OK;
   lunai_lm_from_sizes(&sizes, &config);
-  wrong = lunai_dropouts_read(&st, &config.layer);
-  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_lm_load: %s is out of range", wrong);
-  mark = lunai_fill_begin(params, &st);
-  return lunai_fill_end(params, &st, mark, luna_lm_init(model, params, &config));
+  wrong = lunai_dropouts_read(st, &config.layer);
+  if (wrong) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_lm_load: %s is out of range", wrong) == LUNA_OK;
+  lunai_fill_begin(s->params, st);
+  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
+}
+LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
+  lunai_setup s;
+  lunai_st st;
+  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  good = good && lunai_open_st(params->ctx, &st, bytes, size) == LUNA_OK && lunai_lm_load_st(model, &s, &st);
+  return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind, const lunai_model_sizes *s, const luna_layer_config *dropouts) {
@@ -10616,39 +10709,38 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   if (kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
 }
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
   static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
+  luna_params *params = s->params;
   lunai_model_sizes sizes;
-  lunai_st st;
   lunai_st_text kind;
-  lunai_params_mark mark;
   luna_layer_config dropouts;
-  luna_status status;
   const char *wrong;
   int64_t count;
   int k = 0;
-  if (!lunai_init_given(params, model, params)) return LUNA_BAD_ARGUMENT;
-  status = lunai_open_st(params->ctx, &st, bytes, size);
-  if (status != LUNA_OK) return status;
-  memset(model, 0, sizeof *model);
-  if (params->size) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already");
-  if (!lunai_st_meta(&st, "luna.kind", &kind)) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file does not say what model it is (luna.kind)");
-  if (lunai_st_equal(kind, LUNAI_LM_KIND)) {
-    status = luna_lm_load_bytes(&model->lm, params, bytes, size);
-    if (status == LUNA_OK) model->kind = LUNA_MODEL_LM;
-    return status;
-  }
+  if (params->size) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already") == LUNA_OK;
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file does not say what model it is (luna.kind)") == LUNA_OK;
+  model->kind = LUNA_MODEL_LM;
+  if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 3) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file holds a kind of model that luna.h does not know");
-  wrong = lunai_fields_read(&st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
-  if (!wrong) wrong = lunai_dropouts_read(&st, &dropouts);
-  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: %s is missing from the metadata, or out of range", wrong);
-  count = lunai_st_tensors(&st);
-  if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the metadata claims other layers than the file has tensors for");
-  mark = lunai_fill_begin(params, &st);
-  status = lunai_fill_end(params, &st, mark, lunai_model_init(model, params, (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k), &sizes, &dropouts));
-  if (status == LUNA_OK) model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
-  return status;
+  if (k == 3) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file holds a kind of model that luna.h does not know") == LUNA_OK;
+  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
+  if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
+  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: %s is missing from the metadata, or out of range", wrong) == LUNA_OK;
+  count = lunai_st_tensors(st);
+  if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
+    return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the metadata claims other layers than the file has tensors for") == LUNA_OK;
+  model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
+  lunai_fill_begin(params, st);
+  return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
+}
+LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+  lunai_setup s;
+  lunai_st st;
+  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  if (good) memset(model, 0, sizeof *model);
+  good = good && lunai_open_st(params->ctx, &st, bytes, size) == LUNA_OK && lunai_model_load_st(model, &s, &st);
+  return lunai_setup_end(&s, good);
 }
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16 hexadecimal digits each --- */
@@ -10824,7 +10916,8 @@ LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
-  if (!params || !io || !io->read) return LUNA_BAD_ARGUMENT;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!io || !io->read) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_io: there is nothing to read with");
   return lunai_load_through(params->ctx, lunai_load_plain, NULL, params, io);
 }
 
@@ -10908,10 +11001,17 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   fclose(file);
   return status;
 }
-LUNAI_FN luna_ctx *lunai_ctx_of(const luna_params *params) { return params ? params->ctx : NULL; }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_plain, params, params, path); }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_lm, model, params, path); }
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_any, model, params, path); }
+LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_lm, model, params, path) == LUNA_OK);
+}
+LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_any, model, params, path) == LUNA_OK);
+}
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match) {
   luna_match none;
   memset(&none, 0, sizeof none);
@@ -12164,7 +12264,7 @@ LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
-  if (s.search.most == 0) s.search.most = 2 * n + 10;
+  if (s.search.most == 0) s.search.most = n < INT64_MAX / 4 ? 2 * n + 10 : -1;
   s.stride = s.search.most;
   if (model->positions) s.search.most = lunai_min(s.search.most, model->config.max_target_length - 1);
   s.batch = batch;
