@@ -766,6 +766,7 @@ typedef struct luna_sgd_config {
   float weight_decay;                /* added to the gradient */
   float clip;                        /* greatest global gradient norm; 0 = none */
   luna_schedule schedule;
+  int64_t max_skips;                 /* steps skipped in a row from which on luna_optimizer_step is LUNA_NOT_FINITE; 0 = 10, negative: never */
 } luna_sgd_config;
 typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float lr;                          /* 0 = 1e-3 */
@@ -774,6 +775,7 @@ typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient */
   float clip;
   luna_schedule schedule;
+  int64_t max_skips;                 /* 0 = 10 */
 } luna_adamw_config;
 typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float lr;                          /* 0 = 1 */
@@ -782,14 +784,17 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float weight_decay;                /* added to the gradient */
   float clip;
   luna_schedule schedule;            /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
+  int64_t max_skips;                 /* 0 = 10 */
 } luna_apollo_config;
-/* Freed with the context. Null config: defaults. */
+/* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed with the context. Null
+   config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config);
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
 
-/* A group: parameters that learn in another way than the config says. { .most_axes = 1 }: no decay on norms and biases. */
+/* A group: parameters that learn in another way than the config says, those that join later included. { .most_axes = 1 }: no decay on norms and
+   biases. */
 typedef struct luna_group {
   const char *name;                  /* whose name has this in it; null = any */
   int most_axes;                     /* and of at most so many axes; 0 = any */
@@ -799,10 +804,13 @@ typedef struct luna_group {
 } luna_group;
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
 
-/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed. A NaN or Inf in the loss or among the
-   gradients skips the update; the next luna_item or luna_read tells options.log, and luna_optimizer_skipped counts. */
+/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no luna_backward since this
+   optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or among the gradients skips the update: parameters stay
+   as they are; the next luna_item or luna_read reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on
+   it returns LUNA_NOT_FINITE, until one is good; on a device what luna_item or luna_read found last counts. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, for who records a step on a device and replays it: advance sets the step's learning rate, apply (which can be recorded) does the rest. */
+/* Its two halves, for who records a step on a device and replays it: advance sets the step's learning rate, apply (which can be recorded) does the
+   rest, with whatever gradients there are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -942,6 +950,7 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
   uint64_t updates, skipped;         /* optimiser steps made, and skipped for a NaN or Inf (in the context's own state: by all its optimisers) */
   float lr, factor, norm;            /* this step's learning rate, clip factor, gradient norm */
   int nonfinite;
+  uint64_t skipped_in_row;           /* an optimiser's: up to its last step */
 } luna_step_state;
 
 typedef enum luna_optimizer_kind { LUNA_SGD = 0, LUNA_ADAM, LUNA_ADAMW, LUNA_APOLLO } luna_optimizer_kind;
@@ -5606,9 +5615,13 @@ typedef struct lunai_arena {         /* what lies in one kind of memory */
   size_t persistent_bytes, step_bytes, step_peak;
 } lunai_arena;
 
-typedef struct lunai_failure {       /* of a call that makes something: key and hash say which */
-  const void *key;
+#ifdef LUNA_NO_TRAIN
+typedef struct luna_optimizer luna_optimizer;
+#endif
+typedef struct lunai_failure {       /* of a call that makes something: set and hash say which */
+  const luna_params *set;
   uint64_t hash;
+  int64_t sets;                      /* that had been opened by then */
   luna_status status;
   char error[320];
 } lunai_failure;
@@ -5638,8 +5651,11 @@ struct luna_ctx {
   luna_status broken;                /* the device could not be opened: every call says so */
   char error[320];
   int setups;                        /* inits under way, one inside another */
+  int64_t sets;                      /* parameter sets opened */
   lunai_failure failure;             /* of the first init that failed and has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
+  luna_optimizer *optimizers;        /* newest first */
+  bool look;                         /* an optimiser on a device has made a step that the host has not looked at */
 };
 
 /* --- sentences: %s text, %d int64_t, %t a tensor's shape --- */
@@ -5722,18 +5738,6 @@ LUNAI_FN luna_status lunai_backend_did(luna_ctx *ctx, const char *name, luna_sta
 }
 LUNAI_FN luna_status lunai_no_memory(luna_ctx *ctx, const char *what, size_t bytes) {
   return lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)", what, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
-}
-
-/* What a call that makes something came to. The first failure is remembered until the same call succeeds; inside an init it is the init's. */
-LUNAI_FN void lunai_remember(luna_ctx *ctx, const void *key, uint64_t hash, luna_status status) {
-  lunai_failure *f = &ctx->failure;
-  const bool same = f->key == key && f->hash == hash;
-  if (ctx->setups > 0 || (status == LUNA_OK ? !same : f->status != LUNA_OK && !same)) return;
-  f->key = key;
-  f->hash = hash;
-  f->status = status;
-  memcpy(f->error, ctx->error, sizeof f->error);
-  if (status == LUNA_OK) f->error[0] = 0;
 }
 
 /* --- memory --- */
@@ -7065,6 +7069,7 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameter
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
+  state->skipped_in_row = state->nonfinite ? state->skipped_in_row + 1 : 0;
   return LUNA_OK;
 }
 
@@ -7258,16 +7263,21 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
-/* what an optimiser found out without telling the host */
-LUNAI_FN void lunai_tell_skipped(luna_ctx *ctx) {
+/* What the optimisers found out without the host. A device is asked only when it is read anyway, and of each optimiser only when steps were skipped. */
+LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
+LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
   luna_step_state now;
-  if (!ctx->options.log) return;
+  bool skipped;
+  if (!ctx->options.log && !ctx->look) return;
   now = lunai_state_of(ctx, ctx->state);
-  if (now.skipped == ctx->told) return;
+  skipped = now.skipped != ctx->told;
+  lunai_look_at_optimizers(ctx, skipped);
+  ctx->told = now.skipped;
+  ctx->look = false;
+  if (!skipped || !ctx->options.log) return;
   lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped so far, the last in step %d: the loss or a gradient was not finite",
               (int64_t)now.skipped, (int64_t)now.step);
-  ctx->told = now.skipped;
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
@@ -7280,7 +7290,7 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
     return LUNA_OK;
   }
   if (!from && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called? (an op's result keeps its own after luna_require_grad)", t);
-  lunai_tell_skipped(t->ctx);
+  lunai_look(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_floats(t, t ? t->data : NULL, out); }
@@ -7601,6 +7611,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
     if (!lunai_op_backward(op, &status))
       return ctx->status != LUNA_OK ? ctx->status : lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status), op->recompute ? "a block computed again" : luna_row_name(op->row));
   ctx->tape = NULL;
+  ctx->backwards++;
   return LUNA_OK;
 }
 
@@ -7649,6 +7660,7 @@ typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } 
 
 struct luna_params {
   luna_ctx *ctx;
+  int64_t number;                    /* of the context's sets */
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
   lunai_meta *replaced;              /* earlier values of pairs, newest first */
@@ -7659,6 +7671,20 @@ struct luna_params {
   lunai_st source;                   /* or from this file */
   const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
 };
+
+/* What a call that makes something came to. The first failure is remembered until the same call succeeds, in that set or in one opened since;
+   what happens inside an init is the init's. */
+LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t hash, luna_status status) {
+  lunai_failure *f = &ctx->failure;
+  const bool same = f->hash == hash && (f->set == set || (set && set->number >= f->sets));
+  if (ctx->setups > 0 || (status == LUNA_OK ? !same : f->status != LUNA_OK && !same)) return;
+  f->set = set;
+  f->hash = hash;
+  f->sets = ctx->sets;
+  f->status = status;
+  memcpy(f->error, ctx->error, sizeof f->error);
+  if (status == LUNA_OK) f->error[0] = 0;
+}
 
 LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *a, const char *b) {
   const size_t na = strlen(a), nb = strlen(b);
@@ -7680,18 +7706,19 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   void *memory;
   if (!ctx) return NULL;
   if (!lunai_persist(ctx, sizeof(luna_params), false, &memory)) {
-    lunai_remember(ctx, ctx, 0, lunai_no_memory(ctx, "luna_params_open", sizeof(luna_params)));
+    lunai_remember(ctx, NULL, 0, lunai_no_memory(ctx, "luna_params_open", sizeof(luna_params)));
     return NULL;
   }
-  lunai_remember(ctx, ctx, 0, LUNA_OK);
+  lunai_remember(ctx, NULL, 0, LUNA_OK);
   ((luna_params *)memory)->ctx = ctx;
+  ((luna_params *)memory)->number = ctx->sets++;
   return (luna_params *)memory;
 }
 
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
   luna_params *params = from ? luna_params_open(ctx) : NULL;
   if (ctx && !from)
-    lunai_remember(ctx, ctx, 0, lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
+    lunai_remember(ctx, NULL, 0, lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
@@ -9132,8 +9159,24 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
+LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
+/* Refuses a number of a config that says otherwise than what it is taken from; 0 says nothing */
+LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
+  if (value == 0 || value == expected) return true;
+  return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "config: %s is %d, where %s is %d; leave it 0", name, value, from, expected) == LUNA_OK;
+}
+/* what kinds of layers would leave aside. What belongs to another attention than the one chosen may stand: configs are compared by changing that alone. */
+typedef enum lunai_layer_kind { LUNAI_ENCODER_LAYER, LUNAI_DECODER_LAYER, LUNAI_CAUSAL_LAYER } lunai_layer_kind;
+LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, lunai_layer_kind kind) {
+  if (c->hook && !lunai_agrees(ctx, "layer.attention", c->attention, "a hook's", LUNA_ATTENTION_LUNA)) return false;
+  if (kind != LUNAI_CAUSAL_LAYER && !lunai_agrees(ctx, "layer.convolution", c->convolution, "that of an encoder or decoder layer", 0)) return false;
+  if (kind != LUNAI_ENCODER_LAYER && !lunai_agrees(ctx, "layer.own_memory", c->own_memory, "that of a causal or decoder layer", 0)) return false;
+  return kind != LUNAI_CAUSAL_LAYER || !lunai_is_luna(c) || c->sharing == LUNA_FULL ||
+         lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_TIED);
+}
 /* fills in the defaults; false with a sentence when the config cannot be */
-LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, luna_layer_config *c) {
+LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind, luna_layer_config *c) {
+  if (!lunai_layer_agrees(ctx, config, kind)) return false;
   *c = *config;
   if (c->heads == 0) c->heads = 1;
   if (c->pack_heads == 0) c->pack_heads = c->heads;
@@ -9210,7 +9253,6 @@ LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, cons
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
-LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
 LUNAI_FN bool lunai_other_init(luna_attention_layer *plain, void **hooked, luna_params *params, const char *prefix, const luna_layer_config *c, bool causal) {
   luna_attention_layer_config a;
   if (c->hook) {
@@ -9257,7 +9299,7 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   bool good, is_luna;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   is_luna = lunai_is_luna(&layer->config);
   if (good && is_luna && config->own_memory) good = (layer->memory = lunai_memory_init(params, prefix, config->own_memory, config->dim)) != NULL;
   attention = lunai_nested_config(&layer->config);
@@ -9328,7 +9370,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   bool good;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   if (!lunai_is_luna(config)) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_decoder_layer_init: a decoder layer has Luna attention and no other") == LUNA_OK);
-  good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   cross = lunai_nested_config(&layer->config);
   self = lunai_causal_config(&layer->config);
   good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
@@ -9386,7 +9428,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   is_luna = lunai_is_luna(config);
   if (is_luna && memory < 1) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory) == LUNA_OK);
   memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
   attention = lunai_causal_config(&layer->config);
   if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, config->dim)) != NULL;
   if (good && config->convolution) {
@@ -9671,7 +9713,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->layer.dim == 0) c->layer.dim = 128;
   if (c->layer.heads == 0) c->layer.heads = 4;
   layer = c->layer;
-  if (!lunai_layer_config(ctx, &layer, &c->layer)) return false;
+  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &c->layer)) return false;
   lunai_lm_to_sizes(c, &s);
   return lunai_fields_good(ctx, "luna_lm_init", lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &s);
 }
@@ -9797,8 +9839,14 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   layer.ffn = c->ffn;
   layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
   layer.linformer.max_length = c->max_length;
-  if (!lunai_layer_config(ctx, &layer, &c->layer)) return false;
-  c->ffn = c->layer.ffn;
+  if (!lunai_layer_config(ctx, &layer, LUNAI_ENCODER_LAYER, &layer)) return false;
+  if (!lunai_agrees(ctx, "encoder.layer.dim", c->layer.dim, "encoder.dim", layer.dim) ||
+      !lunai_agrees(ctx, "encoder.layer.heads", c->layer.heads, "encoder.heads", layer.heads) ||
+      !lunai_agrees(ctx, "encoder.layer.ffn", c->layer.ffn, "encoder.ffn", layer.ffn) ||
+      !lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "what encoder.own_memory makes of it", layer.own_memory) ||
+      !lunai_agrees(ctx, "encoder.layer.linformer.max_length", c->layer.linformer.max_length, "encoder.max_length", c->max_length)) return false;
+  c->layer = layer;
+  c->ffn = layer.ffn;
   return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
 }
 
@@ -10183,10 +10231,15 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int3
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
-  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor, from = (double)s->warmup_from;
-  const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
-  double factor = 1, done;
+  double t, warmup, total, floor, from, gamma, factor = 1, done;
   int i;
+  if (!s) return NAN;
+  t = (double)step;
+  warmup = (double)s->warmup;
+  total = (double)s->total;
+  floor = (double)s->floor;
+  from = (double)s->warmup_from;
+  gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
   if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
   done = total > warmup ? (t - warmup) / (total - warmup) : 1;
   if (done > 1) done = 1;
@@ -10205,68 +10258,116 @@ typedef struct lunai_trained {
   float lr, decay;
   bool frozen;
 } lunai_trained;
+typedef struct lunai_group { luna_group group; struct lunai_group *next; } lunai_group;
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  luna_adamw_config config;          /* SGD uses lr, weight_decay, clip, schedule; Apollo beta1 and epsilon too */
+  luna_adamw_config config;          /* SGD uses lr, weight_decay, clip, schedule, max_skips; Apollo beta1 and epsilon too */
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
   int64_t attempts, size, active;
   lunai_trained *trained;            /* [size] */
   luna_tensor **parameters;          /* [active] those not frozen, for the norm */
+  lunai_group *groups;               /* in the order they were given, for parameters that join later */
   luna_step_state *state;            /* in backend memory */
+  uint64_t backwards;                /* the context's, at the last step */
+  uint64_t skipped_in_row;           /* the state's, as far as the host knows */
+  luna_optimizer *next;              /* of the context */
 };
 
-LUNAI_FN bool lunai_optimizer_memory(luna_optimizer *o) {
+LUNAI_FN bool lunai_group_fits(const luna_group *group, const lunai_trained *t) {
+  return (!group->name || strstr(t->name, group->name)) && (group->most_axes <= 0 || t->tensor->rank <= group->most_axes);
+}
+LUNAI_FN void lunai_group_set(const luna_group *group, lunai_trained *t) {
+  if (!lunai_group_fits(group, t)) return;
+  t->lr = group->lr == 0 ? 1.0f : group->lr;
+  t->decay = group->weight_decay;
+  t->frozen = group->frozen;
+}
+LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
+  int64_t i;
+  for (o->active = 0, i = 0; i < o->size; i++) if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
+}
+/* Takes in the set's parameters from number `size` on, with moments of zeros: all or, where memory ends, none */
+LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
-  void *trained, *parameters, *state, *moment;
+  const int64_t size = o->params->size;
+  const lunai_persistent_mark mark = lunai_persistent(ctx);
+  const lunai_group *group;
+  void *trained, *parameters, *moment;
   lunai_trained *t;
   lunai_param *p;
+  bool good;
   int i;
-  if (!lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state) || !lunai_persist(ctx, (size_t)o->size * sizeof(lunai_trained), false, &trained) ||
-      !lunai_persist(ctx, (size_t)o->size * sizeof(luna_tensor *), false, &parameters)) return false;
-  o->state = (luna_step_state *)state;
-  o->trained = t = (lunai_trained *)trained;
-  o->parameters = (luna_tensor **)parameters;
-  for (p = o->params->first; p; p = p->next, t++) {
-    o->parameters[o->active++] = t->tensor = &p->tensor;
+  if (o->trained && o->size >= size) return LUNA_OK;
+  good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) && lunai_persist(ctx, (size_t)size * sizeof(luna_tensor *), false, &parameters);
+  if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
+  for (p = o->params->first; p && good; p = p->next) {
+    if (p->index < o->size) continue;
+    t = (lunai_trained *)trained + p->index;
+    t->tensor = &p->tensor;
     t->name = p->name;
     t->lr = 1;
     t->decay = o->config.weight_decay;
-    for (i = 0; i < o->moments; i++) {
-      if (!lunai_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment)) return false;
+    for (group = o->groups; group; group = group->next) lunai_group_set(&group->group, t);
+    for (i = 0; i < o->moments && good; i++) {
+      good = lunai_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment);
       t->moment[i] = (float *)moment;
     }
   }
-  return true;
+  if (!good) {
+    lunai_persistent_rewind(ctx, mark);
+    return lunai_no_memory(ctx, name, (size_t)luna_params_count(o->params) * sizeof(float));
+  }
+  o->trained = (lunai_trained *)trained;
+  o->parameters = (luna_tensor **)parameters;
+  o->size = size;
+  lunai_optimizer_activate(o);
+  return LUNA_OK;
+}
+
+LUNAI_FN bool lunai_is_rate(float x) { return x >= 0 && x < (float)INFINITY; }
+/* null, or what is wrong with a config */
+LUNAI_FN const char *lunai_optimizer_wrong(const luna_optimizer *o) {
+  const luna_adamw_config *c = &o->config;
+  const luna_schedule *s = &c->schedule;
+  if (!(lunai_is_rate(c->lr) && c->clip >= 0 && lunai_is_rate(c->weight_decay) && lunai_is_rate(c->epsilon) && lunai_is_rate(o->momentum)))
+    return "lr, clip, weight_decay, epsilon and momentum must not be negative or NaN";
+  if (!(c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1)) return "betas must be at least 0 and below 1";
+  if (o->nesterov && o->momentum == 0) return "nesterov needs a momentum";
+  if (!(lunai_is_rate(s->floor) && lunai_is_rate(s->warmup_from) && lunai_is_rate(s->gamma) && (unsigned)s->decay <= LUNA_MILESTONES))
+    return "the schedule's decay must be one of luna_decay, its floor, warmup_from and gamma not negative or NaN";
+  if ((s->decay == LUNA_LINEAR || s->decay == LUNA_COSINE) && s->total < 1) return "a linear or cosine schedule needs its total number of steps";
+  return NULL;
 }
 
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
-  const luna_adamw_config *c = &like->config;
+  const char *wrong = params && params->borrowing ? "this set borrows its parameters, which cannot be trained; load a copy instead" : lunai_optimizer_wrong(like);
+  luna_ctx *ctx = lunai_ctx_of(params);
   lunai_persistent_mark mark;
-  luna_optimizer *o;
-  void *memory;
-  if (!params) return NULL;
-  if (params->borrowing) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: this set borrows its parameters, which cannot be trained; load a copy instead", name);
-    return NULL;
-  }
-  if (!(c->lr >= 0 && c->lr < (float)INFINITY && c->clip >= 0 && c->weight_decay >= 0 && c->epsilon >= 0 && c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1)) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "%s: lr, clip, weight_decay and epsilon must not be negative, betas at least 0 and below 1", name);
-    return NULL;
-  }
-  mark = lunai_persistent(params->ctx);
-  if (lunai_persist(params->ctx, sizeof(luna_optimizer), false, &memory)) {
+  luna_status status;
+  luna_optimizer *o = NULL;
+  void *memory, *state;
+  if (!ctx) return NULL;
+  mark = lunai_persistent(ctx);
+  if (ctx->broken != LUNA_OK || wrong) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong ? wrong : "");
+  else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) || !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
+    status = lunai_no_memory(ctx, name, sizeof(luna_optimizer));
+  else {
     o = (luna_optimizer *)memory;
     *o = *like;
     o->params = params;
-    o->size = params->size;
-    if (lunai_optimizer_memory(o)) return o;
+    o->state = (luna_step_state *)state;
+    status = lunai_optimizer_join(o, name);
   }
-  lunai_persistent_rewind(params->ctx, mark);
-  lunai_no_memory(params->ctx, name, (size_t)luna_params_count(params) * sizeof(float));
-  return NULL;
+  lunai_remember(ctx, params, 0, status);
+  if (status != LUNA_OK) {
+    lunai_persistent_rewind(ctx, mark);
+    return NULL;
+  }
+  o->next = ctx->optimizers;
+  return ctx->optimizers = o;
 }
 
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config) {
@@ -10277,6 +10378,7 @@ LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *co
     o.config.weight_decay = config->weight_decay;
     o.config.clip = config->clip;
     o.config.schedule = config->schedule;
+    o.config.max_skips = config->max_skips;
     o.momentum = config->momentum;
     o.nesterov = config->nesterov;
   }
@@ -10310,6 +10412,7 @@ LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_conf
     o.config.weight_decay = config->weight_decay;
     o.config.clip = config->clip;
     o.config.schedule = config->schedule;
+    o.config.max_skips = config->max_skips;
   }
   if (o.config.lr == 0) o.config.lr = 1;
   if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
@@ -10321,20 +10424,65 @@ LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_conf
   return lunai_optimizer_open(params, &o, "luna_apollo");
 }
 
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *group) {
-  int64_t i, matched = 0;
-  if (!o) return LUNA_BAD_ARGUMENT;
-  if (!group || !(group->lr >= 0 && group->weight_decay >= 0)) return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_group: there must be a group; lr and weight_decay must not be negative");
-  for (i = 0; i < o->size; i++) {
-    lunai_trained *t = &o->trained[i];
-    if ((group->name && !strstr(t->name, group->name)) || (group->most_axes > 0 && t->tensor->rank > group->most_axes)) continue;
-    t->lr = group->lr == 0 ? 1.0f : group->lr;
-    t->decay = group->weight_decay;
-    t->frozen = group->frozen;
-    matched++;
+/* as the last of the optimiser's groups, in the place of an earlier one that fits the same parameters; false: no memory */
+LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_group *group) {
+  luna_ctx *ctx = o->params->ctx;
+  const lunai_persistent_mark mark = lunai_persistent(ctx);
+  const char *name = group->name ? group->name : "";
+  lunai_group **at = &o->groups, *kept;
+  void *memory;
+  while (*at && ((*at)->group.most_axes != group->most_axes || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
+  kept = *at;
+  if (kept) {
+    *at = kept->next;
+    name = kept->group.name;
+  } else {
+    if (!lunai_persist(ctx, sizeof *kept, false, &memory)) return false;
+    kept = (lunai_group *)memory;
+    name = lunai_persist_text(ctx, name, "");
+    if (!name) return lunai_persistent_rewind(ctx, mark), false;
   }
-  for (o->active = 0, i = 0; i < o->size; i++) if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
-  return matched ? LUNA_OK : lunai_refuse(o->params->ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes", group->name ? group->name : "anything");
+  kept->group = *group;
+  kept->group.name = name;             /* "" is in every name */
+  kept->next = NULL;
+  for (at = &o->groups; *at; at = &(*at)->next);
+  *at = kept;
+  return true;
+}
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *group) {
+  luna_ctx *ctx = o ? o->params->ctx : NULL;
+  int64_t i, matched = 0;
+  luna_status status;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  if (!group || !(lunai_is_rate(group->lr) && lunai_is_rate(group->weight_decay)))
+    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_group: there must be a group; lr and weight_decay must be finite and not negative");
+  status = lunai_optimizer_join(o, "luna_optimizer_group");
+  if (status != LUNA_OK) return status;
+  for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
+  if (!matched) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes", group->name ? group->name : "anything");
+  if (!lunai_group_keep(o, group)) return lunai_no_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
+  for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
+  lunai_optimizer_activate(o);
+  return LUNA_OK;
+}
+
+/* a failed call stops an optimiser; another optimiser's LUNA_NOT_FINITE does not */
+LUNAI_FN luna_status lunai_optimizer_stopped(const luna_optimizer *o) {
+  const luna_status status = o->params->ctx->status;
+  return status == LUNA_NOT_FINITE ? LUNA_OK : status;
+}
+LUNAI_FN luna_status lunai_optimizer_finite(luna_optimizer *o) {
+  const int64_t max = o->config.max_skips == 0 ? 10 : o->config.max_skips;
+  if (max < 0 || o->skipped_in_row < (uint64_t)max) return LUNA_OK;
+  return lunai_refuse(o->params->ctx, LUNA_NOT_FINITE,
+                      "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a gradient was not finite, and the parameters are as before "
+                      "these steps. Lower lr, set clip, or look for NaN and Inf in the data and the parameters",
+                      (int64_t)o->skipped_in_row, o->attempts);
+}
+LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
+  luna_optimizer *o;
+  for (o = ctx->optimizers; o; o = o->next)
+    if (skipped || o->skipped_in_row > 0) o->skipped_in_row = lunai_state_of(ctx, o->state).skipped_in_row;
 }
 
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
@@ -10344,7 +10492,9 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   int64_t at;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
-  if (ctx->status != LUNA_OK || ctx->options.measure) return ctx->status;
+  status = lunai_optimizer_stopped(o);
+  if (status != LUNA_OK || ctx->options.measure) return status;
+  ctx->look = true;
   at = o->attempts++ + (o->kind != LUNA_APOLLO);
   lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
@@ -10357,7 +10507,11 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   int64_t i;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
-  if (ctx->status != LUNA_OK || ctx->options.measure) return ctx->status;
+  status = lunai_optimizer_stopped(o);
+  if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
+  if (status != LUNA_OK) return status;
+  o->backwards = ctx->backwards;
+  if (ctx->options.measure) return LUNA_OK;
   status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
   memset(&u, 0, sizeof u);
   u.kind = o->kind;
@@ -10376,11 +10530,20 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
     if (!t->tensor->grad) continue;
     status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
   }
-  ctx->stepped = true;
-  return lunai_backend_did(ctx, "luna_optimizer_step", status);
+  ctx->stepped = ctx->look = true;
+  if (status != LUNA_OK) return lunai_backend_did(ctx, "luna_optimizer_step", status);
+  if (!lunai_far(ctx)) o->skipped_in_row = o->state->skipped_in_row;
+  return lunai_optimizer_finite(o);
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
-  const luna_status status = luna_optimizer_advance(o);
+  luna_status status;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  status = lunai_optimizer_stopped(o);
+  if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
+    return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT,
+                        "luna_optimizer_step: no luna_backward since the last step. Call it before each step; a null loss means that an earlier call failed");
+  if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
+  if (status == LUNA_OK) status = luna_optimizer_advance(o);
   return status == LUNA_OK ? luna_optimizer_apply(o) : status;
 }
 
@@ -10398,6 +10561,8 @@ LUNAI_FN luna_step_state lunai_optimizer_state(const luna_optimizer *o) {
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).updates; }
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *o) { return (int64_t)lunai_optimizer_state(o).skipped; }
 LUNA_API float luna_optimizer_norm(const luna_optimizer *o) { return lunai_optimizer_state(o).norm; }
+#else
+LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void)skipped; }
 #endif /* !LUNA_NO_TRAIN */
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -10745,8 +10910,8 @@ LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *param
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16 hexadecimal digits each --- */
 #ifndef LUNA_NO_TRAIN
-static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped", "luna.lr", "luna.step", "luna.seed" };
-enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUNAI_TRAINING_SKIPPED, LUNAI_TRAINING_LR, LUNAI_TRAINING_STEP, LUNAI_TRAINING_SEED, LUNAI_TRAINING_KEYS };
+static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped", "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
+enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUNAI_TRAINING_SKIPPED, LUNAI_TRAINING_LR, LUNAI_TRAINING_STEP, LUNAI_TRAINING_SEED, LUNAI_TRAINING_ROW, LUNAI_TRAINING_KEYS };
 #define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
 
 LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
@@ -10786,15 +10951,18 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   int64_t i, count = 0;
   int k;
   bool good;
-  if (!o || !io || !io->write) return LUNA_BAD_ARGUMENT;
+  if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
-  if (ctx->options.measure) return LUNA_OK;
+  if (!io || !io->write) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
+  status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
+  if (status != LUNA_OK || ctx->options.measure) return status;
   state = lunai_optimizer_state(o);
   memset(value, 0, sizeof value);
   value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
   value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
   value[LUNAI_TRAINING_UPDATES] = state.updates;
   value[LUNAI_TRAINING_SKIPPED] = state.skipped;
+  value[LUNAI_TRAINING_ROW] = state.skipped_in_row;
   memcpy(&value[LUNAI_TRAINING_LR], &o->config.lr, sizeof o->config.lr);
   state = lunai_state_of(ctx, ctx->state);
   value[LUNAI_TRAINING_STEP] = state.step;
@@ -10835,16 +11003,18 @@ LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int 
 LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st, uint64_t value[LUNAI_TRAINING_KEYS]) {
   luna_ctx *ctx = o->params->ctx;
   lunai_st_tensor t;
+  lunai_st_text text;
   size_t cursor = 0;
   int64_t i, count = 0;
   float lr;
   int k;
   for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
-    if (!lunai_unhex(st, lunai_training_keys[k], &value[k])) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits", lunai_training_keys[k]);
+    if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) && (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
+      return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits", lunai_training_keys[k]);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
   memcpy(&lr, &value[LUNAI_TRAINING_LR], sizeof lr);
   if (!(lr >= 0 && lr < (float)INFINITY) || value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
-      value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS])
+      value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS] || value[LUNAI_TRAINING_ROW] > value[LUNAI_TRAINING_SKIPPED])
     return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
   if (count != o->size * o->moments) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file has %d moments, the optimiser %d", count, o->size * o->moments);
@@ -10865,6 +11035,7 @@ LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *byt
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   status = lunai_open_st(ctx, &st, bytes, size);
+  if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, &st, value);
   if (status == LUNA_OK) status = lunai_load_st(o->params, &st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* what waits here is not that run's */
@@ -10876,6 +11047,7 @@ LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *byt
   state = lunai_optimizer_state(o);
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
+  state.skipped_in_row = o->skipped_in_row = value[LUNAI_TRAINING_ROW];
   o->attempts = (int64_t)value[LUNAI_TRAINING_ATTEMPTS];
   memcpy(&o->config.lr, &value[LUNAI_TRAINING_LR], sizeof o->config.lr);
   status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);

@@ -3722,6 +3722,7 @@ __global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_
   state->updates += (uint64_t)!nonfinite;
   state->skipped += (uint64_t)nonfinite;
   context->skipped += (uint64_t)nonfinite;
+  state->skipped_in_row = nonfinite ? state->skipped_in_row + 1 : 0;
 }
 static luna_status lunacu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
   const cudaStream_t stream = lunacu_stream_of(ctx);

@@ -995,6 +995,8 @@ static void check_linformer_refusals(void) {
   refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "kind",
           "a plain attention layer of Luna's kind");
   CHECK(luna_params_size(params) == 0, "what was refused leaves %d parameters", (int)luna_params_size(params));
+  luna_close(ctx); /* an init that failed stays in its context */
+  ctx = ctx_open(), params = luna_params_open(ctx);
   for (int i = 0; i < 4; i++) {
     luna_linformer_config l = {4, 0, 0, 9, LUNA_KEY_VALUE, (luna_linformer_projection)i};
     char name[8] = "0.";
