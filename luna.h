@@ -45,7 +45,8 @@
        luna_begin_inference empty, so that a steady step never allocates. `block` gives a context one block for everything; a context opened
        with `measure` computes nothing and tells in luna_memory() how large that block must be.
      Errors.  Nothing aborts or prints. A failed op returns null, ops given null return null, and the first sentence since begin stays in
-       luna_error(ctx). So check once: after the loss, or after luna_optimizer_step, which does nothing when a call before it failed.
+       luna_error(ctx). An init that fails leaves a zeroed struct, and each begin reports it until it succeeds. So check once: after the loss, or
+       after luna_optimizer_step, which does nothing when a call before it failed.
      Gradients.  luna_backward adds to the .grad of every parameter that took part; luna_optimizer_step uses and zeroes them. Several
        begin/forward/backward before one optimiser step accumulate. layer.recompute trades time for memory: a layer, or its feed-forward, is
        computed again in backward instead of kept, with the same gradients bit for bit. Folded Luna layers keep 2 dim + ffn floats a token, or
@@ -242,6 +243,8 @@ LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null 
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);      /* training: tape and dropout on; activations freed; gradients kept */
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
+/* Both report an init, a load of a model, a parameter set or an optimiser that failed (luna_param: for memory), the first of them, until the same call
+   succeeds: with the same prefix, in the same set or one opened since. */
 LUNA_API luna_status luna_state(const luna_ctx *ctx);     /* the first failure since begin */
 LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" when there is none */
 
@@ -439,7 +442,9 @@ LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, l
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
+   >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "". An init that fails makes no parameter and
+   zeroes its struct; a forward of a zeroed struct is an error. A config that says a thing twice must say the same, or 0; what belongs to another
+   attention than the one chosen may stand.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init);
@@ -588,7 +593,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: config, init, forward. Tokens are [batch,n], lengths [batch] real tokens of each sequence, null = all; what stands in the padding must be
-   tokens, and changes nothing.
+   tokens, and changes nothing. Inits and loads fail as those of layers do.
    ---------------------------------------------------------------------------------------------------------------------- */
 /* Causal language model: embedding, causal layers, logits tied to the embedding */
 typedef struct luna_lm_config {
@@ -624,7 +629,7 @@ typedef struct luna_encoder_config {
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
   bool keep_padding;                 /* leave what comes out of padded places (the authors' translation model); default: zeros */
-  luna_layer_config layer;           /* everything else of the layers; its dim, heads, ffn and own_memory come from above */
+  luna_layer_config layer;           /* everything else of the layers; its dim, heads, ffn, own_memory and Linformer's max_length come from above: 0, or the same */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
@@ -10748,7 +10753,7 @@ LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_en
 LUNA_API bool luna_entry_read(const luna_entry *entry, float *out) {
   lunai_st_tensor t;
   memset(&t, 0, sizeof t);
-  if (!entry || !out) return false;
+  if (!entry || !entry->dtype || !out) return false;
   while (t.dtype < LUNAI_ST_DTYPES && strcmp(lunai_st_formats[t.dtype].name, entry->dtype) != 0) t.dtype++;
   t.count = entry->count;
   t.data = (const uint8_t *)entry->data;
@@ -12179,6 +12184,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   int64_t at, i, rows = 0;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
+  else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position) s->error = "luna_stream_prefill: too many tokens";
   for (i = 0; i < n * s->batch && !*s->error; i++)
     if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
   if (s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
