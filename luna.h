@@ -45,8 +45,8 @@
        luna_begin_inference empty, so that a steady step never allocates. `block` gives a context one block for everything; a context opened
        with `measure` computes nothing and tells in luna_memory() how large that block must be.
      Errors.  Nothing aborts or prints. A failed op returns null, ops given null return null, and the first sentence since begin stays in
-       luna_error(ctx). An init that fails leaves a zeroed struct, and each begin reports it until it succeeds. So check once: after the loss, or
-       after luna_optimizer_step, which does nothing when a call before it failed.
+       luna_error(ctx). An init that fails leaves a zeroed struct, and each begin reports it until it succeeds. So check
+       once: after the loss, or after luna_optimizer_step, which does nothing when a call before it failed.
      Gradients.  luna_backward adds to the .grad of every parameter that took part; luna_optimizer_step uses and zeroes them. Several
        begin/forward/backward before one optimiser step accumulate. layer.recompute trades time for memory: a layer, or its feed-forward, is
        computed again in backward instead of kept, with the same gradients bit for bit. Folded Luna layers keep 2 dim + ffn floats a token, or
@@ -243,8 +243,8 @@ LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null 
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);      /* training: tape and dropout on; activations freed; gradients kept */
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* Both report an init, a load of a model, a parameter set or an optimiser that failed (luna_param: for memory), the first of them, until the same call
-   succeeds: with the same prefix, in the same set or one opened since. */
+/* Both report a failed init, load of a model, luna_params_open, luna_params_share or optimiser, and a luna_param
+   without memory: the first, until the same call succeeds, with the same prefix, in that set or one opened since. */
 LUNA_API luna_status luna_state(const luna_ctx *ctx);     /* the first failure since begin */
 LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" when there is none */
 
@@ -442,9 +442,9 @@ LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, l
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "". An init that fails makes no parameter and
-   zeroes its struct; a forward of a zeroed struct is an error. A config that says a thing twice must say the same, or 0; what belongs to another
-   attention than the one chosen may stand.
+   >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
+   An init that fails makes no parameter and zeroes its struct; a forward of a zeroed struct is an error. Where a config
+   has a number in two places one is 0 or equals the other; fields of an attention that is not chosen count for nothing.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init);
@@ -629,7 +629,8 @@ typedef struct luna_encoder_config {
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
   bool keep_padding;                 /* leave what comes out of padded places (the authors' translation model); default: zeros */
-  luna_layer_config layer;           /* everything else of the layers; its dim, heads, ffn, own_memory and Linformer's max_length come from above: 0, or the same */
+  luna_layer_config layer;           /* everything else of the layers; its dim, heads, ffn, own_memory and
+                                        linformer.max_length come from above: 0, or equal */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
@@ -771,7 +772,7 @@ typedef struct luna_sgd_config {
   float weight_decay;                /* added to the gradient */
   float clip;                        /* greatest global gradient norm; 0 = none */
   luna_schedule schedule;
-  int64_t max_skips;                 /* steps skipped in a row from which on luna_optimizer_step is LUNA_NOT_FINITE; 0 = 10, negative: never */
+  int64_t max_skips;                 /* in a row, from which on a step is LUNA_NOT_FINITE; 0 = 10, negative: never */
 } luna_sgd_config;
 typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float lr;                          /* 0 = 1e-3 */
@@ -791,15 +792,15 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   luna_schedule schedule;            /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
   int64_t max_skips;                 /* 0 = 10 */
 } luna_apollo_config;
-/* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed with the context. Null
-   config: defaults. */
+/* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
+   with the context. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config);
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
 
-/* A group: parameters that learn in another way than the config says, those that join later included. { .most_axes = 1 }: no decay on norms and
-   biases. */
+/* A group: parameters that learn in another way than the config says, those that join later included.
+   { .most_axes = 1 }: no decay on norms and biases. */
 typedef struct luna_group {
   const char *name;                  /* whose name has this in it; null = any */
   int most_axes;                     /* and of at most so many axes; 0 = any */
@@ -809,13 +810,14 @@ typedef struct luna_group {
 } luna_group;
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
 
-/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no luna_backward since this
-   optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or among the gradients skips the update: parameters stay
-   as they are; the next luna_item or luna_read reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on
-   it returns LUNA_NOT_FINITE, until one is good; on a device what luna_item or luna_read found last counts. */
+/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no
+   luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
+   among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read reports it to
+   options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
+   until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, for who records a step on a device and replays it: advance sets the step's learning rate, apply (which can be recorded) does the
-   rest, with whatever gradients there are. */
+/* Its two halves, for who records a step on a device and replays it: advance sets the step's learning rate, apply
+   (which can be recorded) does the rest, with whatever gradients there are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -5657,7 +5659,7 @@ struct luna_ctx {
   char error[320];
   int setups;                        /* inits under way, one inside another */
   int64_t sets;                      /* parameter sets opened */
-  lunai_failure failure;             /* of the first init that failed and has not succeeded since: each begin reports it */
+  lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
   luna_optimizer *optimizers;        /* newest first */
   bool look;                         /* an optimiser on a device has made a step that the host has not looked at */
@@ -7268,7 +7270,8 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
-/* What the optimisers found out without the host. A device is asked only when it is read anyway, and of each optimiser only when steps were skipped. */
+/* What the optimisers found out without the host. A device is asked only when it is read anyway, and for each optimiser
+   only when steps were skipped. */
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
@@ -7677,8 +7680,8 @@ struct luna_params {
   const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
 };
 
-/* What a call that makes something came to. The first failure is remembered until the same call succeeds, in that set or in one opened since;
-   what happens inside an init is the init's. */
+/* What a call that makes something came to. The first failure is remembered until the same call succeeds, in that set
+   or in one opened since; what happens inside an init is the init's. */
 LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t hash, luna_status status) {
   lunai_failure *f = &ctx->failure;
   const bool same = f->hash == hash && (f->set == set || (set && set->number >= f->sets));
@@ -7723,7 +7726,8 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
   luna_params *params = from ? luna_params_open(ctx) : NULL;
   if (ctx && !from)
-    lunai_remember(ctx, NULL, 0, lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
+    lunai_remember(ctx, NULL, 0,
+                   lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
@@ -7897,7 +7901,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     return NULL;
   }
   if ((unsigned)init.kind > LUNA_PRESENT || !(init.scale - init.scale == 0)) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: its init must be one of luna_init_kind, with a finite scale", name);
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: init must be one of luna_init_kind, scale finite", name);
     return NULL;
   }
   if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || strcmp(name, "__metadata__") == 0 || strncmp(name, "luna.", 5) == 0) {
@@ -7914,7 +7918,8 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   if (p) p->name = lunai_persist_text(ctx, name, "");
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
-    lunai_remember(ctx, params, lunai_hash(name), lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count));
+    lunai_remember(ctx, params, lunai_hash(name),
+                   lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count));
     return NULL;
   }
   p->hash = lunai_hash(name);
@@ -7941,7 +7946,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   return &p->tensor;
 }
 
-/* --- an init: all of its parameters, or none and its struct zeroed. Inits nest; what the outermost came to is remembered. --- */
+/* --- an init: all of its parameters, or none and its struct zeroed. Inits nest; the outermost is remembered. --- */
 typedef struct lunai_setup {
   luna_params *params;
   void *made;                        /* the struct */
@@ -7953,7 +7958,8 @@ typedef struct lunai_setup {
   int64_t count;
 } lunai_setup;
 /* False when there can be nothing, with a sentence where there is a context. lunai_setup_end must follow either way. */
-LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char *prefix, void *made, size_t size, const void *config) {
+LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char *prefix, void *made, size_t size,
+                                const void *config) {
   memset(s, 0, sizeof *s);
   s->params = params;
   s->made = made;
@@ -7968,7 +7974,8 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char 
   params->ctx->setups++;
   params->ctx->refused = params->ctx->broken;
   if (params->ctx->broken != LUNA_OK || (made && config)) return params->ctx->broken == LUNA_OK;
-  return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "a layer's or model's init needs a place to put it, and a config") == LUNA_OK;
+  return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                      "a layer's or model's init needs a place to put it, and a config") == LUNA_OK;
 }
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
@@ -8731,7 +8738,8 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MOST_NAME
 
 /* whether a forward has its input and a layer whose init succeeded; `made`: what no such layer lacks */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const void *made, const char *name) {
-  if (x && !made) lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: the layer is null or zeroed: its init failed or was not called", name);
+  if (x && !made)
+    lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: the layer is null or zeroed: its init failed or was not called", name);
   return x && made;
 }
 
@@ -8742,7 +8750,8 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
   return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
-  return lunai_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward") ? luna_linear(x, layer->weight, layer->bias) : NULL;
+  if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward")) return NULL;
+  return luna_linear(x, layer->weight, layer->bias);
 }
 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
@@ -8752,7 +8761,8 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
   return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
-  return lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward") ? luna_layer_norm(x, layer->weight, layer->bias) : NULL;
+  if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
+  return luna_layer_norm(x, layer->weight, layer->bias);
 }
 
 /* --- Luna attention, eqs. 3-5 --- */
@@ -8771,8 +8781,13 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.pack_heads == 0) c.pack_heads = c.heads;
-  if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads || (unsigned)c.sharing > LUNA_SHARED_QK || !(c.dropout >= 0 && c.dropout < 1))
-    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout below 1", c.dim, c.heads, c.pack_heads) == LUNA_OK);
+  if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads ||
+      (unsigned)c.sharing > LUNA_SHARED_QK || !(c.dropout >= 0 && c.dropout < 1)) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                 "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout "
+                 "below 1", c.dim, c.heads, c.pack_heads);
+    return lunai_setup_end(&s, false);
+  }
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   layer->pk = layer->k = none;
@@ -8927,10 +8942,19 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   c = *config;
   if (c.heads == 0) c.heads = 1;
   if (c.omega == LUNA_NONE) c.omega = LUNA_SOFTPLUS2;
-  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_TIED && c.sharing != LUNA_FULL) || !(c.dropout >= 0 && c.dropout < 1))
-    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, dropout below 1", c.dim, c.heads) == LUNA_OK);
-  if (c.omega != LUNA_SOFTPLUS2 && c.omega != LUNA_SOFTPLUS && c.omega != LUNA_ELU1)
-    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_init: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1") == LUNA_OK);
+  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_TIED && c.sharing != LUNA_FULL) ||
+      !(c.dropout >= 0 && c.dropout < 1)) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                 "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, "
+                 "dropout below 1", c.dim, c.heads);
+    return lunai_setup_end(&s, false);
+  }
+  if (c.omega != LUNA_SOFTPLUS2 && c.omega != LUNA_SOFTPLUS && c.omega != LUNA_ELU1) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                 "luna_causal_attention_layer_init: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or "
+                 "LUNA_ELU1");
+    return lunai_setup_end(&s, false);
+  }
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
@@ -9031,10 +9055,20 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   c = *config;
   if (c.heads == 0) c.heads = 1;
-  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX || c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1))
-    return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_init: dim %d must be a multiple of heads %d, kind softmax, linear or Linformer, dropout below 1", c.dim, c.heads) == LUNA_OK);
-  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_attention_layer_init: Linformer mixes all positions and cannot be causal") == LUNA_OK);
-  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer)) return lunai_setup_end(&s, false);
+  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX ||
+      c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1)) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                 "luna_attention_layer_init: dim %d must be a multiple of heads %d, kind softmax, linear or "
+                 "Linformer, dropout below 1", c.dim, c.heads);
+    return lunai_setup_end(&s, false);
+  }
+  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) {
+    lunai_refuse(params->ctx, LUNA_UNSUPPORTED,
+                 "luna_attention_layer_init: Linformer mixes all positions and cannot be causal");
+    return lunai_setup_end(&s, false);
+  }
+  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer))
+    return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
@@ -9168,19 +9202,23 @@ LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention ==
 /* Refuses a number of a config that says otherwise than what it is taken from; 0 says nothing */
 LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
   if (value == 0 || value == expected) return true;
-  return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "config: %s is %d, where %s is %d; leave it 0", name, value, from, expected) == LUNA_OK;
+  return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "config: %s is %d, where %s is %d; leave it 0", name, value, from,
+                      expected) == LUNA_OK;
 }
-/* what kinds of layers would leave aside. What belongs to another attention than the one chosen may stand: configs are compared by changing that alone. */
+/* What this kind of layer does not have; fields of an attention that is not chosen may stand, so that configs can be
+   compared by changing the attention alone */
 typedef enum lunai_layer_kind { LUNAI_ENCODER_LAYER, LUNAI_DECODER_LAYER, LUNAI_CAUSAL_LAYER } lunai_layer_kind;
 LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, lunai_layer_kind kind) {
-  if (c->hook && !lunai_agrees(ctx, "layer.attention", c->attention, "a hook's", LUNA_ATTENTION_LUNA)) return false;
-  if (kind != LUNAI_CAUSAL_LAYER && !lunai_agrees(ctx, "layer.convolution", c->convolution, "that of an encoder or decoder layer", 0)) return false;
-  if (kind != LUNAI_ENCODER_LAYER && !lunai_agrees(ctx, "layer.own_memory", c->own_memory, "that of a causal or decoder layer", 0)) return false;
-  return kind != LUNAI_CAUSAL_LAYER || !lunai_is_luna(c) || c->sharing == LUNA_FULL ||
-         lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_TIED);
+  const bool causal = kind == LUNAI_CAUSAL_LAYER, encoder = kind == LUNAI_ENCODER_LAYER;
+  const bool tied = causal && lunai_is_luna(c) && c->sharing != LUNA_FULL;
+  return (!c->hook || lunai_agrees(ctx, "layer.attention", c->attention, "a hook's", LUNA_ATTENTION_LUNA)) &&
+         (causal || lunai_agrees(ctx, "layer.convolution", c->convolution, "an encoder or decoder layer's", 0)) &&
+         (encoder || lunai_agrees(ctx, "layer.own_memory", c->own_memory, "a causal or decoder layer's", 0)) &&
+         (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_TIED));
 }
 /* fills in the defaults; false with a sentence when the config cannot be */
-LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind, luna_layer_config *c) {
+LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
+                                 luna_layer_config *c) {
   if (!lunai_layer_agrees(ctx, config, kind)) return false;
   *c = *config;
   if (c->heads == 0) c->heads = 1;
@@ -9304,7 +9342,8 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   bool good, is_luna;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
+         lunai_name(params, name, prefix, "self_attn.");
   is_luna = lunai_is_luna(&layer->config);
   if (good && is_luna && config->own_memory) good = (layer->memory = lunai_memory_init(params, prefix, config->own_memory, config->dim)) != NULL;
   attention = lunai_nested_config(&layer->config);
@@ -9374,8 +9413,13 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   lunai_setup s;
   bool good;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
-  if (!lunai_is_luna(config)) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_UNSUPPORTED, "luna_decoder_layer_init: a decoder layer has Luna attention and no other") == LUNA_OK);
-  good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  if (!lunai_is_luna(config)) {
+    lunai_refuse(params->ctx, LUNA_UNSUPPORTED,
+                 "luna_decoder_layer_init: a decoder layer has Luna attention and no other");
+    return lunai_setup_end(&s, false);
+  }
+  good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) &&
+         lunai_name(params, name, prefix, "self_attn.");
   cross = lunai_nested_config(&layer->config);
   self = lunai_causal_config(&layer->config);
   good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
@@ -9431,9 +9475,14 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   bool good, is_luna;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   is_luna = lunai_is_luna(config);
-  if (is_luna && memory < 1) return lunai_setup_end(&s, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory) == LUNA_OK);
+  if (is_luna && memory < 1) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                 "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
+    return lunai_setup_end(&s, false);
+  }
   memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) && lunai_name(params, name, prefix, "self_attn.");
+  good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) &&
+         lunai_name(params, name, prefix, "self_attn.");
   attention = lunai_causal_config(&layer->config);
   if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, config->dim)) != NULL;
   if (good && config->convolution) {
@@ -9848,8 +9897,9 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   if (!lunai_agrees(ctx, "encoder.layer.dim", c->layer.dim, "encoder.dim", layer.dim) ||
       !lunai_agrees(ctx, "encoder.layer.heads", c->layer.heads, "encoder.heads", layer.heads) ||
       !lunai_agrees(ctx, "encoder.layer.ffn", c->layer.ffn, "encoder.ffn", layer.ffn) ||
-      !lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "what encoder.own_memory makes of it", layer.own_memory) ||
-      !lunai_agrees(ctx, "encoder.layer.linformer.max_length", c->layer.linformer.max_length, "encoder.max_length", c->max_length)) return false;
+      !lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "encoder.own_memory's", layer.own_memory) ||
+      !lunai_agrees(ctx, "encoder.layer.linformer.max_length", c->layer.linformer.max_length, "encoder.max_length",
+                    c->max_length)) return false;
   c->layer = layer;
   c->ffn = layer.ffn;
   return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
@@ -9998,8 +10048,11 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   if (c.vocab == 0) c.vocab = 256;
   if (c.classes == 0) c.classes = 2;
   if (c.pooling == LUNA_POOL_DEFAULT) c.pooling = is_luna ? LUNA_POOL_MEMORY : LUNA_POOL_MEAN;
-  if (!is_luna && (c.pooling == LUNA_POOL_MEMORY || c.pooling == LUNA_POOL_MEMORY_BATCH))
-    return lunai_setup_end(&setup, lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_init: to pool the memory takes Luna attention, which has one") == LUNA_OK);
+  if (!is_luna && (c.pooling == LUNA_POOL_MEMORY || c.pooling == LUNA_POOL_MEMORY_BATCH)) {
+    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                 "luna_classifier_init: to pool the memory takes Luna attention, which has one");
+    return lunai_setup_end(&setup, false);
+  }
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_classifier_sizes(&c, &s);
   if (!lunai_model_good(params->ctx, "luna_classifier_init", &s)) return lunai_setup_end(&setup, false);
@@ -10030,7 +10083,8 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
   if (!lunai_layer_made(x, model ? model->params : NULL, "luna_classifier_pool")) return NULL;
-  if (x->rank != 3) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
+  if (x->rank != 3)
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
   if (!p && (model->config.pooling == LUNA_POOL_MEMORY || model->config.pooling == LUNA_POOL_MEMORY_BATCH))
     return lunai_null(x->ctx, "luna_classifier_pool", "p");
   switch (model->config.pooling) {
@@ -10052,7 +10106,8 @@ LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna
 LUNA_API luna_tensor *luna_classify(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
   if (!ctx) return NULL;
-  if (model->config.pair) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify: this model compares two sequences: luna_classify_pair");
+  if (model->config.pair)
+    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify: this model compares two sequences: luna_classify_pair");
   return lunai_classifier_logits(model, lunai_classifier_features(model, tokens, lengths, batch, n));
 }
 LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
@@ -10060,7 +10115,8 @@ LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int
   luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
   luna_tensor *part[4];
   if (!ctx) return NULL;
-  if (!model->config.pair) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify_pair: this model reads one sequence: luna_classify");
+  if (!model->config.pair)
+    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify_pair: this model reads one sequence: luna_classify");
   part[0] = lunai_classifier_features(model, tokens, lengths, batch, n);
   part[1] = lunai_classifier_features(model, tokens2, lengths2, batch, n2);
   part[2] = luna_mul(part[0], part[1]);
@@ -10096,7 +10152,8 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
   return luna_linear(luna_norm_layer_forward(&model->norm, x), model->encoder.embedding, model->bias);
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
-  return model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL)) : NULL;
+  if (!model) return NULL;
+  return lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL));
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, const int32_t *labels, int64_t batch, int64_t n) {
   luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
@@ -10267,7 +10324,7 @@ typedef struct lunai_group { luna_group group; struct lunai_group *next; } lunai
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  luna_adamw_config config;          /* SGD uses lr, weight_decay, clip, schedule, max_skips; Apollo beta1 and epsilon too */
+  luna_adamw_config config;          /* SGD leaves betas and epsilon aside, Apollo beta2 */
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
@@ -10282,7 +10339,8 @@ struct luna_optimizer {
 };
 
 LUNAI_FN bool lunai_group_fits(const luna_group *group, const lunai_trained *t) {
-  return (!group->name || strstr(t->name, group->name)) && (group->most_axes <= 0 || t->tensor->rank <= group->most_axes);
+  return (!group->name || strstr(t->name, group->name)) &&
+         (group->most_axes <= 0 || t->tensor->rank <= group->most_axes);
 }
 LUNAI_FN void lunai_group_set(const luna_group *group, lunai_trained *t) {
   if (!lunai_group_fits(group, t)) return;
@@ -10292,7 +10350,8 @@ LUNAI_FN void lunai_group_set(const luna_group *group, lunai_trained *t) {
 }
 LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
   int64_t i;
-  for (o->active = 0, i = 0; i < o->size; i++) if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
+  for (o->active = 0, i = 0; i < o->size; i++)
+    if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
 }
 /* Takes in the set's parameters from number `size` on, with moments of zeros: all or, where memory ends, none */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
@@ -10306,7 +10365,8 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   bool good;
   int i;
   if (o->trained && o->size >= size) return LUNA_OK;
-  good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) && lunai_persist(ctx, (size_t)size * sizeof(luna_tensor *), false, &parameters);
+  good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
+         lunai_persist(ctx, (size_t)size * sizeof(luna_tensor *), false, &parameters);
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
   for (p = o->params->first; p && good; p = p->next) {
     if (p->index < o->size) continue;
@@ -10337,18 +10397,20 @@ LUNAI_FN bool lunai_is_rate(float x) { return x >= 0 && x < (float)INFINITY; }
 LUNAI_FN const char *lunai_optimizer_wrong(const luna_optimizer *o) {
   const luna_adamw_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
-  if (!(lunai_is_rate(c->lr) && c->clip >= 0 && lunai_is_rate(c->weight_decay) && lunai_is_rate(c->epsilon) && lunai_is_rate(o->momentum)))
-    return "lr, clip, weight_decay, epsilon and momentum must not be negative or NaN";
+  if (!(lunai_is_rate(c->lr) && lunai_is_rate(c->weight_decay) && lunai_is_rate(c->epsilon) &&
+        lunai_is_rate(o->momentum) && c->clip >= 0))
+    return "lr, clip, weight_decay, epsilon and momentum must be finite and not negative";
   if (!(c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1)) return "betas must be at least 0 and below 1";
   if (o->nesterov && o->momentum == 0) return "nesterov needs a momentum";
-  if (!(lunai_is_rate(s->floor) && lunai_is_rate(s->warmup_from) && lunai_is_rate(s->gamma) && (unsigned)s->decay <= LUNA_MILESTONES))
-    return "the schedule's decay must be one of luna_decay, its floor, warmup_from and gamma not negative or NaN";
-  if ((s->decay == LUNA_LINEAR || s->decay == LUNA_COSINE) && s->total < 1) return "a linear or cosine schedule needs its total number of steps";
+  if (!(lunai_is_rate(s->floor) && lunai_is_rate(s->warmup_from) && lunai_is_rate(s->gamma)))
+    return "the schedule's floor, warmup_from and gamma must be finite and not negative";
+  if ((unsigned)s->decay > LUNA_MILESTONES) return "the schedule's decay must be one of luna_decay";
+  if ((s->decay == LUNA_LINEAR || s->decay == LUNA_COSINE) && s->total < 1) return "this schedule needs a total";
   return NULL;
 }
 
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
-  const char *wrong = params && params->borrowing ? "this set borrows its parameters, which cannot be trained; load a copy instead" : lunai_optimizer_wrong(like);
+  const char *wrong = lunai_optimizer_wrong(like);
   luna_ctx *ctx = lunai_ctx_of(params);
   lunai_persistent_mark mark;
   luna_status status;
@@ -10356,8 +10418,11 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
   void *memory, *state;
   if (!ctx) return NULL;
   mark = lunai_persistent(ctx);
-  if (ctx->broken != LUNA_OK || wrong) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong ? wrong : "");
-  else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) || !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
+  if (params->borrowing) wrong = "this set borrows its parameters, which cannot be trained; load a copy instead";
+  if (ctx->broken != LUNA_OK) wrong = ctx->error;
+  if (wrong) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong);
+  else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
+           !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
     status = lunai_no_memory(ctx, name, sizeof(luna_optimizer));
   else {
     o = (luna_optimizer *)memory;
@@ -10429,7 +10494,7 @@ LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_conf
   return lunai_optimizer_open(params, &o, "luna_apollo");
 }
 
-/* as the last of the optimiser's groups, in the place of an earlier one that fits the same parameters; false: no memory */
+/* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
 LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_group *group) {
   luna_ctx *ctx = o->params->ctx;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
@@ -10460,11 +10525,14 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *g
   luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (!group || !(lunai_is_rate(group->lr) && lunai_is_rate(group->weight_decay)))
-    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_group: there must be a group; lr and weight_decay must be finite and not negative");
+    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT,
+                        "luna_optimizer_group: there must be a group, its lr and weight_decay finite and not negative");
   status = lunai_optimizer_join(o, "luna_optimizer_group");
   if (status != LUNA_OK) return status;
   for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
-  if (!matched) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes", group->name ? group->name : "anything");
+  if (!matched)
+    return lunai_refuse(ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes",
+                        group->name ? group->name : "anything");
   if (!lunai_group_keep(o, group)) return lunai_no_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
   lunai_optimizer_activate(o);
@@ -10480,8 +10548,8 @@ LUNAI_FN luna_status lunai_optimizer_finite(luna_optimizer *o) {
   const int64_t max = o->config.max_skips == 0 ? 10 : o->config.max_skips;
   if (max < 0 || o->skipped_in_row < (uint64_t)max) return LUNA_OK;
   return lunai_refuse(o->params->ctx, LUNA_NOT_FINITE,
-                      "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a gradient was not finite, and the parameters are as before "
-                      "these steps. Lower lr, set clip, or look for NaN and Inf in the data and the parameters",
+                      "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a gradient was not "
+                      "finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data",
                       (int64_t)o->skipped_in_row, o->attempts);
 }
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
@@ -10546,7 +10614,8 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
     return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT,
-                        "luna_optimizer_step: no luna_backward since the last step. Call it before each step; a null loss means that an earlier call failed");
+                        "luna_optimizer_step: no luna_backward since the last step. Call it before each step; a null "
+                        "loss means that an earlier call failed");
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status == LUNA_OK) status = luna_optimizer_advance(o);
   return status == LUNA_OK ? luna_optimizer_apply(o) : status;
@@ -10628,7 +10697,8 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
   lunai_extras none;
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->write) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_save_io: there is nothing to write with");
+  if (!io || !io->write)
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_save_io: there is nothing to write with");
   memset(&none, 0, sizeof none);
   return params->ctx->options.measure ? LUNA_OK : lunai_save(params, &none, io);
 }
@@ -10836,7 +10906,9 @@ LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
 LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
   const int64_t count = lunai_st_tensors(st), made = s->params->size - s->count;
   s->params->filling = NULL;
-  if (status == LUNA_OK && made != count) status = lunai_refuse(s->params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d", count, made);
+  if (status == LUNA_OK && made != count)
+    status = lunai_refuse(s->params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d",
+                          count, made);
   return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
 
@@ -10888,18 +10960,26 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   const char *wrong;
   int64_t count;
   int k = 0;
-  if (params->size) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already") == LUNA_OK;
-  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file does not say what model it is (luna.kind)") == LUNA_OK;
+  if (params->size)
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already") == LUNA_OK;
+  if (!lunai_st_meta(st, "luna.kind", &kind))
+    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+                        "luna_load_model: the file does not say what model it is (luna.kind)") == LUNA_OK;
   model->kind = LUNA_MODEL_LM;
   if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 3) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the file holds a kind of model that luna.h does not know") == LUNA_OK;
+  if (k == 3)
+    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+                        "luna_load_model: the file holds a kind of model that luna.h does not know") == LUNA_OK;
   wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
   if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
-  if (wrong) return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: %s is missing from the metadata, or out of range", wrong) == LUNA_OK;
+  if (wrong)
+    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+                        "luna_load_model: %s is missing from the metadata, or out of range", wrong) == LUNA_OK;
   count = lunai_st_tensors(st);
   if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
-    return lunai_refuse(params->ctx, LUNA_BAD_FILE, "luna_load_model: the metadata claims other layers than the file has tensors for") == LUNA_OK;
+    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+                        "luna_load_model: the metadata claims other layers than the file has tensors for") == LUNA_OK;
   model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   lunai_fill_begin(params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
@@ -10915,8 +10995,10 @@ LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *param
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16 hexadecimal digits each --- */
 #ifndef LUNA_NO_TRAIN
-static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped", "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
-enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUNAI_TRAINING_SKIPPED, LUNAI_TRAINING_LR, LUNAI_TRAINING_STEP, LUNAI_TRAINING_SEED, LUNAI_TRAINING_ROW, LUNAI_TRAINING_KEYS };
+static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
+                                                 "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
+enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUNAI_TRAINING_SKIPPED, LUNAI_TRAINING_LR,
+       LUNAI_TRAINING_STEP, LUNAI_TRAINING_SEED, LUNAI_TRAINING_ROW, LUNAI_TRAINING_KEYS };
 #define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
 
 LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
@@ -10958,7 +11040,8 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   bool good;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
-  if (!io || !io->write) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
+  if (!io || !io->write)
+    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
   status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
   if (status != LUNA_OK || ctx->options.measure) return status;
   state = lunai_optimizer_state(o);
@@ -11014,12 +11097,16 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   float lr;
   int k;
   for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
-    if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) && (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
-      return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits", lunai_training_keys[k]);
+    if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) &&
+        (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
+      return lunai_refuse(ctx, LUNA_BAD_FILE,
+                          "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits",
+                          lunai_training_keys[k]);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
   memcpy(&lr, &value[LUNAI_TRAINING_LR], sizeof lr);
   if (!(lr >= 0 && lr < (float)INFINITY) || value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
-      value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS] || value[LUNAI_TRAINING_ROW] > value[LUNAI_TRAINING_SKIPPED])
+      value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS] ||
+      value[LUNAI_TRAINING_ROW] > value[LUNAI_TRAINING_SKIPPED])
     return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
   if (count != o->size * o->moments) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file has %d moments, the optimiser %d", count, o->size * o->moments);
@@ -11094,7 +11181,8 @@ LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->read) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_io: there is nothing to read with");
+  if (!io || !io->read)
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_io: there is nothing to read with");
   return lunai_load_through(params->ctx, lunai_load_plain, NULL, params, io);
 }
 
@@ -12184,7 +12272,8 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   int64_t at, i, rows = 0;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
-  else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position) s->error = "luna_stream_prefill: too many tokens";
+  else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position)
+    s->error = "luna_stream_prefill: too many tokens";
   for (i = 0; i < n * s->batch && !*s->error; i++)
     if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
   if (s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";

@@ -50,7 +50,7 @@ static bool bytes_write(void *user, const void *more, size_t size) {
   return true;
 }
 
-/* config: 1 a null one where there can be one; bad: 1 a size that cannot be, 2 another */
+/* bad: 0, or one of two ways to be refused; no_config: null for a config, or for the file */
 static luna_status init(made_kind kind, made *m, luna_params *params, int bad, bool no_config) {
   const int64_t heads = bad == 1 ? 3 : 2, dim = bad == 2 ? -1 : DIM;
   const luna_init normal = {LUNA_NORMAL, 1};
