@@ -401,7 +401,7 @@ static buffer model_file(int which) {
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   memset(&encoder, 0, sizeof encoder), memset(&classifier, 0, sizeof classifier), memset(&masked_lm, 0, sizeof masked_lm), memset(&seq2seq, 0, sizeof seq2seq);
-  encoder.layers = 1, encoder.dim = 2, encoder.heads = 1, encoder.ffn = 2, encoder.memory = 2, encoder.max_length = 5, encoder.layer = tiny_layer();
+  encoder.layers = 1, encoder.dim = 2, encoder.heads = 1, encoder.ffn = 2, encoder.memory = 2, encoder.max_length = 5, encoder.layer = tiny_layer(), encoder.layer.heads = 1;
   if (which == CLASSIFIER_LINFORMER) encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2, encoder.tied_layers = true;
   if (which == CLASSIFIER_PAIR) encoder.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true, encoder.layer.sharing = LUNA_FULL;
   if (which == MASKED_LM || which == SEQ2SEQ) encoder.positions = LUNA_LEARNED, encoder.first_position = 1, encoder.layer.pre_norm = true;

@@ -1,6 +1,6 @@
-/* What happens when something cannot be made: every layer's and model's init failing by a bad argument and by each allocation, then the manual's
-   loop; null arguments and zeroed structs; configs that contradict themselves; training that finds only NaN; steps without a backward; parameters
-   made after the optimiser. */
+/* What happens when something cannot be made: every layer's and model's init failing by a bad argument and by each
+   allocation, then the manual's loop; null arguments and zeroed structs; configs that contradict themselves; training
+   that finds only NaN; steps without a backward; parameters made after the optimiser. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -10,13 +10,48 @@ enum { BATCH = 2, N = 5, DIM = 8, SLOTS = 3, VOCAB = 11 };
 
 /* ---- all layers and models alike ---- */
 typedef enum made_kind {
-  LINEAR, NORM, NESTED, CAUSAL_ATTENTION, SOFTMAX, LINFORMER, ENCODER_LAYER, DECODER_LAYER, CAUSAL_LAYER,
-  LM, ENCODER, CLASSIFIER, PAIR, MASKED_LM, SEQ2SEQ, LM_FILE, ANY_FILE, LM_PATH, ANY_PATH, KINDS
+  LINEAR,
+  NORM,
+  NESTED,
+  CAUSAL_ATTENTION,
+  SOFTMAX,
+  LINFORMER,
+  ENCODER_LAYER,
+  DECODER_LAYER,
+  CAUSAL_LAYER,
+  LM,
+  ENCODER,
+  CLASSIFIER,
+  PAIR,
+  MASKED_LM,
+  SEQ2SEQ,
+  LM_FILE,
+  ANY_FILE,
+  LM_PATH,
+  ANY_PATH,
+  KINDS
 } made_kind;
-static const char *const kind_names[KINDS] = {"linear layer", "norm layer", "nested attention", "causal attention", "softmax attention", "Linformer", "encoder layer",
-  "decoder layer", "causal layer", "language model", "encoder", "classifier", "classifier of pairs", "masked language model", "encoder-decoder",
-  "a language model's bytes", "any model's bytes", "a language model's file", "any model's file"};
-static const bool is_model[KINDS] = {[LM] = 1, [ENCODER] = 1, [CLASSIFIER] = 1, [PAIR] = 1, [MASKED_LM] = 1, [SEQ2SEQ] = 1, [LM_FILE] = 1, [ANY_FILE] = 1, [LM_PATH] = 1, [ANY_PATH] = 1};
+static const char *const kind_names[KINDS] = {"linear layer",
+                                              "norm layer",
+                                              "nested attention",
+                                              "causal attention",
+                                              "softmax attention",
+                                              "Linformer",
+                                              "encoder layer",
+                                              "decoder layer",
+                                              "causal layer",
+                                              "language model",
+                                              "encoder",
+                                              "classifier",
+                                              "classifier of pairs",
+                                              "masked language model",
+                                              "encoder-decoder",
+                                              "a language model's bytes",
+                                              "any model's bytes",
+                                              "a language model's file",
+                                              "any model's file"};
+static const bool is_model[KINDS] = {[LM] = 1,      [ENCODER] = 1, [CLASSIFIER] = 1, [PAIR] = 1,    [MASKED_LM] = 1,
+                                     [SEQ2SEQ] = 1, [LM_FILE] = 1, [ANY_FILE] = 1,   [LM_PATH] = 1, [ANY_PATH] = 1};
 typedef union made {
   luna_linear_layer linear;
   luna_norm_layer norm;
@@ -33,12 +68,30 @@ typedef union made {
   luna_seq2seq seq2seq;
   luna_model model;
 } made;
-static const size_t made_size[KINDS] = {sizeof(luna_linear_layer), sizeof(luna_norm_layer), sizeof(luna_nested_attention_layer), sizeof(luna_causal_attention_layer),
-  sizeof(luna_attention_layer), sizeof(luna_attention_layer), sizeof(luna_encoder_layer), sizeof(luna_decoder_layer), sizeof(luna_causal_layer), sizeof(luna_lm),
-  sizeof(luna_encoder), sizeof(luna_classifier), sizeof(luna_classifier), sizeof(luna_masked_lm), sizeof(luna_seq2seq), sizeof(luna_lm), sizeof(luna_model),
-  sizeof(luna_lm), sizeof(luna_model)};
+static const size_t made_size[KINDS] = {sizeof(luna_linear_layer),
+                                        sizeof(luna_norm_layer),
+                                        sizeof(luna_nested_attention_layer),
+                                        sizeof(luna_causal_attention_layer),
+                                        sizeof(luna_attention_layer),
+                                        sizeof(luna_attention_layer),
+                                        sizeof(luna_encoder_layer),
+                                        sizeof(luna_decoder_layer),
+                                        sizeof(luna_causal_layer),
+                                        sizeof(luna_lm),
+                                        sizeof(luna_encoder),
+                                        sizeof(luna_classifier),
+                                        sizeof(luna_classifier),
+                                        sizeof(luna_masked_lm),
+                                        sizeof(luna_seq2seq),
+                                        sizeof(luna_lm),
+                                        sizeof(luna_model),
+                                        sizeof(luna_lm),
+                                        sizeof(luna_model)};
 
-typedef struct bytes { uint8_t *at; size_t size; } bytes;
+typedef struct bytes {
+  uint8_t *at;
+  size_t size;
+} bytes;
 static bytes lm_file, classifier_file; /* checkpoints, as bytes and on disk */
 static char lm_path[300], classifier_path[300];
 static bool bytes_write(void *user, const void *more, size_t size) {
@@ -56,34 +109,68 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
   const luna_init normal = {LUNA_NORMAL, 1};
   luna_nested_attention_config nested = {.dim = dim, .heads = heads};
   luna_causal_attention_config causal = {.dim = dim, .heads = heads};
-  luna_attention_layer_config attention = {.kind = kind == LINFORMER ? LUNA_ATTENTION_LINFORMER : LUNA_ATTENTION_SOFTMAX, .dim = dim, .heads = heads, .linformer = {.k = 3, .max_length = N}};
+  luna_attention_layer_config attention = {
+      .kind = kind == LINFORMER ? LUNA_ATTENTION_LINFORMER : LUNA_ATTENTION_SOFTMAX,
+      .dim = dim,
+      .heads = heads,
+      .linformer = {.k = 3, .max_length = N}};
   luna_layer_config layer = {.dim = dim, .heads = heads, .ffn = 12, .pre_norm = true};
-  luna_encoder_config encoder = {.layers = 2, .dim = dim, .heads = heads, .ffn = 12, .memory = SLOTS, .positions = LUNA_LEARNED, .max_length = N, .layer = {.pre_norm = true}};
-  luna_lm_config lm = {.vocab = bad == 2 ? -1 : VOCAB, .memory = SLOTS, .layer = {.dim = DIM, .heads = heads, .ffn = 12, .convolution = 3}};
-  luna_classifier_config classifier = {.vocab = VOCAB, .classes = 3, .pre_logits = 6, .pair = kind == PAIR, .encoder = encoder};
+  luna_encoder_config encoder = {.layers = 2,
+                                 .dim = dim,
+                                 .heads = heads,
+                                 .ffn = 12,
+                                 .memory = SLOTS,
+                                 .positions = LUNA_LEARNED,
+                                 .max_length = N,
+                                 .layer = {.pre_norm = true}};
+  luna_lm_config lm = {.vocab = bad == 2 ? -1 : VOCAB,
+                       .memory = SLOTS,
+                       .layer = {.dim = DIM, .heads = heads, .ffn = 12, .convolution = 3}};
+  luna_classifier_config classifier = {
+      .vocab = VOCAB, .classes = 3, .pre_logits = 6, .pair = kind == PAIR, .encoder = encoder};
   luna_masked_lm_config masked_lm = {.vocab = VOCAB, .encoder = encoder};
   luna_seq2seq_config seq2seq = {.vocab = VOCAB, .encoder = encoder};
   const size_t cut = bad ? 100 : 0;
   switch (kind) {
     case LINEAR: return luna_linear_layer_init(m ? &m->linear : NULL, params, "x.", DIM, bad ? -1 : DIM, normal);
     case NORM: return luna_norm_layer_init(m ? &m->norm : NULL, params, "x.", bad ? -1 : DIM);
-    case NESTED: return luna_nested_attention_layer_init(m ? &m->nested : NULL, params, "x.", no_config ? NULL : &nested);
-    case CAUSAL_ATTENTION: return luna_causal_attention_layer_init(m ? &m->causal_attention : NULL, params, "x.", no_config ? NULL : &causal);
+    case NESTED:
+      return luna_nested_attention_layer_init(m ? &m->nested : NULL, params, "x.", no_config ? NULL : &nested);
+    case CAUSAL_ATTENTION:
+      return luna_causal_attention_layer_init(m ? &m->causal_attention : NULL, params, "x.",
+                                              no_config ? NULL : &causal);
     case SOFTMAX:
-    case LINFORMER: return luna_attention_layer_init(m ? &m->attention : NULL, params, "x.", no_config ? NULL : &attention);
-    case ENCODER_LAYER: return luna_encoder_layer_init(m ? &m->encoder_layer : NULL, params, "x.", no_config ? NULL : &layer);
-    case DECODER_LAYER: return luna_decoder_layer_init(m ? &m->decoder_layer : NULL, params, "x.", no_config ? NULL : &layer);
-    case CAUSAL_LAYER: return luna_causal_layer_init(m ? &m->causal_layer : NULL, params, "x.", SLOTS, no_config ? NULL : &layer);
+    case LINFORMER:
+      return luna_attention_layer_init(m ? &m->attention : NULL, params, "x.", no_config ? NULL : &attention);
+    case ENCODER_LAYER:
+      return luna_encoder_layer_init(m ? &m->encoder_layer : NULL, params, "x.", no_config ? NULL : &layer);
+    case DECODER_LAYER:
+      return luna_decoder_layer_init(m ? &m->decoder_layer : NULL, params, "x.", no_config ? NULL : &layer);
+    case CAUSAL_LAYER:
+      return luna_causal_layer_init(m ? &m->causal_layer : NULL, params, "x.", SLOTS, no_config ? NULL : &layer);
     case LM: return luna_lm_init(m ? &m->lm : NULL, params, &lm);
     case ENCODER: return luna_encoder_init(m ? &m->encoder : NULL, params, "x.", VOCAB, no_config ? NULL : &encoder);
     case CLASSIFIER:
     case PAIR: return luna_classifier_init(m ? &m->classifier : NULL, params, no_config ? NULL : &classifier);
     case MASKED_LM: return luna_masked_lm_init(m ? &m->masked_lm : NULL, params, no_config ? NULL : &masked_lm);
     case SEQ2SEQ: return luna_seq2seq_init(m ? &m->seq2seq : NULL, params, no_config ? NULL : &seq2seq);
-    case LM_FILE: return luna_lm_load_bytes(m ? &m->lm : NULL, params, no_config ? NULL : lm_file.at, lm_file.size - cut);
-    case ANY_FILE: return luna_load_model_bytes(m ? &m->model : NULL, params, no_config ? NULL : classifier_file.at, classifier_file.size - cut);
-    case LM_PATH: return luna_lm_load(m ? &m->lm : NULL, params, no_config ? NULL : bad == 1 ? "no/such/file" : bad ? classifier_path : lm_path);
-    default: return luna_load_model(m ? &m->model : NULL, params, no_config ? NULL : bad == 1 ? "no/such/file" : bad ? "no" : classifier_path);
+    case LM_FILE:
+      return luna_lm_load_bytes(m ? &m->lm : NULL, params, no_config ? NULL : lm_file.at, lm_file.size - cut);
+    case ANY_FILE:
+      return luna_load_model_bytes(m ? &m->model : NULL, params, no_config ? NULL : classifier_file.at,
+                                   classifier_file.size - cut);
+    case LM_PATH:
+      return luna_lm_load(m ? &m->lm : NULL, params,
+                          no_config  ? NULL
+                          : bad == 1 ? "no/such/file"
+                          : bad      ? classifier_path
+                                     : lm_path);
+    default:
+      return luna_load_model(m ? &m->model : NULL, params,
+                             no_config  ? NULL
+                             : bad == 1 ? "no/such/file"
+                             : bad      ? "no"
+                                        : classifier_path);
   }
 }
 static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
@@ -105,7 +192,8 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, tokens, lengths, BATCH, N, NULL);
     case PAIR: return luna_classify_pair(m ? &m->classifier : NULL, tokens, lengths, N, tokens + 1, lengths, N, BATCH);
     case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, tokens, lengths, BATCH, N);
-    case SEQ2SEQ: return luna_seq2seq_forward(m ? &m->seq2seq : NULL, tokens, lengths, N, tokens + 1, lengths, N - 1, BATCH);
+    case SEQ2SEQ:
+      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, tokens, lengths, N, tokens + 1, lengths, N - 1, BATCH);
     case CLASSIFIER: return luna_classify(m ? &m->classifier : NULL, tokens, lengths, BATCH, N);
     default: return luna_classify(m ? &m->model.classifier : NULL, tokens, lengths, BATCH, N);
   }
@@ -116,7 +204,8 @@ static bool is_zero(const made *m, made_kind kind) {
 }
 
 /* The manual's loop, which looks at nothing but the step's status */
-static luna_status loop(made_kind kind, const made *m, luna_ctx *ctx, luna_optimizer *optimizer, int steps, float *last) {
+static luna_status loop(made_kind kind, const made *m, luna_ctx *ctx, luna_optimizer *optimizer, int steps,
+                        float *last) {
   luna_status status = LUNA_OK;
   for (int step = 0; step < steps && status == LUNA_OK; step++) {
     luna_begin_step(ctx);
@@ -142,7 +231,8 @@ static void write_files(const char *folder) {
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
     snprintf(i ? classifier_path : lm_path, sizeof lm_path, "%s/setup_test_%d.safetensors", folder, i);
-    CHECK(init(i ? CLASSIFIER : LM, &m, params, 0, false) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK && luna_save(params, i ? classifier_path : lm_path) == LUNA_OK,
+    CHECK(init(i ? CLASSIFIER : LM, &m, params, 0, false) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK &&
+              luna_save(params, i ? classifier_path : lm_path) == LUNA_OK,
           "%s", luna_error(ctx));
     luna_close(ctx);
   }
@@ -158,17 +248,23 @@ static void check_refused(made_kind kind, int bad) {
   memset(&m, 0xA5, sizeof m);
   luna_status status = init(kind, &m, params, bad, false);
   CHECK(status != LUNA_OK && luna_error(ctx)[0], "%s, bad %d, is taken", kind_names[kind], bad);
-  CHECK(is_zero(&m, kind) && luna_params_size(params) == 0, "%s, bad %d, leaves something behind", kind_names[kind], bad);
+  CHECK(is_zero(&m, kind) && luna_params_size(params) == 0, "%s, bad %d, leaves something behind", kind_names[kind],
+        bad);
   snprintf(sentence, sizeof sentence, "%s", luna_error(ctx));
   luna_optimizer *adam = luna_adamw(params, NULL);
-  CHECK(loop(kind, &m, ctx, adam, 3, &last) == status && luna_state(ctx) == status && strcmp(luna_error(ctx), sentence) == 0,
-        "%s, bad %d: after the loop luna_error says \"%s\", not \"%s\"", kind_names[kind], bad, luna_error(ctx), sentence);
-  CHECK(luna_begin_step(ctx) == status && luna_begin_inference(ctx) == status && luna_state(ctx) == status, "%s, bad %d: a begin does not report it", kind_names[kind], bad);
+  CHECK(loop(kind, &m, ctx, adam, 3, &last) == status && luna_state(ctx) == status &&
+            strcmp(luna_error(ctx), sentence) == 0,
+        "%s, bad %d: after the loop luna_error says \"%s\", not \"%s\"", kind_names[kind], bad, luna_error(ctx),
+        sentence);
+  CHECK(luna_begin_step(ctx) == status && luna_begin_inference(ctx) == status && luna_state(ctx) == status,
+        "%s, bad %d: a begin does not report it", kind_names[kind], bad);
   CHECK(!forward(kind, &m, ctx) && !forward(kind, NULL, ctx), "%s, bad %d, goes forward", kind_names[kind], bad);
-  CHECK(init(kind, &m, params, 3 - bad, false) != LUNA_OK && !luna_stream_open(kind == LM ? &m.lm : NULL, NULL), "%s: another bad one is taken", kind_names[kind]);
-  CHECK(init(kind, &m, params, 0, false) == LUNA_OK && luna_begin_step(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "%s: a good init does not mend a bad one: %s", kind_names[kind],
-        luna_error(ctx));
-  CHECK(loop(kind, &m, ctx, adam, 2, &last) == LUNA_OK && isfinite(last), "%s: after a bad init a good one does not train: %s", kind_names[kind], luna_error(ctx));
+  CHECK(init(kind, &m, params, 3 - bad, false) != LUNA_OK && !luna_stream_open(kind == LM ? &m.lm : NULL, NULL),
+        "%s: another bad one is taken", kind_names[kind]);
+  CHECK(init(kind, &m, params, 0, false) == LUNA_OK && luna_begin_step(ctx) == LUNA_OK && luna_error(ctx)[0] == 0,
+        "%s: a good init does not mend a bad one: %s", kind_names[kind], luna_error(ctx));
+  CHECK(loop(kind, &m, ctx, adam, 2, &last) == LUNA_OK && isfinite(last),
+        "%s: after a bad init a good one does not train: %s", kind_names[kind], luna_error(ctx));
   luna_close(ctx);
 }
 
@@ -180,27 +276,33 @@ static void check_nulls(made_kind kind) {
   luna_params *params = luna_params_open(ctx);
   memset(&m, 0xA5, sizeof m);
   CHECK(init(kind, &m, NULL, 0, false) == LUNA_BAD_ARGUMENT && is_zero(&m, kind), "%s: no set", kind_names[kind]);
-  CHECK(init(kind, NULL, params, 0, false) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "%s: no struct", kind_names[kind]);
+  CHECK(init(kind, NULL, params, 0, false) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "%s: no struct",
+        kind_names[kind]);
   CHECK(init(kind, NULL, NULL, 0, true) == LUNA_BAD_ARGUMENT, "%s: nothing at all", kind_names[kind]);
   if (kind != LINEAR && kind != NORM && kind != LM) {
     memset(&m, 0xA5, sizeof m);
     luna_status status = init(kind, &m, params, 0, true);
-    CHECK((status == LUNA_BAD_ARGUMENT || status == LUNA_BAD_FILE) && is_zero(&m, kind) && luna_error(ctx)[0], "%s: no config", kind_names[kind]);
+    CHECK((status == LUNA_BAD_ARGUMENT || status == LUNA_BAD_FILE) && is_zero(&m, kind) && luna_error(ctx)[0],
+          "%s: no config", kind_names[kind]);
   }
   luna_close(ctx);
   ctx = ctx_open();
   memset(&m, 0, sizeof m);
   for (int i = 0; i < 2; i++) {
     luna_begin_step(ctx);
-    CHECK(!forward(kind, i ? &m : NULL, ctx) && (is_model[kind] || luna_state(ctx) == LUNA_BAD_ARGUMENT), "%s: %s goes forward", kind_names[kind], i ? "a zeroed struct" : "null");
+    CHECK(!forward(kind, i ? &m : NULL, ctx) && (is_model[kind] || luna_state(ctx) == LUNA_BAD_ARGUMENT),
+          "%s: %s goes forward", kind_names[kind], i ? "a zeroed struct" : "null");
   }
-  luna_optimizer *sgd = luna_sgd(luna_params_open(ctx), NULL); /* nothing has failed yet, and the loop does not go unnoticed */
-  CHECK(loop(kind, &m, ctx, sgd, 2, &last) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0] && isnan(last), "%s: a loop with a zeroed struct is fine", kind_names[kind]);
+  luna_optimizer *sgd =
+      luna_sgd(luna_params_open(ctx), NULL); /* nothing has failed yet, and the loop does not go unnoticed */
+  CHECK(loop(kind, &m, ctx, sgd, 2, &last) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0] && isnan(last),
+        "%s: a loop with a zeroed struct is fine", kind_names[kind]);
   luna_close(ctx);
   /* luna_open failed */
   memset(&m, 0xA5, sizeof m);
   params = luna_params_open(NULL);
-  CHECK(init(kind, &m, params, 0, false) == LUNA_BAD_ARGUMENT && loop(kind, &m, NULL, luna_adamw(params, NULL), 2, &last) == LUNA_BAD_ARGUMENT && luna_error(NULL)[0],
+  CHECK(init(kind, &m, params, 0, false) == LUNA_BAD_ARGUMENT &&
+            loop(kind, &m, NULL, luna_adamw(params, NULL), 2, &last) == LUNA_BAD_ARGUMENT && luna_error(NULL)[0],
         "%s: a loop without a context is fine", kind_names[kind]);
 }
 /* what takes a layer, a model, a set, an optimiser or a context, given none */
@@ -222,41 +324,68 @@ static void check_null_calls(void) {
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_optimizer *sgd = luna_sgd(params, NULL);
-  CHECK(luna_begin_step(NULL) == LUNA_BAD_ARGUMENT && luna_begin_inference(NULL) == LUNA_BAD_ARGUMENT && luna_state(NULL) == LUNA_BAD_ARGUMENT, "no context");
-  CHECK(!luna_params_open(NULL) && !luna_params_share(NULL, params) && !luna_params_share(NULL, NULL), "sets of no context");
-  CHECK(!luna_param(NULL, "a", 1, &two, normal) && !luna_params_find(NULL, "a") && !luna_params_find(params, NULL) && luna_params_size(NULL) == 0 && !luna_params_at(NULL, 0, NULL) &&
-            luna_params_count(NULL) == 0 && luna_params_zero_grad(NULL) == LUNA_BAD_ARGUMENT && luna_params_set(NULL, "a", "b") == LUNA_BAD_ARGUMENT &&
-            luna_params_set(params, NULL, "b") == LUNA_BAD_ARGUMENT && luna_params_set(params, "a", NULL) == LUNA_BAD_ARGUMENT && !luna_params_get(NULL, "a") && !luna_params_get(params, NULL),
+  CHECK(luna_begin_step(NULL) == LUNA_BAD_ARGUMENT && luna_begin_inference(NULL) == LUNA_BAD_ARGUMENT &&
+            luna_state(NULL) == LUNA_BAD_ARGUMENT,
+        "no context");
+  CHECK(!luna_params_open(NULL) && !luna_params_share(NULL, params) && !luna_params_share(NULL, NULL),
+        "sets of no context");
+  CHECK(!luna_param(NULL, "a", 1, &two, normal) && !luna_params_find(NULL, "a") && !luna_params_find(params, NULL) &&
+            luna_params_size(NULL) == 0 && !luna_params_at(NULL, 0, NULL) && luna_params_count(NULL) == 0 &&
+            luna_params_zero_grad(NULL) == LUNA_BAD_ARGUMENT && luna_params_set(NULL, "a", "b") == LUNA_BAD_ARGUMENT &&
+            luna_params_set(params, NULL, "b") == LUNA_BAD_ARGUMENT &&
+            luna_params_set(params, "a", NULL) == LUNA_BAD_ARGUMENT && !luna_params_get(NULL, "a") &&
+            !luna_params_get(params, NULL),
         "no set, or no name");
   for (int i = 0; i < 4; i++) {
     luna_begin_inference(ctx);
-    CHECK(!luna_param(params, i == 0 ? NULL : "a", 1, i == 1 ? NULL : &two, i == 2 ? odd : i == 3 ? nan : normal) && luna_state(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "bad parameter %d", i);
+    CHECK(!luna_param(params, i == 0 ? NULL : "a", 1, i == 1 ? NULL : &two,
+                      i == 2   ? odd
+                      : i == 3 ? nan
+                               : normal) &&
+              luna_state(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
+          "bad parameter %d", i);
   }
-  CHECK(!luna_lm_forward(&lm, tokens, 1, 4) && !luna_encoder_embed(&encoder, tokens, NULL, 1, 4, &p) && !luna_encoder_embed(NULL, tokens, NULL, 1, 4, NULL) &&
-            !luna_masked_lm_loss(&masked_lm, tokens, NULL, tokens, 1, 4) && !luna_masked_lm_loss(NULL, tokens, NULL, tokens, 1, 4) && !luna_classify(&classifier, tokens, NULL, 1, 4),
+  CHECK(!luna_lm_forward(&lm, tokens, 1, 4) && !luna_encoder_embed(&encoder, tokens, NULL, 1, 4, &p) &&
+            !luna_encoder_embed(NULL, tokens, NULL, 1, 4, NULL) &&
+            !luna_masked_lm_loss(&masked_lm, tokens, NULL, tokens, 1, 4) &&
+            !luna_masked_lm_loss(NULL, tokens, NULL, tokens, 1, 4) && !luna_classify(&classifier, tokens, NULL, 1, 4),
         "zeroed models go forward");
-  CHECK(!luna_stream_open(NULL, NULL) && !luna_stream_open(&lm, NULL) && !luna_seq2seq_stream_open(NULL, tokens, NULL, 1, 4, 1) && !luna_seq2seq_stream_open(&seq2seq, tokens, NULL, 1, 4, 1) &&
-            luna_translate(NULL, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT && luna_translate(&seq2seq, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT,
+  CHECK(!luna_stream_open(NULL, NULL) && !luna_stream_open(&lm, NULL) &&
+            !luna_seq2seq_stream_open(NULL, tokens, NULL, 1, 4, 1) &&
+            !luna_seq2seq_stream_open(&seq2seq, tokens, NULL, 1, 4, 1) &&
+            luna_translate(NULL, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_translate(&seq2seq, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT,
         "streams of zeroed models");
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 4, DIM, 0);
-  CHECK(!luna_classifier_pool(NULL, x, NULL, NULL) && luna_state(ctx) == LUNA_BAD_ARGUMENT && !luna_classifier_pool(&classifier, x, x, NULL) && !luna_classifier_pool(&classifier, NULL, NULL, NULL),
+  CHECK(!luna_classifier_pool(NULL, x, NULL, NULL) && luna_state(ctx) == LUNA_BAD_ARGUMENT &&
+            !luna_classifier_pool(&classifier, x, x, NULL) && !luna_classifier_pool(&classifier, NULL, NULL, NULL),
         "pooling by no model");
-  CHECK(!luna_sgd(NULL, NULL) && !luna_adam(NULL, NULL) && !luna_adamw(NULL, NULL) && !luna_apollo(NULL, NULL) && isnan(luna_schedule_at(NULL, 1)), "optimisers of no set");
-  CHECK(luna_optimizer_step(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_advance(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_apply(NULL) == LUNA_BAD_ARGUMENT &&
-            luna_optimizer_group(NULL, &group) == LUNA_BAD_ARGUMENT && luna_optimizer_group(sgd, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_set_lr(NULL, 1) == LUNA_BAD_ARGUMENT &&
-            luna_optimizer_steps(NULL) == 0 && luna_optimizer_skipped(NULL) == 0 && luna_optimizer_norm(NULL) == 0,
-        "no optimiser");
-  CHECK(luna_save_io(NULL, &none) == LUNA_BAD_ARGUMENT && luna_save_io(params, NULL) == LUNA_BAD_ARGUMENT && luna_save_io(params, &none) == LUNA_BAD_ARGUMENT && luna_load_io(NULL, &none) == LUNA_BAD_ARGUMENT &&
-            luna_load_io(params, NULL) == LUNA_BAD_ARGUMENT && luna_load_io(params, &none) == LUNA_BAD_ARGUMENT && luna_save_training_io(NULL, &none) == LUNA_BAD_ARGUMENT &&
-            luna_save_training_io(sgd, NULL) == LUNA_BAD_ARGUMENT && luna_save_training_io(sgd, &none) == LUNA_BAD_ARGUMENT && luna_load_training_bytes(NULL, "", 0) == LUNA_BAD_ARGUMENT,
+  CHECK(!luna_sgd(NULL, NULL) && !luna_adam(NULL, NULL) && !luna_adamw(NULL, NULL) && !luna_apollo(NULL, NULL) &&
+            isnan(luna_schedule_at(NULL, 1)),
+        "optimisers of no set");
+  CHECK(
+      luna_optimizer_step(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_advance(NULL) == LUNA_BAD_ARGUMENT &&
+          luna_optimizer_apply(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_group(NULL, &group) == LUNA_BAD_ARGUMENT &&
+          luna_optimizer_group(sgd, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_set_lr(NULL, 1) == LUNA_BAD_ARGUMENT &&
+          luna_optimizer_steps(NULL) == 0 && luna_optimizer_skipped(NULL) == 0 && luna_optimizer_norm(NULL) == 0,
+      "no optimiser");
+  CHECK(luna_save_io(NULL, &none) == LUNA_BAD_ARGUMENT && luna_save_io(params, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_save_io(params, &none) == LUNA_BAD_ARGUMENT && luna_load_io(NULL, &none) == LUNA_BAD_ARGUMENT &&
+            luna_load_io(params, NULL) == LUNA_BAD_ARGUMENT && luna_load_io(params, &none) == LUNA_BAD_ARGUMENT &&
+            luna_save_training_io(NULL, &none) == LUNA_BAD_ARGUMENT &&
+            luna_save_training_io(sgd, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_save_training_io(sgd, &none) == LUNA_BAD_ARGUMENT &&
+            luna_load_training_bytes(NULL, "", 0) == LUNA_BAD_ARGUMENT,
         "nothing to write or read with");
   CHECK(!luna_entry_read(&entry, NULL) && !luna_entry_read(NULL, NULL), "an empty entry");
   luna_close(ctx);
 }
 
 /* ---- memory that ends: an allocator whose calls from `from` to `to` fail ---- */
-typedef struct heap { int64_t calls, from, to, blocks; } heap;
+typedef struct heap {
+  int64_t calls, from, to, blocks;
+} heap;
 static void *heap_allocate(void *user, size_t size) {
   heap *h = (heap *)user;
   const int64_t call = h->calls++;
@@ -281,7 +410,8 @@ static luna_status program(made_kind kind, luna_ctx *ctx, made *m, float *last) 
   memset(m, 0xA5, sizeof *m);
   luna_params *params = luna_params_open(ctx);
   luna_status status = init(kind, m, params, 0, false);
-  CHECK(status == LUNA_OK || is_zero(m, kind), "%s: an init without memory leaves a struct that is not zero", kind_names[kind]);
+  CHECK(status == LUNA_OK || is_zero(m, kind), "%s: an init without memory leaves a struct that is not zero",
+        kind_names[kind]);
   status = loop(kind, m, ctx, luna_adamw(params, NULL), 2, last);
   return status;
 }
@@ -290,7 +420,8 @@ static void check_memory(made_kind kind) {
   made m;
   float expected = NAN;
   luna_ctx *ctx = heap_open(&h, 0, 0);
-  CHECK(program(kind, ctx, &m, &expected) == LUNA_OK && isfinite(expected), "%s: %s", kind_names[kind], luna_error(ctx));
+  CHECK(program(kind, ctx, &m, &expected) == LUNA_OK && isfinite(expected), "%s: %s", kind_names[kind],
+        luna_error(ctx));
   luna_close(ctx);
   const int64_t total = h.calls;
   int64_t survived = 0;
@@ -299,12 +430,17 @@ static void check_memory(made_kind kind) {
       float got = NAN;
       ctx = heap_open(&h, k, once ? k + 1 : INT64_MAX);
       const luna_status status = program(kind, ctx, &m, &got);
-      if (status == LUNA_OK) CHECK(once && memcmp(&got, &expected, sizeof got) == 0, "%s: without allocation %d the loss is %g, not %g", kind_names[kind], (int)k, (double)got, (double)expected);
+      if (status == LUNA_OK)
+        CHECK(once && memcmp(&got, &expected, sizeof got) == 0, "%s: without allocation %d the loss is %g, not %g",
+              kind_names[kind], (int)k, (double)got, (double)expected);
       else
-        CHECK((status == LUNA_OUT_OF_MEMORY || status == LUNA_BAD_ARGUMENT) && luna_error(ctx)[0] && (!ctx || luna_state(ctx) == LUNA_OUT_OF_MEMORY),
-              "%s: without allocation %d the loop says %s, the context \"%s\"", kind_names[kind], (int)k, luna_status_text(status), luna_error(ctx));
+        CHECK((status == LUNA_OUT_OF_MEMORY || status == LUNA_BAD_ARGUMENT) && luna_error(ctx)[0] &&
+                  (!ctx || luna_state(ctx) == LUNA_OUT_OF_MEMORY),
+              "%s: without allocation %d the loop says %s, the context \"%s\"", kind_names[kind], (int)k,
+              luna_status_text(status), luna_error(ctx));
       if (once && ctx && status != LUNA_OK) { /* again, with memory: in a new set */
-        CHECK(program(kind, ctx, &m, &got) == LUNA_OK, "%s: after allocation %d failed it does not go again: %s", kind_names[kind], (int)k, luna_error(ctx));
+        CHECK(program(kind, ctx, &m, &got) == LUNA_OK, "%s: after allocation %d failed it does not go again: %s",
+              kind_names[kind], (int)k, luna_error(ctx));
         survived++;
       }
       luna_close(ctx);
@@ -323,20 +459,28 @@ static void check_pairs(void) {
     h.from = h.calls + k, h.to = INT64_MAX;
     going = init(CLASSIFIER, &other, params, 0, false) != LUNA_OK;
     const char *kind = luna_params_get(params, "luna.kind"), *layers = luna_params_get(params, "luna.layers");
-    CHECK(kind && layers && strcmp(kind, going ? "causal_lm" : "classifier") == 0 && strcmp(layers, "2") == 0, "without allocation %d the set's kind is %s", (int)k, kind);
+    CHECK(kind && layers && strcmp(kind, going ? "causal_lm" : "classifier") == 0 && strcmp(layers, "2") == 0,
+          "without allocation %d the set's kind is %s", (int)k, kind);
     luna_close(ctx);
   }
 }
 
 /* ---- configs that contradict themselves ---- */
 static void check_contradictions(void) {
-  static const char *const part[] = {"encoder.layer.dim", "encoder.layer.heads", "encoder.layer.ffn", "encoder.layer.ffn", "encoder.layer.own_memory", "max_length", "convolution", "attention"};
+  static const char *const part[] = {
+      "encoder.layer.dim",        "encoder.layer.heads", "encoder.layer.ffn", "encoder.layer.ffn",
+      "encoder.layer.own_memory", "max_length",          "convolution",       "attention"};
   static luna_attention_hook hook; /* of no use, but not looked at first */
   made m;
   for (int same = 0; same < 2; same++)
     for (int i = 0; i < 8; i++)
       for (int kind = ENCODER; kind <= SEQ2SEQ; kind++) {
-        luna_encoder_config e = {.dim = 16, .heads = 2, .ffn = i == 3 ? 0 : 24, .memory = SLOTS, .own_memory = i == 4 && same, .max_length = 20};
+        luna_encoder_config e = {.dim = 16,
+                                 .heads = 2,
+                                 .ffn = i == 3 ? 0 : 24,
+                                 .memory = SLOTS,
+                                 .own_memory = i == 4 && same,
+                                 .max_length = 20};
         if (i == 0) e.layer.dim = same ? 16 : 8;
         if (i == 1) e.layer.heads = same ? 2 : 4;
         if (i == 2) e.layer.ffn = same ? 24 : 32;
@@ -355,8 +499,8 @@ static void check_contradictions(void) {
                                    : kind == MASKED_LM ? luna_masked_lm_init(&m.masked_lm, params, &masked_lm)
                                    : kind == SEQ2SEQ   ? luna_seq2seq_init(&m.seq2seq, params, &seq2seq)
                                                        : luna_classifier_init(&m.classifier, params, &classifier);
-        CHECK(same ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), part[i]), "%s, %s, %s: \"%s\"", kind_names[kind], part[i], same ? "the same" : "another",
-              luna_error(ctx));
+        CHECK(same ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), part[i]),
+              "%s, %s, %s: \"%s\"", kind_names[kind], part[i], same ? "the same" : "another", luna_error(ctx));
         luna_close(ctx);
       }
   for (int i = 0; i < 5; i++) { /* what a layer would leave aside */
@@ -369,11 +513,15 @@ static void check_contradictions(void) {
     const luna_status status = i == 0             ? luna_encoder_layer_init(&m.encoder_layer, params, "", &c)
                                : i == 1 || i == 2 ? luna_decoder_layer_init(&m.decoder_layer, params, "", &c)
                                                   : luna_causal_layer_init(&m.causal_layer, params, "", SLOTS, &c);
-    CHECK(status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), i < 2 ? "convolution" : i < 4 ? "own_memory" : "sharing"), "an option that layer %d does not have: \"%s\"", i, luna_error(ctx));
+    CHECK(status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), i < 2   ? "convolution"
+                                                                 : i < 4 ? "own_memory"
+                                                                         : "sharing"),
+          "an option that layer %d does not have: \"%s\"", i, luna_error(ctx));
     luna_close(ctx);
   }
   for (int i = 0; i < 9; i++) { /* optimisers */
-    luna_sgd_config c = {.lr = 0.1f, .momentum = i == 1 ? NAN : 0, .nesterov = i == 0, .weight_decay = i == 2 ? INFINITY : 0};
+    luna_sgd_config c = {
+        .lr = 0.1f, .momentum = i == 1 ? NAN : 0, .nesterov = i == 0, .weight_decay = i == 2 ? INFINITY : 0};
     if (i == 3) c.schedule.decay = LUNA_COSINE;
     if (i == 4) c.schedule.decay = (luna_decay)9;
     if (i == 5) c.schedule.floor = NAN;
@@ -381,8 +529,11 @@ static void check_contradictions(void) {
     if (i == 7) c.momentum = -1;
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
-    CHECK(!luna_sgd(params, &c) == (i < 8) && !luna_error(ctx)[0] == (i == 8), "SGD, bad config %d: %s", i, luna_error(ctx));
-    CHECK(luna_begin_step(ctx) == (i < 8 ? LUNA_BAD_ARGUMENT : LUNA_OK) && luna_adamw(params, NULL) && luna_begin_step(ctx) == LUNA_OK, "SGD, bad config %d: an optimiser that failed stays", i);
+    CHECK(!luna_sgd(params, &c) == (i < 8) && !luna_error(ctx)[0] == (i == 8), "SGD, bad config %d: %s", i,
+          luna_error(ctx));
+    CHECK(luna_begin_step(ctx) == (i < 8 ? LUNA_BAD_ARGUMENT : LUNA_OK) && luna_adamw(params, NULL) &&
+              luna_begin_step(ctx) == LUNA_OK,
+          "SGD, bad config %d: an optimiser that failed stays", i);
     luna_close(ctx);
   }
 }
@@ -398,7 +549,10 @@ static luna_optimizer *optimizer_of(luna_params *params, int kind, int64_t max_s
   luna_sgd_config sgd = {.lr = 0.1f, .momentum = 0.5f, .weight_decay = 0.1f, .max_skips = max_skips};
   luna_adamw_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .max_skips = max_skips};
   luna_apollo_config apollo = {.lr = 0.1f, .max_skips = max_skips};
-  return kind == 0 ? luna_sgd(params, &sgd) : kind == 1 ? luna_adam(params, &adam) : kind == 2 ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
+  return kind == 0   ? luna_sgd(params, &sgd)
+         : kind == 1 ? luna_adam(params, &adam)
+         : kind == 2 ? luna_adamw(params, &adam)
+                     : luna_apollo(params, &apollo);
 }
 static void run_param(const run *r, int i) {
   const luna_init normal = {LUNA_NORMAL, 1};
@@ -415,7 +569,8 @@ static run run_open(luna_ctx *ctx, int params, int kind, int64_t max_skips) {
 static luna_tensor *run_loss(const run *r, int params, int step, float factor) {
   luna_tensor *loss = NULL;
   for (int i = 0; i < params; i++) {
-    luna_tensor *p = luna_params_at(r->params, i, NULL), *part = common_loss(luna_mul(p, p), (uint64_t)(100 * step + i));
+    luna_tensor *p = luna_params_at(r->params, i, NULL),
+                *part = common_loss(luna_mul(p, p), (uint64_t)(100 * step + i));
     loss = loss ? luna_add(loss, part) : part;
   }
   return luna_scale(loss, factor);
@@ -446,16 +601,23 @@ static void check_not_finite(int kind) {
     for (int round = 0; round < 2; round++) {
       for (int step = 1; step <= 12; step++) {
         const luna_status status = run_step(&r, 2, step, NAN);
-        CHECK(status == (step >= limit ? LUNA_NOT_FINITE : LUNA_OK) && luna_state(r.ctx) == status, "max_skips %d, NaN %d: %s", (int)max_skips, step, luna_status_text(status));
-        if (step >= limit) CHECK(strstr(luna_error(r.ctx), "lr") && strstr(luna_error(r.ctx), step == 12 ? "12 steps in a row" : "steps in a row"), "\"%s\"", luna_error(r.ctx));
+        CHECK(status == (step >= limit ? LUNA_NOT_FINITE : LUNA_OK) && luna_state(r.ctx) == status,
+              "max_skips %d, NaN %d: %s", (int)max_skips, step, luna_status_text(status));
+        if (step >= limit)
+          CHECK(strstr(luna_error(r.ctx), "lr") &&
+                    strstr(luna_error(r.ctx), step == 12 ? "12 steps in a row" : "steps in a row"),
+                "\"%s\"", luna_error(r.ctx));
       }
       float *after = common_parameters(r.params);
-      CHECK(memcmp(before, after, (size_t)luna_params_count(r.params) * sizeof(float)) == 0, "skipped steps change the parameters");
+      CHECK(memcmp(before, after, (size_t)luna_params_count(r.params) * sizeof(float)) == 0,
+            "skipped steps change the parameters");
       free(after), free(before);
-      CHECK(run_step(&r, 2, 20, 1) == LUNA_OK && luna_state(r.ctx) == LUNA_OK, "a good step after NaN: %s", luna_error(r.ctx));
+      CHECK(run_step(&r, 2, 20, 1) == LUNA_OK && luna_state(r.ctx) == LUNA_OK, "a good step after NaN: %s",
+            luna_error(r.ctx));
       before = common_parameters(r.params);
     }
-    CHECK(luna_optimizer_skipped(r.optimizer) == 24 && luna_optimizer_steps(r.optimizer) == 3, "%d skipped", (int)luna_optimizer_skipped(r.optimizer));
+    CHECK(luna_optimizer_skipped(r.optimizer) == 24 && luna_optimizer_steps(r.optimizer) == 3, "%d skipped",
+          (int)luna_optimizer_skipped(r.optimizer));
     free(before);
     luna_close(r.ctx);
   }
@@ -466,11 +628,13 @@ static void check_not_finite_resumed(void) {
     run r = run_open(ctx_open(), 2, 2, 5), again = run_open(ctx_open(), 2, 2, 5);
     for (int step = 0; step < 4; step++) run_step(&r, 2, step, step ? NAN : 1);
     bytes file = saved(&r);
-    for (size_t i = 0; old && i + 20 < file.size; i++) if (memcmp(file.at + i, "luna.skipped_in_row", 19) == 0) memcpy(file.at + i, "other", 5);
+    for (size_t i = 0; old && i + 20 < file.size; i++)
+      if (memcmp(file.at + i, "luna.skipped_in_row", 19) == 0) memcpy(file.at + i, "other", 5);
     CHECK(luna_load_training_bytes(again.optimizer, file.at, file.size) == LUNA_OK, "%s", luna_error(again.ctx));
     for (int step = 4; step < 10; step++) {
       const luna_status a = run_step(&r, 2, step, NAN), b = run_step(&again, 2, step, NAN);
-      CHECK(b == (step - (old ? 4 : 1) >= 4 ? LUNA_NOT_FINITE : LUNA_OK) && (old || a == b), "step %d: %s, resumed %s", step, luna_status_text(a), luna_status_text(b));
+      CHECK(b == (step - (old ? 4 : 1) >= 4 ? LUNA_NOT_FINITE : LUNA_OK) && (old || a == b), "step %d: %s, resumed %s",
+            step, luna_status_text(a), luna_status_text(b));
     }
     free(file.at);
     luna_close(r.ctx), luna_close(again.ctx);
@@ -495,9 +659,13 @@ static void check_not_finite_two(void) {
     float *before = common_parameters(good.params), *after;
     luna_begin_step(ctx);
     luna_backward(luna_add(run_loss(&good, 1, step, 1), luna_custom_op(&w, 1, 1, &one, &custom)));
-    CHECK(luna_optimizer_step(bad.optimizer) == (step < 1 ? LUNA_OK : LUNA_NOT_FINITE) && luna_optimizer_step(good.optimizer) == LUNA_OK, "step %d: %s", step, luna_error(ctx));
+    CHECK(luna_optimizer_step(bad.optimizer) == (step < 1 ? LUNA_OK : LUNA_NOT_FINITE) &&
+              luna_optimizer_step(good.optimizer) == LUNA_OK,
+          "step %d: %s", step, luna_error(ctx));
     after = common_parameters(good.params);
-    CHECK(memcmp(before, after, (size_t)sizes[0] * sizeof(float)) != 0 && luna_optimizer_steps(good.optimizer) == step + 1, "another optimiser's NaN stops a step");
+    CHECK(memcmp(before, after, (size_t)sizes[0] * sizeof(float)) != 0 &&
+              luna_optimizer_steps(good.optimizer) == step + 1,
+          "another optimiser's NaN stops a step");
     free(before), free(after);
   }
   luna_close(ctx);
@@ -531,9 +699,12 @@ static void check_device(void) {
     luna_backward(loss);
     status = luna_optimizer_step(r.optimizer);
     CHECK(device_reads == reads, "step %d reads from the device", step);
-    CHECK(status == (step < 8 || step > 9 ? LUNA_OK : LUNA_NOT_FINITE), "on a device, step %d: %s", step, luna_status_text(status));
+    CHECK(status == (step < 8 || step > 9 ? LUNA_OK : LUNA_NOT_FINITE), "on a device, step %d: %s", step,
+          luna_status_text(status));
     if (read) luna_item(loss);
-    if (step > 8) CHECK(device_reads == reads + 2 + (step == 9), "step %d: reading a number takes %d reads", step, (int)(device_reads - reads));
+    if (step > 8)
+      CHECK(device_reads == reads + 2 + (step == 9), "step %d: reading a number takes %d reads", step,
+            (int)(device_reads - reads));
   }
   luna_close(r.ctx);
 }
@@ -544,55 +715,72 @@ static void check_backward_missing(bool measure) {
   luna_ctx *ctx = luna_open(&options);
   run r = run_open(ctx, 2, 2, 0);
   luna_optimizer *second = luna_sgd(r.params, NULL);
-  CHECK(run_step(&r, 2, 0, 1) == LUNA_OK && luna_optimizer_step(second) == LUNA_OK, "two optimisers, one backward: %s", luna_error(ctx));
+  CHECK(run_step(&r, 2, 0, 1) == LUNA_OK && luna_optimizer_step(second) == LUNA_OK, "two optimisers, one backward: %s",
+        luna_error(ctx));
   luna_begin_step(ctx);
   run_loss(&r, 2, 1, 1);
-  CHECK(luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "luna_backward") && luna_state(ctx) == LUNA_BAD_ARGUMENT, "a step without a backward: \"%s\"", luna_error(ctx));
+  CHECK(luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "luna_backward") &&
+            luna_state(ctx) == LUNA_BAD_ARGUMENT,
+        "a step without a backward: \"%s\"", luna_error(ctx));
   luna_begin_step(ctx);
-  CHECK(luna_backward(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT && luna_optimizer_step(second) == LUNA_BAD_ARGUMENT, "a null loss makes a step");
+  CHECK(luna_backward(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT &&
+            luna_optimizer_step(second) == LUNA_BAD_ARGUMENT,
+        "a null loss makes a step");
   for (int i = 0; i < 3; i++) {
     luna_begin_step(ctx);
     CHECK(luna_backward(run_loss(&r, 2, i, 1)) == LUNA_OK, "%s", luna_error(ctx));
   }
   luna_begin_inference(ctx);
-  CHECK(luna_optimizer_step(r.optimizer) == LUNA_OK && luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT, "accumulated gradients make one step: %s", luna_error(ctx));
+  CHECK(luna_optimizer_step(r.optimizer) == LUNA_OK && luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT,
+        "accumulated gradients make one step: %s", luna_error(ctx));
   luna_begin_step(ctx);
-  CHECK(luna_optimizer_advance(r.optimizer) == LUNA_OK && luna_optimizer_apply(r.optimizer) == LUNA_OK, "the halves look for a backward: %s", luna_error(ctx));
-  if (!measure) CHECK(luna_optimizer_steps(r.optimizer) == 3 && luna_optimizer_steps(second) == 1, "refused steps count");
+  CHECK(luna_optimizer_advance(r.optimizer) == LUNA_OK && luna_optimizer_apply(r.optimizer) == LUNA_OK,
+        "the halves look for a backward: %s", luna_error(ctx));
+  if (!measure)
+    CHECK(luna_optimizer_steps(r.optimizer) == 3 && luna_optimizer_steps(second) == 1, "refused steps count");
   luna_close(ctx);
 }
 
-/* ---- parameters made after the optimiser, against the run where they were there before it, but in no loss until then ---- */
+/* ---- parameters made after the optimiser: as if made before it, but in no loss until then ---- */
 static void check_late(int kind) {
   enum { JOIN = 3, STEPS = 7 };
   const luna_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.most_axes = 2, .lr = 2};
   run early = run_open(ctx_open(), 3, kind, 0), late = run_open(ctx_open(), 1, kind, 0), again;
   bytes file = {NULL, 0};
-  for (int i = 0; i < 2; i++) CHECK(luna_optimizer_group(i ? late.optimizer : early.optimizer, &all) == LUNA_OK, "%s", luna_error(late.ctx));
-  CHECK(luna_optimizer_group(early.optimizer, &group) == LUNA_OK && luna_optimizer_group(late.optimizer, &group) == LUNA_MISMATCH, "groups: %s", luna_error(early.ctx));
+  for (int i = 0; i < 2; i++)
+    CHECK(luna_optimizer_group(i ? late.optimizer : early.optimizer, &all) == LUNA_OK, "%s", luna_error(late.ctx));
+  CHECK(luna_optimizer_group(early.optimizer, &group) == LUNA_OK &&
+            luna_optimizer_group(late.optimizer, &group) == LUNA_MISMATCH,
+        "groups: %s", luna_error(early.ctx));
   for (int step = 0; step < STEPS; step++) {
     const int params = step < JOIN ? 1 : 3;
     if (step == JOIN) {
       run_param(&late, 1);
       free(saved(&late).at); /* takes it in; the next only the step */
       run_param(&late, 2);
-      CHECK(luna_optimizer_group(late.optimizer, &group) == LUNA_OK, "a group of a late parameter: %s", luna_error(late.ctx));
+      CHECK(luna_optimizer_group(late.optimizer, &group) == LUNA_OK, "a group of a late parameter: %s",
+            luna_error(late.ctx));
     }
-    CHECK(run_step(&early, params, step, 1) == LUNA_OK && run_step(&late, params, step, 1) == LUNA_OK, "%s %s", luna_error(early.ctx), luna_error(late.ctx));
-    if (step >= JOIN) CHECK(same_bytes(saved(&early), saved(&late)), "optimiser %d: with late parameters step %d has other bits", kind, step);
+    CHECK(run_step(&early, params, step, 1) == LUNA_OK && run_step(&late, params, step, 1) == LUNA_OK, "%s %s",
+          luna_error(early.ctx), luna_error(late.ctx));
+    if (step >= JOIN)
+      CHECK(same_bytes(saved(&early), saved(&late)), "optimiser %d: with late parameters step %d has other bits", kind,
+            step);
     if (step == JOIN + 1) file = saved(&late);
   }
   /* into an optimiser whose parameters are late too */
   again = run_open(ctx_open(), 1, kind, 0);
   CHECK(luna_optimizer_group(again.optimizer, &all) == LUNA_OK, "%s", luna_error(again.ctx));
   run_param(&again, 1), run_param(&again, 2);
-  CHECK(luna_load_training_bytes(again.optimizer, file.at, file.size) == LUNA_OK && luna_optimizer_group(again.optimizer, &group) == LUNA_OK, "%s", luna_error(again.ctx));
+  CHECK(luna_load_training_bytes(again.optimizer, file.at, file.size) == LUNA_OK &&
+            luna_optimizer_group(again.optimizer, &group) == LUNA_OK,
+        "%s", luna_error(again.ctx));
   for (int step = JOIN + 2; step < STEPS; step++) run_step(&again, 3, step, 1);
   CHECK(same_bytes(saved(&early), saved(&again)), "optimiser %d: a run with late parameters resumes elsewhere", kind);
   free(file.at);
   luna_close(early.ctx), luna_close(late.ctx), luna_close(again.ctx);
 }
-/* a parameter made in time and one made late, by the optimiser's default groups alone; then memory ends while one joins */
+/* memory ends while parameters join: the step does nothing, and made again it is the step that it would have been */
 static void check_late_memory(void) {
   heap h;
   run want = run_open(ctx_open(), 1, 2, 0);
@@ -614,16 +802,19 @@ static void check_late_memory(void) {
     going = status != LUNA_OK;
     if (going) {
       failures++;
-      CHECK(status == LUNA_OUT_OF_MEMORY && luna_optimizer_steps(r.optimizer) == 1 && luna_error(r.ctx)[0], "joining without memory: %s", luna_error(r.ctx));
+      CHECK(status == LUNA_OUT_OF_MEMORY && luna_optimizer_steps(r.optimizer) == 1 && luna_error(r.ctx)[0],
+            "joining without memory: %s", luna_error(r.ctx));
       luna_begin_step(r.ctx);
-      CHECK(luna_optimizer_step(r.optimizer) == LUNA_OK, "joining again: %s", luna_error(r.ctx)); /* its backward was not used */
+      CHECK(luna_optimizer_step(r.optimizer) == LUNA_OK, "joining again: %s",
+            luna_error(r.ctx)); /* its backward was not used */
     }
     after = saved(&r);
     CHECK(after.size > before.size, "late parameters are not saved");
     free(before.at), free(after.at);
     run_step(&r, 3, 2, 1);
     float *a = common_parameters(want.params), *b = common_parameters(r.params);
-    CHECK(memcmp(a, b, (size_t)luna_params_count(r.params) * sizeof(float)) == 0, "after memory ended in a join, training goes elsewhere");
+    CHECK(memcmp(a, b, (size_t)luna_params_count(r.params) * sizeof(float)) == 0,
+          "after memory ended in a join, training goes elsewhere");
     free(a), free(b);
     luna_close(r.ctx);
   }
