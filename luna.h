@@ -240,7 +240,9 @@ LUNA_API luna_ctx *luna_open(const luna_options *options);
 LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null is fine */
 
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_begin_step(luna_ctx *ctx);      /* training: tape and dropout on; activations freed; gradients kept */
+/* Training: tape and dropout on; activations freed; gradients kept. After a step that failed before its luna_backward was done this begins the same
+   step again, with the same dropout. */
+LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* Both report a failed init, load of a model, luna_params_open, luna_params_share or optimiser, and a luna_param
@@ -275,6 +277,7 @@ typedef struct luna_tensor {
   struct luna_op *maker;             /* the rest is luna.h's own: the op of the tape whose result this is, */
   struct lunai_spare *data_spare, *grad_spare; /* memory of the step that is given back before the step ends, */
   bool keep_grad, dropped, remade;   /* whether grad stays; whether data was given back; whether it was, and was made again */
+  struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -286,7 +289,8 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
 
 #ifndef LUNA_NO_TRAIN
-/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin. */
+/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin. All the memory it needs is
+   taken before anything is added: without it no gradient has changed, and the step may be made again. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
 
@@ -370,7 +374,8 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
 
 /* Gradient checkpointing (arXiv 1604.06174): runs block(state, in), keeps nothing but its one or two results, and computes it again in backward:
    less memory, the same gradients bit for bit. state is copied; what it points to must last until luna_backward. Activations that want a gradient must
-   come by `in`. second: null for one result. */
+   come by `in`. second: null for one result. The block is called up to three times, once only to count memory: data pointers may then be null, and
+   which ops it calls must not depend on values. */
 typedef luna_tensor *(*luna_block)(const void *state, luna_tensor *const *in, luna_tensor **second);
 LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second);
 
@@ -5652,6 +5657,9 @@ struct luna_ctx {
   uint32_t dropout_ops;
   bool training;
   bool paused;                       /* training, but nothing joins the tape: inside luna_recompute */
+  bool reserving;                    /* the first walk of luna_backward: memory is counted, nothing is computed */
+  bool differentiated;               /* luna_backward has succeeded since begin */
+  luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
   bool stepped;                      /* an optimiser has made its step since begin */
   uint64_t told;                     /* skipped steps that options.log has heard of */
   luna_status status, refused;       /* the first failure since begin; that of the last call which returned a status */
@@ -5756,6 +5764,8 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
 
 /* numbers lie where the host cannot read them */
 LUNAI_FN bool lunai_far(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
+/* otherwise data pointers may be null and only sizes count */
+LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
   return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes + ctx->arena[1].step_bytes;
 }
@@ -5870,23 +5880,30 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   ctx->spares = mark.spares;
 }
 
-LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  const size_t least = (size_t)1 << 16;
+/* the first chunk from the current one on that has `size` bytes left, else a new last one of at least `grown` */
+LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
   lunai_arena *arena = &ctx->arena[remote];
-  lunai_chunk *chunk = arena->step;
+  lunai_chunk *chunk = arena->step, **last = &arena->steps;
   while (chunk && chunk->size - chunk->used < size) chunk = chunk->next;
-  if (!chunk) {
-    const size_t grown = arena->step_bytes > least && !ctx->options.measure ? arena->step_bytes : least;
-    lunai_chunk **last = &arena->steps;
-    chunk = lunai_chunk_open(ctx, remote, size > grown ? size : grown);
-    if (!chunk) chunk = lunai_chunk_open(ctx, remote, size);
-    if (!chunk) return NULL;
-    while (*last) last = &(*last)->next;
-    *last = chunk;
-  }
-  arena->step = chunk;
+  if (chunk) return chunk;
+  chunk = lunai_chunk_open(ctx, remote, size > grown ? size : grown);
+  if (!chunk && grown > size) chunk = lunai_chunk_open(ctx, remote, size);
+  while (*last) last = &(*last)->next;
+  *last = chunk;
+  return chunk;
+}
+LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
+  const size_t least = (size_t)1 << 16, bytes = ctx->arena[remote].step_bytes;
+  lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > least && lunai_computes(ctx) ? bytes : least);
+  if (!chunk) return NULL;
+  ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
+}
+/* Sees to it that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, for one that follows holds them all. */
+LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
+  if (!lunai_room(ctx, size)) return false;
+  return size == 0 || ctx->options.measure || ctx->options.block || lunai_chunk_for(ctx, remote, size, 0);
 }
 
 /* Memory of the step, not zeroed; `data` as above. */
@@ -5896,7 +5913,7 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
-  if (!(data && ctx->options.measure) && size > 0) {
+  if ((!data || lunai_computes(ctx)) && size > 0) {
     if (ctx->options.block) *out = ctx->block_start + arena->step_bytes;
     else if ((*out = lunai_step_from_chunks(ctx, remote, size)) == NULL) return false;
   }
@@ -5906,7 +5923,7 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
 }
 
 /* Memory of the step for a while: what was given back and is not much too large, else new. A spare stays in the list when it is given back. */
-typedef struct lunai_spare { struct lunai_spare *next; void *at; size_t size; bool taken; } lunai_spare;
+typedef struct lunai_spare { struct lunai_spare *next; void *at; size_t size; bool taken, was_taken; } lunai_spare;
 LUNAI_FN lunai_spare *lunai_spare_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_round(bytes);
   lunai_spare *one, *best = NULL;
@@ -6052,16 +6069,18 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   luna_status status;
+  bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->broken != LUNA_OK) return ctx->broken;
+  repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated; /* keeps its number: the same dropout */
   lunai_step_clear(ctx);
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
-  ctx->paused = ctx->passing = false;
+  ctx->paused = ctx->passing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
-  status = ctx->options.measure ? LUNA_OK : ctx->backend->begin(ctx, ctx->state, training, ctx->stepped);
+  status = ctx->options.measure ? LUNA_OK : ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
   status = lunai_backend_did(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
   return status == LUNA_OK ? ctx->status : status;
@@ -7259,7 +7278,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
     lunai_step_rewind(ctx, mark);
     return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_tensor_new: no memory for %d floats", count);
   }
-  if (ctx->options.measure || count == 0) return t;
+  if (!lunai_computes(ctx) || count == 0) return t;
   status = values ? ctx->backend->copy(ctx, t->data, values, bytes, 1) : ctx->backend->zero(ctx, t->data, bytes);
   return status == LUNA_OK ? t : lunai_fail(ctx, status, "luna_tensor_new: the backend could not fill %d bytes", (int64_t)bytes);
 }
@@ -7293,7 +7312,7 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
   if (!out) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: there is nowhere to put %d values", luna_count(t));
-  if (t->ctx->options.measure) {
+  if (!lunai_computes(t->ctx)) {
     memset(out, 0, bytes);
     return LUNA_OK;
   }
@@ -7310,7 +7329,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
   if (t->borrowed || (!values && bytes)) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, t->borrowed ? "luna_write: tensor %t is borrowed" : "luna_write: there are no values for tensor %t", t);
-  return t->ctx->options.measure ? LUNA_OK : t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
+  return lunai_computes(t->ctx) ? t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1) : LUNA_OK;
 }
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
@@ -7358,6 +7377,7 @@ LUNAI_FN const int32_t *lunai_numbers_kept(lunai_build *s, const int32_t *values
     lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d %ss", s->name, count, what);
     return NULL;
   }
+  if (!memory) return values;        /* on a device, counted alone */
   status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
   if (status == LUNA_OK) return (const int32_t *)memory;
   lunai_fail(ctx, status, "%s: the backend could not take %d %ss", s->name, count, what);
@@ -7399,7 +7419,7 @@ LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
   if (!lunai_step(ctx, op->kept_size, true, &op->kept)) return NULL;
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return NULL;
-  if (!ctx->options.measure) status = row->forward(op);
+  if (lunai_computes(ctx)) status = row->forward(op);
   lunai_step_rewind(ctx, mark);
   if (status == LUNA_OK) return op;
   lunai_fail(ctx, status, "%s: the backend failed: %s", s->name, luna_status_text(status));
@@ -7468,6 +7488,10 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
     } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
     owner->has_grad = true;
+    if (owner->parameter) {
+      owner->reserved = ctx->reserved;
+      ctx->reserved = owner;
+    }
     if (memory && !fresh && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
   t->has_grad = true;
@@ -7499,7 +7523,7 @@ LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *statu
     owner->remade = true;
     mark = lunai_step_mark(ctx);
     if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return false;
-    *status = ctx->options.measure ? LUNA_OK : ctx->backend->row[op->row].forward(op);
+    *status = lunai_computes(ctx) ? ctx->backend->row[op->row].forward(op) : LUNA_OK;
     lunai_step_rewind(ctx, mark);
     if (*status != LUNA_OK) return false;
     *status = LUNA_OUT_OF_MEMORY;
@@ -7587,7 +7611,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   else {
     mark = lunai_step_mark(ctx);
     if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-    *status = ctx->options.measure ? LUNA_OK : ctx->backend->row[op->row].backward(op);
+    *status = lunai_computes(ctx) ? ctx->backend->row[op->row].backward(op) : LUNA_OK;
     lunai_step_rewind(ctx, mark);
     good = *status == LUNA_OK;
   }
@@ -7602,23 +7626,95 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   return good;
 }
 
-LUNA_API luna_status luna_backward(luna_tensor *loss) {
+/* from the loss back over the tape */
+LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
   const float one = 1;
-  luna_ctx *ctx = loss ? loss->ctx : NULL;
-  luna_status status = LUNA_OUT_OF_MEMORY;
+  luna_ctx *ctx = loss->ctx;
+  luna_status status = LUNA_OK;
   luna_op *op;
+  if (!lunai_grad_take(ctx, loss, true)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
+  if (lunai_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
+  if (lunai_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
+  if (status != LUNA_OK) return lunai_backend_did(ctx, "luna_backward", status);
+  for (op = ctx->tape; op; op = op->previous)
+    if (!lunai_op_backward(op, &status))
+      return ctx->status != LUNA_OK ? ctx->status :
+             lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status),
+                          op->recompute ? "a block computed again" : luna_row_name(op->row));
+  return LUNA_OK;
+}
+
+/* a tensor of the tape as it was before a walk that computed nothing */
+LUNAI_FN void lunai_unwalk(luna_tensor *t) {
+  if (!t || t->parameter) return;
+  lunai_unwalk(t->base);
+  t->grad = NULL;
+  t->grad_spare = NULL;
+  t->has_grad = false;
+  if (!t->remade) return;
+  t->data = NULL;
+  t->data_spare = NULL;
+  t->dropped = true;
+  t->remade = false;
+}
+
+/* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients of parameters
+   included: they stay, zero. On failure nothing has changed. */
+LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
+  luna_ctx *ctx = loss->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const lunai_persistent_mark persistent = lunai_persistent(ctx);
+  const size_t peak = ctx->peak;
+  size_t need[2], step_peak[2];
+  luna_status status;
+  lunai_spare *spare;
+  luna_op *op;
+  int i;
+  for (spare = ctx->spares; spare; spare = spare->next) spare->was_taken = spare->taken;
+  for (i = 0; i < 2; i++) {
+    step_peak[i] = ctx->arena[i].step_peak;
+    ctx->arena[i].step_peak = ctx->arena[i].step_bytes;
+  }
+  ctx->reserved = NULL;
+  ctx->reserving = true;
+  status = lunai_walk_back(loss);
+  ctx->reserving = false;
+  for (i = 0; i < 2; i++) {
+    need[i] = ctx->arena[i].step_peak - mark.bytes[i];
+    ctx->arena[i].step_peak = step_peak[i];
+  }
+  ctx->peak = peak;                  /* what the second walk takes is counted there */
+  lunai_step_rewind(ctx, mark);
+  for (spare = ctx->spares; spare; spare = spare->next) spare->taken = spare->was_taken;
+  lunai_unwalk(loss);
+  for (op = ctx->tape; op; op = op->previous) {
+    for (i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
+    for (i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
+  }
+  if (status == LUNA_OK && !(lunai_step_reserve(ctx, false, need[0]) && lunai_step_reserve(ctx, true, need[1])))
+    status = lunai_no_memory(ctx, "luna_backward", need[0] + need[1]);
+  if (status == LUNA_OK) return LUNA_OK;
+  for (; ctx->reserved; ctx->reserved = ctx->reserved->reserved) {
+    ctx->reserved->grad = NULL;
+    ctx->reserved->has_grad = false;
+  }
+  lunai_persistent_rewind(ctx, persistent);
+  return status;
+}
+
+LUNA_API luna_status luna_backward(luna_tensor *loss) {
+  luna_ctx *ctx = loss ? loss->ctx : NULL;
+  luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
-  if (!lunai_grad_take(ctx, loss, true)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
-  if (!ctx->options.measure && ((status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1)) != LUNA_OK || (status = ctx->backend->check(ctx, loss, ctx->state)) != LUNA_OK))
-    return lunai_backend_did(ctx, "luna_backward", status);
-  for (op = ctx->tape; op; op = op->previous)
-    if (!lunai_op_backward(op, &status))
-      return ctx->status != LUNA_OK ? ctx->status : lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status), op->recompute ? "a block computed again" : luna_row_name(op->row));
+  status = lunai_reserve_backward(loss);
+  if (status == LUNA_OK) status = lunai_walk_back(loss);
+  if (status != LUNA_OK) return status;
   ctx->tape = NULL;
+  ctx->differentiated = true;
   ctx->backwards++;
   return LUNA_OK;
 }
@@ -8828,7 +8924,7 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
   luna_status status = LUNA_OK;
   shape[0] = shape[1] = dim;
   if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
-  for (i = 0; w && !layer->weight && !ctx->options.measure && i < dim && status == LUNA_OK; i++) status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
+  for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++) status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
   if (status != LUNA_OK) return lunai_fail(ctx, status, "the backend could not make an identity of %d rows", dim);
   return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
 }
@@ -9648,7 +9744,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
   }
   table = (double *)memory;
   row = (float *)more;
-  if (ctx->options.measure) n = 0;
+  if (!lunai_computes(ctx)) n = 0;
   for (t = 0; t < lunai_min(n, LUNAI_ANGLES); t++)
     for (i = 0; i < half; i++) lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
   for (t = 0; t < n && status == LUNA_OK; t += LUNAI_ANGLES) {
