@@ -214,6 +214,30 @@ static void device_skips(const device *d) {
   CHECK(device_told == 1, "the skipped step was told %d times", device_told);
   luna_close(ctx);
 }
+/* two skipped steps in a row, found when the loss is read, make the next an error; a good one that has been read ends that */
+static void device_not_finite(const device *d) {
+  const luna_status want[6] = {LUNA_OK, LUNA_OK, LUNA_OK, LUNA_NOT_FINITE, LUNA_NOT_FINITE, LUNA_OK};
+  const int64_t shape[1] = {3};
+  const float value[2][3] = {{1, 2, 3}, {1, NAN, 3}};
+  const luna_init init = {LUNA_ONES, 1};
+  luna_adamw_config config = {0};
+  luna_ctx *ctx = device_open(d, 5);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 1, shape, init);
+  config.max_skips = 2;
+  luna_optimizer *adam = luna_adamw(params, &config);
+  for (int step = 0; step < 6; step++) {
+    luna_begin_step(ctx);
+    luna_tensor *loss = luna_sum(luna_mul(luna_tensor_new(ctx, value[step > 0 && step < 4], 1, shape), w), 0);
+    luna_backward(loss);
+    const luna_status got = luna_optimizer_step(adam);
+    CHECK(got == want[step], "step %d: %s, not %s", step, luna_status_text(got), luna_status_text(want[step]));
+    luna_item(loss);
+  }
+  CHECK(luna_optimizer_skipped(adam) == 3 && luna_optimizer_steps(adam) == 3, "%lld steps skipped, %lld made",
+        (long long)luna_optimizer_skipped(adam), (long long)luna_optimizer_steps(adam));
+  luna_close(ctx);
+}
 
 /* ---- reading, writing, and what a device refuses ---- */
 static void device_refusals(const device *d) {
@@ -557,6 +581,7 @@ static void device_all(const device *d, const char *only) {
   device_training(d);
   device_checkpoints(d);
   device_skips(d);
+  device_not_finite(d);
   device_serving(d);
   device_refusals(d);
 }
