@@ -214,7 +214,7 @@ static void device_skips(const device *d) {
   CHECK(device_told == 1, "the skipped step was told %d times", device_told);
   luna_close(ctx);
 }
-/* two skipped steps in a row, found when the loss is read, make the next an error; a good one that has been read ends that */
+/* two skipped steps in a row, found when the loss is read, make the next an error, until a good one has been read */
 static void device_not_finite(const device *d) {
   const luna_status want[6] = {LUNA_OK, LUNA_OK, LUNA_OK, LUNA_NOT_FINITE, LUNA_NOT_FINITE, LUNA_OK};
   const int64_t shape[1] = {3};
