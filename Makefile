@@ -3,6 +3,7 @@
 #   make examples            builds examples/*.c
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
+#   make cross               the tests that look closest at bits and bytes on other machines, emulated: tests/cross.sh; ROWS="s390x musl": these
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
@@ -86,6 +87,9 @@ sanitize:
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
 	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(HOST:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
+cross:
+	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' JOBS=$(JOBS) sh tests/cross.sh
+
 golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)
 
@@ -141,4 +145,4 @@ cuda-bench:
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize golden headers fuzz size bench cuda cuda-test cuda-bench clean
+.PHONY: run examples programs test sanitize cross golden headers fuzz size bench cuda cuda-test cuda-bench clean
