@@ -692,7 +692,7 @@ static void check_inspect(void) {
   luna_ctx *ctx = ctx_open(&h);
   luna_inspection inspection = {0};
   seen s = {0};
-  for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)(size >> 8 * i);
+  for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)((uint64_t)size >> 8 * i);
   memcpy(bytes + 8, header, size);
   memcpy(bytes + 8 + size, data, sizeof data);
   inspection.pair = see_pair, inspection.tensor = see_tensor, inspection.user = &s;

@@ -36,7 +36,7 @@ run_row() {                                              # NAME: what is printed
     [ "$program" = "$without" ] || targets="$targets $build/$1/tests/$program"
   done
   rm -f $targets
-  $make -k -s BUILD="$build/$1" CC="$cc" CFLAGS="-O1 $flags" $targets
+  $make -k -s BUILD="$build/$1" CC="$cc" CFLAGS="-O2 $flags" $targets
   for target in $targets; do
     [ ! -e "$target.exe" ] || target=$target.exe
     built="$built $target"
