@@ -3,7 +3,7 @@
 #   make examples            builds examples/*.c
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
-#   make cross               the tests that look closest at bits and bytes on other machines, emulated: tests/cross.sh; ROWS="s390x musl": these
+#   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it

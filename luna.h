@@ -55,8 +55,8 @@
      Comparing.  layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook an attention of one's own; what is around it
        is the same, so that a comparison compares the mathematics.
      Threads.  A context is for one thread at a time and uses its pool inside. Results are the same bits for any number of threads. Several
-       contexts may share a set of parameters that nobody trains (luna_params_share); streams only read. A child of fork goes on with one
-       thread and the same bits.
+       contexts may share a set of parameters that nobody trains (luna_params_share); streams only read.
+       A child of fork goes on with one thread and the same bits.
      Devices.  options.backend puts tensors' numbers elsewhere (luna_cuda.cuh: on an NVIDIA GPU); luna_read, luna_write and luna_item go there and back.
      Randomness.  Philox4x32-10. First values depend on seed and parameter name, dropout on seed, step and place: the same on every machine.
      Numbers.  float32; long sums in double; FMA only where written, never by the compiler's choice; exp, log and erf are luna.h's own.
@@ -993,7 +993,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #include <float.h>
 #if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16 /* 16 widens _Float16 alone */
-#error "luna.h promises float32 rounding: compile 32-bit x86 with -msse2 -mfpmath=sse, others with -fexcess-precision=fast"
+#error "luna.h promises float32 rounding: compile with -msse2 -mfpmath=sse (32-bit x86) or -fexcess-precision=fast"
 #endif
 #if defined(__clang__)
 #pragma clang fp contract(off)
@@ -5524,8 +5524,8 @@ LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->th
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
 #endif
 
-/* False in a child of fork: no worker comes, and mutex and condition may be in any state. The process id is compared only where
-   sleepers are woken or threads joined: whoever runs a call takes all its shares if no other thread does, so that nothing else waits. */
+/* False in a child of fork: no worker comes, and mutex and condition may be in any state. The process id is compared only
+   where sleepers are woken or threads joined: nothing else waits, as a call's own thread takes all shares that no other does. */
 LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */
@@ -10913,7 +10913,7 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   file = fopen(path, "rb");
   if (!file) return lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
-  if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder: LONG_MAX bytes, and reading there fails */
+  if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   memset(&io, 0, sizeof io);
   io.read = lunai_file_read;
   io.user = file;
@@ -11604,7 +11604,8 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
 }
 
 /* --- opening from a checkpoint's bytes --- */
-#define LUNAI_STREAM_UNREADABLE " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
+#define LUNAI_STREAM_UNREADABLE \
+  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
 LUNAI_FN bool lunai_stream_weight(const lunai_st *st, const char *prefix, const char *name, int rank, int64_t a, int64_t b, const float **out) {
   char full[96];
   lunai_st_tensor t;
@@ -11673,7 +11674,8 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   int64_t i;
   memset(&check, 0, sizeof check);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < lunai_stream_lay_out(&first, NULL))) wrong = "the memory is smaller than luna_stream_size says";
-  if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding)) wrong = "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
+  if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding))
+    wrong = "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
   first.output = first.embedding;
   if (!wrong && first.sizes.positions == LUNA_LEARNED && !lunai_stream_weight(&st, "", "embed_positions.weight", 2, first.sizes.max_length, first.sizes.dim, &first.positions)) wrong = "embed_positions.weight is missing or of another shape";
   if (!wrong && first.sizes.pre_norm && !lunai_stream_pair(&st, "", "layer_norm.weight", "layer_norm.bias", 1, first.sizes.dim, 1, &first.norm)) wrong = "layer_norm is missing or of another shape";

@@ -1,7 +1,7 @@
 #!/bin/sh
-# cross.sh: builds the tests that look closest at bits and bytes for other machines and runs them here, emulated where they must be.
-# ROWS: these rows alone. What is not installed is named and skipped; Debian has all of it: gcc-*-linux-gnu*, qemu-user, musl-tools,
-# mingw-w64, wine64, wasi-libc, libclang-rt-*-dev-wasm32, lld, nodejs.
+# cross.sh: builds the tests that look closest at bits and bytes for other machines and runs them here, emulated where they
+# must be. ROWS: these rows alone. What is not installed is named and skipped; Debian has all of it: gcc-*-linux-gnu*,
+# qemu-user, musl-tools, mingw-w64, wine64, wasi-libc, libclang-rt-*-dev-wasm32, lld, nodejs.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}/cross
 make=${MAKE:-make}
@@ -9,7 +9,7 @@ programs="golden resume checkpoints stream gradients threads"
 limit=600                                                # seconds a program
 
 # 64-bit offsets: without them readdir of a 32-bit program under qemu fails where a folder's offsets are hashes (ext4).
-# name    | compiler                   | flags                              | what runs a program; nothing: this kernel | without
+# name    | compiler                   | flags                              | runner; nothing: this kernel | without this one
 table='
 s390x     | s390x-linux-gnu-gcc        | -static -DTEST_QUICK=1             | qemu-s390x  |
 aarch64   | aarch64-linux-gnu-gcc      | -static -DTEST_QUICK=1             | qemu-aarch64 |
@@ -22,7 +22,7 @@ wasm      | clang --target=wasm32-wasi | -msimd128                          | no
 '
 export WINEDEBUG=-all WINEPREFIX="$PWD/$build/wine"
 
-run_row() {                                              # NAME: what is printed ends with "N passed, N failed", or starts with "skipped"
+run_row() {                                              # NAME; the last line: "N passed, N failed", or "skipped: ..."
   line=$(echo "$table" | grep "^$1 ")
   field() { echo "$line" | cut -d '|' -f "$1" | sed 's/^ *//; s/ *$//'; }
   cc=$(field 2) flags=$(field 3) runner=$(field 4) without=$(field 5) targets= built=

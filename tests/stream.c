@@ -309,7 +309,7 @@ static void check_bytes(int kind) {
   CHECK(size > 0, "luna_stream_size: %s", error);
   char *memory = (char *)common_alloc(size + 64);
   luna_stream *a = luna_stream_open_bytes(file.bytes, file.size, &config, memory, size, &error), *b = stream_open(&m, 2, 0, LUNA_ISA_BEST);
-  if (!common_little_endian()) CHECK(!a && strstr(error, "little-endian"), "a big-endian machine reads a checkpoint in place: %s", error);
+  if (!common_little_endian()) CHECK(!a && strstr(error, "little-endian"), "read in place on a big-endian machine: %s", error);
   else if (CHECK(a != NULL, "luna_stream_open_bytes: %s", error)) {
     float kept[2 * VOCAB];
     memcpy(kept, prefill_at(b, tokens, 2, N, 0, 70), sizeof kept);

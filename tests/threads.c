@@ -1,6 +1,6 @@
-/* The same bits for any number of threads, on a pool or on a caller's parallel_for, in any order; contexts that open and close, contexts
-   and streams that read one set of parameters, each in a thread of its own; a child of fork. Clean under the thread sanitizer (make
-   sanitize). */
+/* The same bits for any number of threads, on a pool or on a caller's parallel_for, in any order; contexts that open and
+   close, contexts and streams that read one set of parameters, each in a thread of its own; a child of fork. Clean under the
+   thread sanitizer (make sanitize). */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -205,7 +205,8 @@ static void *reader_stream(void *argument) { /* one stream steps while others op
   free(tokens);
   return NULL;
 }
-static void *reader_opens(void *argument) { /* contexts of their own, opened and closed; the first of all finds the instruction sets */
+/* contexts of their own, opened and closed; the first of all finds the instruction sets */
+static void *reader_opens(void *argument) {
   reader *r = (reader *)argument;
   luna_options options = {0};
   options.threads = 2;
@@ -280,7 +281,7 @@ static bool forked_open(forked *f, int threads) {
   f->stream = luna_stream_open(&f->model, NULL);
   return f->optimizer && f->stream && luna_lm_init(&f->shared, luna_params_share(f->sharer, f->params), &config) == LUNA_OK;
 }
-/* from this step on to the last, then one of the stream and one of the set that shares; out: parameters and both logits, or null */
+/* from this step to the last, then one of the stream and one of the set that shares: parameters and both logits, or null */
 static float *forked_run(forked *f, int step) {
   const int32_t tokens[2] = {7, 8};
   for (; step < FORKED_STEPS; step++) {
@@ -288,7 +289,7 @@ static float *forked_run(forked *f, int step) {
     if (luna_backward(lm_loss(&f->model, step)) != LUNA_OK || luna_optimizer_step(f->optimizer) != LUNA_OK) return NULL;
   }
   const int64_t count = luna_params_count(f->params);
-  float *values = common_parameters(f->params), *out = (float *)realloc(values, (size_t)(count + 120) * sizeof(float));
+  float *out = (float *)realloc(common_parameters(f->params), (size_t)(count + 120) * sizeof(float));
   const float *logits = luna_stream_step(f->stream, tokens);
   luna_begin_inference(f->sharer);
   if (!out || !logits || luna_read(luna_lm_forward(&f->shared, tokens, 1, 2), out + count + 40) != LUNA_OK) exit(2);
@@ -305,7 +306,8 @@ static int forked_end(forked *f, const float *expected) {
   forked_close(f);
   return status;
 }
-static void check_fork(int way, const float *expected) { /* 0: workers wait for the next call; 1: they sleep; 2: in the middle of a step */
+/* way 0: workers wait for the next call; 1: they sleep; 2: in the middle of a step */
+static void check_fork(int way, const float *expected) {
   forked f;
   int status = -1;
   if (!CHECK(forked_open(&f, 3), "fork: init fails")) return;
