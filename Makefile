@@ -3,6 +3,7 @@
 #   make examples            builds examples/*.c
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
+#   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
@@ -33,7 +34,7 @@ CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
 HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && echo cuda cuda_host_check)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
-TSAN = -O1 -g1 -fsanitize=thread
+TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER -DLUNA_NO_SIMD
 
 run: $(BUILD)/lm
@@ -85,6 +86,9 @@ sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
 	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(HOST:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads $(SCRIPTS)
+
+cross:
+	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' JOBS=$(JOBS) sh tests/cross.sh
 
 golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)
@@ -141,4 +145,4 @@ cuda-bench:
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize golden headers fuzz size bench cuda cuda-test cuda-bench clean
+.PHONY: run examples programs test sanitize cross golden headers fuzz size bench cuda cuda-test cuda-bench clean

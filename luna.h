@@ -57,6 +57,7 @@
        is the same, so that a comparison compares the mathematics.
      Threads.  A context is for one thread at a time and uses its pool inside. Results are the same bits for any number of threads. Several
        contexts may share a set of parameters that nobody trains (luna_params_share); streams only read.
+       A child of fork goes on with one thread and the same bits.
      Devices.  options.backend puts tensors' numbers elsewhere (luna_cuda.cuh: on an NVIDIA GPU); luna_read, luna_write and luna_item go there and back.
      Randomness.  Philox4x32-10. First values depend on seed and parameter name, dropout on seed, step and place: the same on every machine.
      Numbers.  float32; long sums in double; FMA only where written, never by the compiler's choice; exp, log and erf are luna.h's own.
@@ -855,8 +856,8 @@ typedef struct luna_stream_config {
   int64_t chunk;                     /* rows of a prefill done at once; 0 = 64 */
   luna_isa isa;                      /* 0 = best; not on a device */
 } luna_stream_config;
-/* From a safetensors checkpoint in memory, F32, 4-byte aligned, read in place: no context, no allocator. memory: luna_stream_size bytes.
-   Null when something is wrong: *error then says what. */
+/* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
+   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
 #ifndef LUNA_ONLY_STREAM
@@ -1011,6 +1012,10 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 
 #ifdef __FAST_MATH__
 #error "luna.h promises exact results for NaN, Inf and rounding: compile without -ffast-math"
+#endif
+#include <float.h>
+#if FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16 /* 16 widens _Float16 alone */
+#error "luna.h promises float32 rounding: compile with -msse2 -mfpmath=sse (32-bit x86) or -fexcess-precision=fast"
 #endif
 #if defined(__clang__)
 #pragma clang fp contract(off)
@@ -5438,6 +5443,7 @@ typedef CONDITION_VARIABLE lunai_condition;
 #define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
 #define lunai_condition_wake(c) WakeAllConditionVariable(c)
 #define lunai_yield() SwitchToThread()
+#define lunai_process() ((int64_t)0) /* nothing forks */
 #else
 #include <pthread.h>
 #include <sched.h>
@@ -5454,6 +5460,7 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
 #define lunai_condition_wake(c) pthread_cond_broadcast(c)
 #define lunai_yield() sched_yield()
+#define lunai_process() ((int64_t)getpid())
 #endif
 
 #define LUNAI_MOST_THREADS 256
@@ -5473,6 +5480,7 @@ struct lunai_pool {
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
   int sleepers;                      /* atomic */
+  int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
   bool stop;
   lunai_mutex mutex;
   lunai_condition wake;
@@ -5539,6 +5547,10 @@ LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->th
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
 #endif
 
+/* False in a child of fork: no worker comes, and mutex and condition may be in any state. The process id is compared only
+   where sleepers are woken or threads joined: nothing else waits, as a call's own thread takes all shares that no other does. */
+LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
+
 /* a new call of `count` tasks; returns its number */
 LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   const uint32_t call = lunai_pool_call(pool) + 1;
@@ -5546,7 +5558,7 @@ LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST); /* nobody reads the new count for the old call */
   __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
   __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0) return call + 1;
+  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
   lunai_mutex_lock(&pool->mutex);
   lunai_condition_wake(&pool->wake);
   lunai_mutex_unlock(&pool->mutex);
@@ -5568,6 +5580,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   int64_t i;
+  if (!lunai_pool_has_workers(pool)) return;
   __atomic_store_n(&pool->stop, true, __ATOMIC_SEQ_CST);
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
@@ -5581,6 +5594,7 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
   memset(pool, 0, sizeof *pool);
   pool->worker = worker;
   pool->workers = workers;
+  pool->process = lunai_process();
   lunai_mutex_open(&pool->mutex);
   lunai_condition_open(&pool->wake);
   for (i = 0; i < workers; i++) {
@@ -11353,6 +11367,7 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   file = fopen(path, "rb");
   if (!file) return lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
+  if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   memset(&io, 0, sizeof io);
   io.read = lunai_file_read;
   io.user = file;
@@ -12050,6 +12065,8 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
 }
 
 /* --- opening from a checkpoint's bytes --- */
+#define LUNAI_STREAM_UNREADABLE \
+  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
 LUNAI_FN bool lunai_stream_weight(const lunai_st *st, const char *prefix, const char *name, int rank, int64_t a, int64_t b, const float **out) {
   char full[96];
   lunai_st_tensor t;
@@ -12118,12 +12135,13 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   int64_t i;
   memset(&check, 0, sizeof check);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < lunai_stream_lay_out(&first, NULL))) wrong = "the memory is smaller than luna_stream_size says";
-  if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding)) wrong = "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
+  if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding))
+    wrong = "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
   first.output = first.embedding;
   if (!wrong && first.sizes.positions == LUNA_LEARNED && !lunai_stream_weight(&st, "", "embed_positions.weight", 2, first.sizes.max_length, first.sizes.dim, &first.positions)) wrong = "embed_positions.weight is missing or of another shape";
   if (!wrong && first.sizes.pre_norm && !lunai_stream_pair(&st, "", "layer_norm.weight", "layer_norm.bias", 1, first.sizes.dim, 1, &first.norm)) wrong = "layer_norm is missing or of another shape";
   for (i = 0; !wrong && i < first.sizes.layers; i++)
-    if (!lunai_stream_layer_weights(&st, &first.sizes, i, &check)) wrong = "a layer's tensor is missing, of another shape, not F32 or not aligned to 4 bytes";
+    if (!lunai_stream_layer_weights(&st, &first.sizes, i, &check)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   s = (luna_stream *)(void *)((char *)memory + shift);

@@ -382,6 +382,7 @@ static void check_lm(void) {
   FILE *out = fopen(path, "wb");
   CHECK(out && fwrite(file.at, 1, file.size, out) == file.size && fclose(out) == 0, "the test cannot write its own file");
   for (int way = 0; way < 5; way++) {
+    if ((way == 2 || way == 3) && !common_little_endian()) continue;
     heap h, hs;
     luna_ctx *ctx = ctx_open(&h), *sharer = ctx_open(&hs);
     luna_params *params = luna_params_open(ctx), *shared;
@@ -515,6 +516,16 @@ static void check_untrainable(luna_params *params, luna_ctx *ctx, const char *wh
   luna_begin_inference(ctx);
   CHECK(!luna_sgd(params, NULL) && strstr(luna_error(ctx), "luna_sgd"), "%s: luna_sgd: \"%s\"", what, luna_error(ctx));
   luna_begin_inference(ctx);
+}
+static void check_big_endian(void) { /* nothing can be read in place, and the sentence says so */
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = set_open(ctx, "second");
+  buffer file = saved(params);
+  common_params(params, 9);
+  float *own = values_of(params);
+  refused(params, ctx, luna_load_borrowed(params, file.at, file.size), LUNA_MISMATCH, "little-endian", own, "borrowing");
+  free(file.at), free(own), ctx_close(ctx, &h);
 }
 static void check_borrowed(void) {
   heap h, hs;
@@ -681,7 +692,7 @@ static void check_inspect(void) {
   luna_ctx *ctx = ctx_open(&h);
   luna_inspection inspection = {0};
   seen s = {0};
-  for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)(size >> 8 * i);
+  for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)((uint64_t)size >> 8 * i);
   memcpy(bytes + 8, header, size);
   memcpy(bytes + 8 + size, data, sizeof data);
   inspection.pair = see_pair, inspection.tensor = see_tensor, inspection.user = &s;
@@ -739,7 +750,7 @@ int main(void) {
   check_lm();
   check_claims();
   check_lm_cuts();
-  check_borrowed();
+  common_little_endian() ? check_borrowed() : check_big_endian();
   check_borrowed_while_training();
   check_allocations();
   check_lm_allocations();

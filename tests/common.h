@@ -4,6 +4,11 @@
 #define COMMON_H
 #include <stdlib.h>
 #include <string.h>
+#ifdef _WIN32
+#include <direct.h>
+#include <io.h>
+#define mkdir(path, mode) _mkdir(path)
+#endif
 
 #define COMMON_ISAS 6
 static const luna_isa common_isas[COMMON_ISAS] = {LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2,
@@ -13,6 +18,12 @@ TEST_UNUSED static uint64_t common_hash(uint64_t seed, uint64_t index) {
   uint64_t x = seed * 0x9E3779B97F4A7C15u + index * 0xD1B54A32D192ED03u + 0x2545F4914F6CDD1Du;
   for (int i = 0; i < 3; i++) x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
   return x ^ (x >> 32);
+}
+
+/* can F32 be read in place from a checkpoint? Its numbers are little-endian */
+TEST_UNUSED static bool common_little_endian(void) {
+  const uint16_t one = 1;
+  return *(const uint8_t *)&one == 1;
 }
 
 /* uniform in [-1, 1) */

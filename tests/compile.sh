@@ -67,6 +67,23 @@ if have arm-none-eabi-gcc; then
 else
   echo "skipped: arm-none-eabi-gcc is not here"
 fi
+# excess precision: no bits to promise, so no program; the sentence names flags, and with them it compiles
+if have i686-linux-gnu-gcc; then
+  i686="i686-linux-gnu-gcc -I$root -fsyntax-only implementation.c"
+  for x87 in "" "-std=c99" "-msse -mfpmath=sse"; do
+    add "i686 $x87: refused" "$i686 $x87 2>&1 | grep -- '#error.*-msse2 -mfpmath=sse'"
+  done
+  add "i686 with SSE2" "$i686 -std=c99 -msse2 -mfpmath=sse"
+else
+  echo "skipped: i686-linux-gnu-gcc is not here"
+fi
+if have s390x-linux-gnu-gcc; then
+  s390x="s390x-linux-gnu-gcc -std=c99 -I$root -fsyntax-only implementation.c"
+  add "s390x -std=c99: refused" "$s390x 2>&1 | grep -- '#error.*-fexcess-precision=fast'"
+  add "s390x -std=c99 -fexcess-precision=fast" "$s390x -fexcess-precision=fast"
+else
+  echo "skipped: s390x-linux-gnu-gcc is not here"
+fi
 for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { echo "skipped: $c is not here"; continue; }
   for example in "$root"/examples/*.c; do

@@ -101,7 +101,7 @@ static void check_training_form(int kind, luna_isa isa, int64_t batch) {
 
 /* ---- 10^5 tokens: steps and prefills stay together, and memory stays what it was ---- */
 static void check_long(luna_isa isa) {
-  const int64_t n = 100000;
+  const int64_t n = TEST_QUICK ? 10000 : 100000;
   lm m;
   if (!lm_open(&m, 3, isa)) {
     luna_close(m.ctx);
@@ -309,7 +309,8 @@ static void check_bytes(int kind) {
   CHECK(size > 0, "luna_stream_size: %s", error);
   char *memory = (char *)common_alloc(size + 64);
   luna_stream *a = luna_stream_open_bytes(file.bytes, file.size, &config, memory, size, &error), *b = stream_open(&m, 2, 0, LUNA_ISA_BEST);
-  if (CHECK(a != NULL, "luna_stream_open_bytes: %s", error)) {
+  if (!common_little_endian()) CHECK(!a && strstr(error, "little-endian"), "read in place on a big-endian machine: %s", error);
+  else if (CHECK(a != NULL, "luna_stream_open_bytes: %s", error)) {
     float kept[2 * VOCAB];
     memcpy(kept, prefill_at(b, tokens, 2, N, 0, 70), sizeof kept);
     CHECK(same_logits(prefill_at(a, tokens, 2, N, 0, 70), kept, 2 * VOCAB), "model %d: a stream from bytes has other bits", kind);
@@ -321,14 +322,15 @@ static void check_bytes(int kind) {
   }
   error = "";
   CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, memory, size - 64, &error) && error[0], "64 bytes too few are enough");
-  CHECK(luna_stream_open_bytes(file.bytes, file.size, &config, memory + 8, size, &error) != NULL, "memory at an odd place: %s", error);
+  CHECK(!common_little_endian() || luna_stream_open_bytes(file.bytes, file.size, &config, memory + 8, size, &error) != NULL,
+        "memory at an odd place: %s", error);
   error = "";
   CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, NULL, size, &error) && error[0], "no memory is enough");
   config.batch = -1;
   error = "";
   CHECK(luna_stream_size(file.bytes, file.size, &config, &error) == 0 && error[0], "a batch of -1 has a size");
   config.batch = 2;
-  for (size_t cut = 0; cut < file.size; cut += cut < 3000 ? 1 : 97) { /* a file cut anywhere, and one with a byte of its header changed */
+  for (size_t cut = 0; cut < file.size; cut += cut < 3000 ? (TEST_QUICK ? 11 : 1) : 97) { /* a file cut anywhere, and one with a byte of its header changed */
     uint8_t *piece = (uint8_t *)common_alloc(cut), *changed = (uint8_t *)common_alloc(file.size);
     memcpy(piece, file.bytes, cut);
     memcpy(changed, file.bytes, file.size);

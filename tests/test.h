@@ -12,10 +12,20 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+/* 1: fewer repetitions of what is alike, for emulators (tests/cross.sh) */
+#ifndef TEST_QUICK
+#define TEST_QUICK 0
+#endif
+
 static int test_passed, test_failed;
 
+#ifdef __MINGW_PRINTF_FORMAT         /* the compiler's own `printf` there is Microsoft's, without %zu */
+#define TEST_PRINTF __MINGW_PRINTF_FORMAT
+#else
+#define TEST_PRINTF printf
+#endif
 #if defined(__GNUC__) || defined(__clang__)
-#define TEST_FORMAT(at) __attribute__((unused, format(printf, at, (at) + 1)))
+#define TEST_FORMAT(at) __attribute__((unused, format(TEST_PRINTF, at, (at) + 1)))
 #define TEST_UNUSED __attribute__((unused))
 #else
 #define TEST_FORMAT(at)
