@@ -10674,6 +10674,18 @@ LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
   }
   return true;
 }
+/* a float's bits as a number, the same on machines of either byte order */
+LUNAI_FN uint64_t lunai_float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+LUNAI_FN float lunai_bits_float(uint64_t value) {
+  const uint32_t bits = (uint32_t)value;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
 LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
   memcpy(out, "luna.moment1.", LUNAI_MOMENT_NAME - 1);
   out[11] = (char)('1' + moment);
@@ -10703,7 +10715,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
   value[LUNAI_TRAINING_UPDATES] = state.updates;
   value[LUNAI_TRAINING_SKIPPED] = state.skipped;
-  memcpy(&value[LUNAI_TRAINING_LR], &o->config.lr, sizeof o->config.lr);
+  value[LUNAI_TRAINING_LR] = lunai_float_bits(o->config.lr);
   state = lunai_state_of(ctx, ctx->state);
   value[LUNAI_TRAINING_STEP] = state.step;
   value[LUNAI_TRAINING_SEED] = state.seed;
@@ -10750,8 +10762,8 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
     if (!lunai_unhex(st, lunai_training_keys[k], &value[k])) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits", lunai_training_keys[k]);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
-  memcpy(&lr, &value[LUNAI_TRAINING_LR], sizeof lr);
-  if (!(lr >= 0 && lr < (float)INFINITY) || value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
+  lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
+  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) || value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS])
     return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
@@ -10785,7 +10797,7 @@ LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *byt
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
   o->attempts = (int64_t)value[LUNAI_TRAINING_ATTEMPTS];
-  memcpy(&o->config.lr, &value[LUNAI_TRAINING_LR], sizeof o->config.lr);
+  o->config.lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
   status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
   state = lunai_state_of(ctx, ctx->state);
   state.step = value[LUNAI_TRAINING_STEP];
