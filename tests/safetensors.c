@@ -58,14 +58,25 @@ static bool walk_metadata(const lunai_st *st) {
   }
   return true;
 }
+/* with an index, in memory that the caller frees */
+static const char *open_indexed(lunai_st *st, const void *bytes, size_t size, size_t **memory) {
+  const char *wrong = lunai_st_open(st, bytes, size);
+  *memory = NULL;
+  if (wrong) return wrong;
+  *memory = (size_t *)common_alloc((st->tensors + st->pairs + 1) * sizeof(size_t));
+  return lunai_st_index(st, *memory, *memory + st->tensors);
+}
 static const char *open_copy(const void *bytes, size_t size) {
   uint8_t *copy = (uint8_t *)common_alloc(size + 1);
   lunai_st st;
+  size_t *memory;
   memcpy(copy + 1, bytes, size);
-  const char *wrong = lunai_st_open(&st, copy + 1, size);
-  if (!wrong && (walk_tensors(&st) < 0 || !walk_metadata(&st)))
-    wrong = "opened, but what it names cannot be found, or lies outside the file";
-  free(copy);
+  const char *wrong = open_indexed(&st, copy + 1, size, &memory);
+  for (int walking = 0; walking < 2 && !wrong; walking++) { /* by the index, then without */
+    if (walk_tensors(&st) < 0 || !walk_metadata(&st)) wrong = "opened, but what it names cannot be found, or lies outside the file";
+    st.names = st.keys = NULL;
+  }
+  free(copy), free(memory);
   return wrong;
 }
 
@@ -355,6 +366,7 @@ static const char *open_many(size_t n, int order, int damage) {
   char *json = (char *)common_alloc(n * 100 + 64), *end = json;
   const size_t twin = draw(n / 2); /* who takes the last one's name */
   lunai_st st;
+  size_t *memory;
   for (size_t i = 0; i < n; i++) {
     begin[i] = data;
     data += length[i] = damage == OVERLAP && i >= n - 2 ? 3 : 1 + draw(5);
@@ -373,8 +385,14 @@ static const char *open_many(size_t n, int order, int damage) {
   }
   *end++ = '}';
   uint8_t *file = file_of(json, (size_t)(end - json), data, &size);
-  const char *wrong = lunai_st_open(&st, file, size);
-  free(file), free(json), free(begin), free(length), free(at);
+  const char *wrong = open_indexed(&st, file, size, &memory);
+  for (size_t i = 0; i < n && damage == SOUND && !wrong; i++) { /* every name leads to its own tensor */
+    char name[16];
+    lunai_st_tensor t;
+    snprintf(name, sizeof name, "%07d", (int)i);
+    if (!lunai_st_find(&st, name, &t) || t.data != st.data + begin[i] || t.bytes != length[i]) wrong = "a name is not found";
+  }
+  free(file), free(json), free(begin), free(length), free(at), free(memory);
   return wrong;
 }
 static void check_many(void) {
@@ -391,8 +409,8 @@ static void check_many(void) {
   CHECK(!wrong, "5000 tensors in no order: %s", wrong);
   wrong = open_many(200000, FORWARD, SOUND);
   CHECK(!wrong, "200,000 tensors in order: %s", wrong);
-  wrong = open_many(200000, SHUFFLED, SOUND); /* would take seconds: refused, not hung */
-  CHECK(wrong && strstr(wrong, "too long to be checked"), "200,000 tensors in no order: %s", wrong ? wrong : "opened");
+  wrong = open_many(200000, SHUFFLED, SOUND);
+  CHECK(!wrong, "200,000 tensors in no order: %s", wrong);
 }
 
 int main(void) {
