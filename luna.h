@@ -4771,7 +4771,7 @@ typedef struct lunai_st {
   size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
   size_t tensors, pairs;                         /* how many there are */
   bool contiguous;                               /* each tensor's data begins where that of the one before ends */
-  size_t *names, *keys;                          /* where each name and each key opens in the header, sorted; null: not indexed */
+  uint64_t *names, *keys;                        /* the index: hash << 32 | where the name or key opens in the header, sorted; or null */
 } lunai_st;
 
 /* a JSON string between its quotes, escapes not decoded */
@@ -4904,9 +4904,24 @@ LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
   return size;
 }
 
-/* the order of two texts of a header, which end at their quotes, decoded: by character */
-LUNAI_FN int lunai_st_compare(const lunai_st *st, size_t a, size_t b) {
-  const char *p = st->header + a + 1, *q = st->header + b + 1, *end = st->header + st->header_size;
+LUNAI_FN uint64_t lunai_hash_bytes(uint64_t h, const char *at, size_t size) { /* FNV-1a */
+  size_t i;
+  for (i = 0; i < size; i++) h = (h ^ (unsigned char)at[i]) * 0x100000001B3u;
+  return h;
+}
+LUNAI_FN uint64_t lunai_hash(const char *name) { return lunai_hash_bytes(0xCBF29CE484222325u, name, strlen(name)); }
+/* a text of the header as an item of an index: its hash, decoded, and where it opens */
+LUNAI_FN uint64_t lunai_st_item(const lunai_st *st, lunai_st_text text) {
+  const char *at = text.at, *end = text.at + text.size;
+  uint64_t hash = lunai_hash("");
+  char utf8[4];
+  while (at < end) hash = lunai_hash_bytes(hash, utf8, lunai_st_encode(lunai_st_character(&at, end), utf8));
+  return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
+}
+/* the order of two items: by hash, then by character, so that chosen names of one hash only take longer */
+LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
+  const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
+  if (a >> 32 != b >> 32) return a < b ? -1 : 1;
   for (;;) {
     uint32_t c, d;
     while (*p == *q && *p != '"' && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
@@ -5064,13 +5079,14 @@ LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor 
 }
 
 /* reads on after the quote that opens `name` in the sorted items; false when it is not there */
-LUNAI_FN bool lunai_st_look(const lunai_st *st, const size_t *items, size_t count, const char *name, lunai_st_json *j) {
-  const char *end = st->header + st->header_size;
+LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t count, const char *name, lunai_st_json *j) {
+  const uint64_t hash = lunai_hash(name) >> 32;
   size_t low = 0, high = count;
   while (low < high) {
     const size_t middle = low + (high - low) / 2;
-    const int order = lunai_st_order(st->header + items[middle] + 1, end, name);
-    *j = lunai_st_json_at(st, items[middle]);
+    int order = items[middle] >> 32 < hash ? -1 : items[middle] >> 32 > hash;
+    *j = lunai_st_json_at(st, (uint32_t)items[middle]);
+    if (order == 0) order = lunai_st_order(j->at + 1, j->end, name);
     if (order == 0) return true;
     if (order < 0) low = middle + 1;
     else high = middle;
@@ -5108,12 +5124,13 @@ LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *
   return false;
 }
 
-/* Heapsort, of numbers or of texts by where they open: in place, and n log n whatever a stranger makes of it. */
-LUNAI_FN int lunai_st_item_compare(const lunai_st *st, bool texts, size_t a, size_t b) {
+/* Heapsort of numbers, or of an index's items: in place, and n log n whatever a stranger makes of it. */
+LUNAI_FN int lunai_st_item_compare(const lunai_st *st, bool texts, uint64_t a, uint64_t b) {
   return texts ? lunai_st_compare(st, a, b) : (a > b) - (a < b);
 }
-LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, size_t *items, size_t count) {
-  size_t start = count / 2, end = count, root, child, item;
+LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, size_t count) {
+  size_t start = count / 2, end = count, root, child;
+  uint64_t item;
   while (end > 1) {
     if (start > 0) item = items[--start];
     else {
@@ -5131,16 +5148,16 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, size_t *items, size_
 
 /* Do the tensors' data, which are as many bytes as there are, cover them all? They do when the beginnings are distinct and every end is
    a beginning or the data's end: none then ends before the next begins, so that with their sum they cannot end after it. */
-LUNAI_FN bool lunai_st_covers(const lunai_st *st, size_t *begins) {
+LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   lunai_st_tensor t;
   size_t cursor = 0, count = 0, i;
   while (lunai_st_next(st, &cursor, &t))
-    if (t.bytes > 0) begins[count++] = (size_t)(t.data - st->data);
+    if (t.bytes > 0) begins[count++] = (uint64_t)(t.data - st->data);
   lunai_st_sort(st, false, begins, count);
   for (i = 0; i < count; i++)
     if (i == 0 ? begins[i] != 0 : begins[i] == begins[i - 1]) return false;
   for (cursor = 0; lunai_st_next(st, &cursor, &t);) {
-    const size_t end = (size_t)(t.data - st->data) + t.bytes;
+    const uint64_t end = (uint64_t)(t.data - st->data) + t.bytes;
     size_t low = 0, high = count;
     while (low < high) {
       const size_t middle = low + (high - low) / 2;
@@ -5152,11 +5169,9 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, size_t *begins) {
   return true;
 }
 
-/* sorted, and are they unique? */
-LUNAI_FN bool lunai_st_unique(const lunai_st *st, size_t *items, size_t count) {
-  size_t i = 1;
-  while (i < count && lunai_st_compare(st, items[i - 1], items[i]) < 0) i++;
-  if (i >= count) return true;
+/* sorted, are they unique? */
+LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
+  size_t i;
   lunai_st_sort(st, true, items, count);
   for (i = 1; i < count; i++)
     if (lunai_st_compare(st, items[i - 1], items[i]) == 0) return false;
@@ -5165,16 +5180,16 @@ LUNAI_FN bool lunai_st_unique(const lunai_st *st, size_t *items, size_t count) {
 
 /* Makes the index, in names [tensors] and keys [pairs; null: pairs are looked up by walking, and of two equal keys the first counts].
    Tensors without data may lie anywhere. Returns null, or a sentence that says what is wrong with the file. */
-LUNAI_FN const char *lunai_st_index(lunai_st *st, size_t *names, size_t *keys) {
+LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *keys) {
   lunai_st_tensor t;
   lunai_st_text key, value;
   size_t cursor, i;
   if (!st->contiguous && !lunai_st_covers(st, names)) return "two tensors overlap";
-  for (cursor = 0, i = 0; lunai_st_next(st, &cursor, &t); i++) names[i] = (size_t)(t.name.at - 1 - st->header);
+  for (cursor = 0, i = 0; lunai_st_next(st, &cursor, &t); i++) names[i] = lunai_st_item(st, t.name);
   if (!lunai_st_unique(st, names, st->tensors)) return "two tensors have the same name";
   st->names = names;
   if (!keys) return NULL;
-  for (cursor = 0, i = 0; lunai_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = (size_t)(key.at - 1 - st->header);
+  for (cursor = 0, i = 0; lunai_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = lunai_st_item(st, key);
   if (!lunai_st_unique(st, keys, st->pairs)) return "two keys of __metadata__ are the same";
   st->keys = keys;
   return NULL;
@@ -7698,12 +7713,6 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   return params;
-}
-
-LUNAI_FN uint64_t lunai_hash(const char *name) { /* FNV-1a */
-  uint64_t h = 0xCBF29CE484222325u;
-  for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
-  return h;
 }
 
 /* where in the tree a parameter of this name is or belongs; of those before index `before` */
@@ -10491,9 +10500,9 @@ LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *b
   f->mark = lunai_step_mark(ctx);
   for (f->last = NULL, chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) f->last = chunk;
   wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "there are no bytes";
-  if (!wrong && (!lunai_step(ctx, (f->st.tensors + 1) * sizeof(size_t), false, &names) || !lunai_step(ctx, (f->st.pairs + 1) * sizeof(size_t), false, &keys)))
-    return lunai_file_close(f, lunai_no_memory(ctx, "luna_load", (f->st.tensors + f->st.pairs) * sizeof(size_t)));
-  if (!wrong) wrong = lunai_st_index(&f->st, (size_t *)names, (size_t *)keys);
+  if (!wrong && (!lunai_step(ctx, (f->st.tensors + 1) * sizeof(uint64_t), false, &names) || !lunai_step(ctx, (f->st.pairs + 1) * sizeof(uint64_t), false, &keys)))
+    return lunai_file_close(f, lunai_no_memory(ctx, "luna_load", (f->st.tensors + f->st.pairs) * sizeof(uint64_t)));
+  if (!wrong) wrong = lunai_st_index(&f->st, (uint64_t *)names, (uint64_t *)keys);
   return wrong ? lunai_file_close(f, lunai_refuse(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong)) : LUNA_OK;
 }
 
@@ -10506,7 +10515,7 @@ LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, siz
 }
 
 LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
-  size_t *names = params->source.names;
+  uint64_t *names = params->source.names;
   lunai_param *p;
   const char *wrong;
   void *memory;
@@ -10517,7 +10526,7 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
     if (!lunai_persist(params->ctx, st->tensors * sizeof *names, false, &memory)) return lunai_no_memory(params->ctx, "luna_load_borrowed", st->tensors * sizeof *names);
-    names = (size_t *)memory;
+    names = (uint64_t *)memory;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
@@ -11731,7 +11740,7 @@ LUNAI_FN size_t lunai_stream_numbers(const luna_stream *s) {
   return lunai_round(sizeof(luna_stream)) + lunai_round((size_t)s->sizes.layers * sizeof(lunai_stream_layer));
 }
 LUNAI_FN size_t lunai_stream_bytes(luna_stream *s, const lunai_st *st) {
-  const size_t index = lunai_stream_numbers(s) + st->tensors * sizeof(size_t), all = lunai_stream_lay_out(s, NULL);
+  const size_t index = lunai_stream_numbers(s) + st->tensors * sizeof(uint64_t), all = lunai_stream_lay_out(s, NULL);
   return all > index ? all : lunai_round(index);
 }
 
@@ -11769,12 +11778,12 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (s) {
     memset(s, 0, need);
     lunai_stream_lay_out(&first, (char *)s);
-    wrong = lunai_st_index(&st, (size_t *)(void *)((char *)s + lunai_stream_numbers(&first)), NULL);
+    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_numbers(&first)), NULL);
   }
   if (!wrong) wrong = lunai_stream_weights(&first, &st);
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
-  memset(st.names, 0, st.tensors * sizeof(size_t));
+  memset(st.names, 0, st.tensors * sizeof(uint64_t));
   *s = first;
   for (i = 0; i < s->sizes.layers; i++) lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
   return s;

@@ -6,6 +6,7 @@
 #include "luna.h"
 #include "common.h"
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 /* ---- an allocator that counts, and fails when told ---- */
@@ -256,6 +257,78 @@ static void check_cuts(void) {
     free(copy), free(half.at);
   }
   free(file.at), free(values), ctx_close(ctx, &h);
+}
+
+/* ---- many tensors and pairs: seconds are what quadratic work would take many of ---- */
+enum { MANY = 20000 };
+static void many_open(luna_params *params) {
+  const luna_init normal = {LUNA_NORMAL, 1};
+  int good = 0;
+  for (int i = 0; i < MANY; i++) {
+    char name[48];
+    snprintf(name, sizeof name, "layers.%d.self_attn.weight", i);
+    good += luna_param(params, name, 1, vector, normal) != NULL;
+  }
+  CHECK(good == MANY, "%d of %d parameters are made: %s", good, MANY, luna_params_size(params) ? "" : "none");
+}
+static void check_many(void) {
+  const clock_t start = clock();
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = luna_params_open(ctx), *borrowed = luna_params_open(ctx);
+  luna_optimizer *adam;
+  luna_match match = {0};
+  int right = 0;
+  many_open(params);
+  adam = luna_adamw(params, NULL);
+  float *values = values_of(params);
+  buffer file = saved(params), training = {NULL, 0, 0, 0, 0}, again;
+  const luna_io io = io_of(&training, SIZE_MAX);
+  for (int i = 0; i < MANY; i++) {
+    const char *name = "";
+    const luna_tensor *t = luna_params_at(params, i, &name);
+    right += t && t == luna_params_find(params, name) && atoi(name + 7) == i;
+  }
+  CHECK(right == MANY && !luna_params_at(params, MANY, NULL) && !luna_params_at(params, -1, NULL), "%d of %d parameters are found", right, MANY);
+  common_params(params, 3);
+  CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK && unchanged(params, values), "luna_load_bytes: %s", luna_error(ctx));
+  common_params(params, 3);
+  CHECK(luna_load_matching_bytes(params, file.at, file.size, &match) == LUNA_OK && match.loaded == MANY && unchanged(params, values), "luna_load_matching: %s", luna_error(ctx));
+  CHECK(luna_save_training_io(adam, &io) == LUNA_OK, "luna_save_training: %s", luna_error(ctx));
+  common_params(params, 3);
+  CHECK(luna_load_training_bytes(adam, training.at, training.size) == LUNA_OK && unchanged(params, values), "luna_load_training: %s", luna_error(ctx));
+  if (lunai_st_little()) {
+    CHECK(luna_load_borrowed(borrowed, file.at, file.size) == LUNA_OK, "luna_load_borrowed: %s", luna_error(ctx));
+    many_open(borrowed);
+    CHECK(unchanged(borrowed, values), "borrowed values are others");
+  }
+  again = saved(params);
+  CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "saved again, the file has other bytes");
+  free(file.at), free(training.at), free(again.at), free(values), ctx_close(ctx, &h);
+  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d tensors take %.0f s", MANY, (double)(clock() - start) / CLOCKS_PER_SEC);
+}
+/* pairs replace those of their key in the set; a key with a zero, which no string is, stays with the file */
+static void check_many_pairs(void) {
+  const clock_t start = clock();
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = luna_params_open(ctx);
+  char *json = (char *)common_alloc(MANY * 40 + 100), *end = json;
+  luna_params_set(params, "own", "kept"), luna_params_set(params, "key7", "old");
+  end += sprintf(end, "{\"__metadata__\":{\"zero\":\"one\",\"zero\\u0000\":\"two\",\"luna.step\":\"3\",\"\\u006cuna.kind\":\"4\"");
+  for (int i = 0; i < MANY; i++) end += sprintf(end, ",\"key%d\":\"%d\"", i, i);
+  sprintf(end, "}}");
+  buffer file = forged(json, 0, 0), first, second;
+  CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "%s", luna_error(ctx));
+  first = saved(params);
+  CHECK(luna_load_bytes(params, first.at, first.size) == LUNA_OK && luna_load_bytes(params, file.at, file.size) == LUNA_OK, "saved pairs do not load: %s", luna_error(ctx));
+  second = saved(params);
+  CHECK(first.size == second.size && memcmp(first.at, second.at, first.size) == 0, "loaded again, pairs are others");
+  CHECK(strcmp(luna_params_get(params, "own"), "kept") == 0 && strcmp(luna_params_get(params, "key7"), "7") == 0 && strcmp(luna_params_get(params, "zero"), "one") == 0 &&
+            !luna_params_get(params, "luna.step") && !luna_params_get(params, "luna.kind"),
+        "pairs are not those of the file");
+  free(json), free(file.at), free(first.at), free(second.at), ctx_close(ctx, &h);
+  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d pairs take %.0f s", MANY, (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 
 /* ---- paths ---- */
@@ -735,6 +808,7 @@ int main(void) {
   check_refusals();
   check_cuts();
   check_names();
+  check_many(), check_many_pairs();
   check_paths();
   check_lm();
   check_claims();

@@ -59,17 +59,17 @@ static bool walk_metadata(const lunai_st *st) {
   return true;
 }
 /* with an index, in memory that the caller frees */
-static const char *open_indexed(lunai_st *st, const void *bytes, size_t size, size_t **memory) {
+static const char *open_indexed(lunai_st *st, const void *bytes, size_t size, uint64_t **memory) {
   const char *wrong = lunai_st_open(st, bytes, size);
   *memory = NULL;
   if (wrong) return wrong;
-  *memory = (size_t *)common_alloc((st->tensors + st->pairs + 1) * sizeof(size_t));
+  *memory = (uint64_t *)common_alloc((st->tensors + st->pairs + 1) * sizeof(uint64_t));
   return lunai_st_index(st, *memory, *memory + st->tensors);
 }
 static const char *open_copy(const void *bytes, size_t size) {
   uint8_t *copy = (uint8_t *)common_alloc(size + 1);
   lunai_st st;
-  size_t *memory;
+  uint64_t *memory;
   memcpy(copy + 1, bytes, size);
   const char *wrong = open_indexed(&st, copy + 1, size, &memory);
   for (int walking = 0; walking < 2 && !wrong; walking++) { /* by the index, then without */
@@ -366,7 +366,7 @@ static const char *open_many(size_t n, int order, int damage) {
   char *json = (char *)common_alloc(n * 100 + 64), *end = json;
   const size_t twin = draw(n / 2); /* who takes the last one's name */
   lunai_st st;
-  size_t *memory;
+  uint64_t *memory;
   for (size_t i = 0; i < n; i++) {
     begin[i] = data;
     data += length[i] = damage == OVERLAP && i >= n - 2 ? 3 : 1 + draw(5);
