@@ -432,7 +432,9 @@ LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t
 LUNA_API bool luna_entry_read(const luna_entry *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
-LUNA_API luna_status luna_save(const luna_params *params, const char *path); /* temporary file beside it, flushed, renamed */
+/* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several may save at once: the last
+   counts. A symbolic link stays, and what it leads to is replaced or made; what is there and no ordinary file is refused. */
+LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match);
 #endif
@@ -10926,55 +10928,229 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
-#include <io.h>
-#ifndef LUNAI_NO_POOL
-#define lunai_rename(from, to) (MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING) != 0)
-#else
-#define lunai_rename(from, to) (remove(to), rename(from, to) == 0)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
 #endif
-#define lunai_flush_to_disk(f) (_commit(_fileno(f)) == 0)
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#include <fcntl.h>
+#include <io.h>
+#include <sys/stat.h>
 #define lunai_seek_end(f) _fseeki64(f, 0, SEEK_END)
 #define lunai_tell(f) ((int64_t)_ftelli64(f))
 #else
-#define lunai_rename(from, to) (rename(from, to) == 0)
-#if defined(__unix__) || defined(__APPLE__)
-#if defined(__STRICT_ANSI__) && !defined(__cplusplus)
-int fileno(FILE *stream);            /* POSIX has them; strict C99 headers do not say so */
-int fsync(int descriptor);
-#endif
-#define lunai_flush_to_disk(f) (fsync(fileno(f)) == 0)
-#else
-#define lunai_flush_to_disk(f) true
-#endif
 #define lunai_seek_end(f) fseek(f, 0, SEEK_END)
 #define lunai_tell(f) ((int64_t)ftell(f))
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#define LUNAI_POSIX_FILES
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus)
+int fileno(FILE *stream);            /* POSIX has them; strict C99 headers do not say so */
+FILE *fdopen(int descriptor, const char *mode);
+int fsync(int descriptor);
+int fchmod(int descriptor, mode_t mode);
+ssize_t readlink(const char *path, char *to, size_t room);
+#endif
 #endif
 
 LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
 LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
 
+/* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, belongs to luna.h: whose
+   saving process is gone goes with a later save in that folder. --- */
+#define LUNAI_LONGEST_PATH 4096
+#define LUNAI_SAVERS 1000             /* at once in one folder */
+typedef struct lunai_saving_file {
+  char path[LUNAI_LONGEST_PATH], temporary[LUNAI_LONGEST_PATH]; /* what is to be replaced; what is written */
+  size_t folder;                      /* the length of path's folder, with its end */
+  FILE *file;
+#ifdef _WIN32
+  HANDLE lock;
+#elif defined(LUNAI_POSIX_FILES)
+  bool replaces;                      /* an old file, of this mode */
+  mode_t mode;
+#endif
+} lunai_saving_file;
+
+LUNAI_FN size_t lunai_folder_of(const char *path) {
+  size_t i = strlen(path);
+#ifdef _WIN32
+  while (i > 0 && path[i - 1] != '/' && path[i - 1] != '\\' && path[i - 1] != ':') i--;
+#else
+  while (i > 0 && path[i - 1] != '/') i--;
+#endif
+  return i;
+}
+LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_t slot) {
+  memcpy(s->temporary, s->path, s->folder);
+  lunai_print(s->temporary + s->folder, sizeof s->temporary - s->folder, format, slot);
+}
+
+#ifdef _WIN32
+/* A slot is held by a file of its own, which none can open besides and which goes with its process; the old temporary of a slot so held is
+   nobody's. */
+LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+  const DWORD attributes = GetFileAttributesA(s->path);
+  struct _stat old;
+  int64_t slot;
+  int descriptor;
+  if ((attributes != INVALID_FILE_ATTRIBUTES && (attributes & FILE_ATTRIBUTE_DIRECTORY)) || (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG))
+    return "is no ordinary file, and stays";
+  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
+    lunai_saving_name(s, ".luna-%d.lock", slot);
+    s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
+    if (s->lock == INVALID_HANDLE_VALUE) {
+      if (GetLastError() == ERROR_PATH_NOT_FOUND) break;
+      continue;
+    }
+    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    DeleteFileA(s->temporary);
+    descriptor = _open(s->temporary, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
+    s->file = descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
+    if (s->file) return NULL;
+    CloseHandle(s->lock);
+  }
+  return "cannot have a temporary file beside it";
+}
+LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
+  const bool flushed = fflush(s->file) == 0 && _commit(_fileno(s->file)) == 0, closed = fclose(s->file) == 0;
+  s->file = NULL;
+  return flushed && closed;
+}
+/* another process that replaces or reads the file may be in the way for a moment */
+LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) {
+  int i;
+  for (i = 0; i < 200; i++, Sleep(5)) {
+    if (MoveFileExA(s->temporary, s->path, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH)) return true;
+    if (GetLastError() != ERROR_ACCESS_DENIED && GetLastError() != ERROR_SHARING_VIOLATION) break;
+  }
+  return false;
+}
+LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
+  if (s->file) fclose(s->file);
+  if (!replaced) DeleteFileA(s->temporary);
+  CloseHandle(s->lock);
+}
+#elif defined(LUNAI_POSIX_FILES)
+/* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock may rename or remove
+   it. Between its making and its locking another may take it for abandoned: it then loses its name, and its maker takes another slot. */
+LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
+  struct stat opened, named;
+  if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
+  return fstat(descriptor, &opened) == 0 && stat(name, &named) == 0 && opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+}
+LUNAI_FN void lunai_saving_sweep(const char *name) {
+  struct stat old;
+  char link[1];
+  int descriptor;
+  if (stat(name, &old) != 0 || !S_ISREG(old.st_mode) || old.st_uid != geteuid() || old.st_nlink != 1 || readlink(name, link, 1) >= 0) return;
+  descriptor = open(name, O_RDONLY | O_NONBLOCK);
+  if (descriptor < 0) return;
+  if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lunai_saving_locks(descriptor, name)) unlink(name);
+  close(descriptor);
+}
+/* path becomes what it links to, be it there or not */
+LUNAI_FN const char *lunai_saving_resolve(lunai_saving_file *s) {
+  int links;
+  for (links = 0; links < 40; links++) {
+    const ssize_t size = readlink(s->path, s->temporary, sizeof s->temporary);
+    s->folder = size > 0 && s->temporary[0] == '/' ? 0 : lunai_folder_of(s->path);
+    if (size < 0) return s->folder + 32 < LUNAI_LONGEST_PATH ? NULL : "is too long a path";
+    if (s->folder + (size_t)size >= LUNAI_LONGEST_PATH) return "is a link to too long a path";
+    memcpy(s->path + s->folder, s->temporary, (size_t)size);
+    s->path[s->folder + (size_t)size] = 0;
+  }
+  return "is a link that leads nowhere";
+}
+LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+  const char *wrong = lunai_saving_resolve(s);
+  struct stat old;
+  int64_t slot;
+  if (wrong) return wrong;
+  s->replaces = stat(s->path, &old) == 0;
+  if (s->replaces && !S_ISREG(old.st_mode)) return "is no ordinary file, and stays";
+  if (s->replaces) s->mode = old.st_mode & 0777;
+  for (slot = 0; slot < 16; slot++) {
+    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    lunai_saving_sweep(s->temporary);
+  }
+  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
+    int descriptor;
+    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* O_EXCL follows no link */
+    if (descriptor < 0 && errno != EEXIST) break;
+    if (descriptor < 0) continue;
+    fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+    if (lunai_saving_locks(descriptor, s->temporary) && (s->file = fdopen(descriptor, "wb")) != NULL) return NULL;
+    close(descriptor);
+  }
+  return "cannot have a temporary file beside it";
+}
+LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
+  if (s->replaces) (void)!fchmod(fileno(s->file), s->mode); /* where a file system has no modes it fails, and none is lost */
+  return fflush(s->file) == 0 && fsync(fileno(s->file)) == 0;
+}
+LUNAI_FN bool lunai_saving_replace(lunai_saving_file *s) {
+  int folder;
+  if (rename(s->temporary, s->path) != 0) return false;
+  s->path[s->folder] = 0;
+  folder = open(s->folder ? s->path : ".", O_RDONLY);
+  if (folder < 0) return true;
+  fsync(folder);                     /* the new file has its name already: nothing could be taken back */
+  close(folder);
+  return true;
+}
+LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
+  if (!replaced) unlink(s->temporary);
+  fclose(s->file);                   /* and so the lock goes, after the name */
+}
+#else
+/* elsewhere, with what C has: one saver at a time in a folder */
+LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+  lunai_saving_name(s, ".luna-%d.tmp", 0);
+  s->file = fopen(s->temporary, "wb");
+  return s->file ? NULL : "cannot have a temporary file beside it";
+}
+LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
+  const bool closed = fclose(s->file) == 0;
+  s->file = NULL;
+  return closed;
+}
+LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) { return rename(s->temporary, s->path) == 0; }
+LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
+  if (s->file) fclose(s->file);
+  if (!replaced) remove(s->temporary);
+}
+#endif
+
 typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
 LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
-  char temporary[1024];
+  lunai_saving_file s;
   luna_io io;
   luna_status status;
-  FILE *file;
-  bool flushed;
+  const char *wrong;
   if (!path) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
   if (ctx->options.measure) return LUNA_OK;
-  if (strlen(path) + 5 > sizeof temporary) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
-  lunai_print(temporary, sizeof temporary, "%s.tmp", path);
-  file = fopen(temporary, "wb");
-  if (!file) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot create %s", temporary);
+  if (strlen(path) + 32 > sizeof s.path) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
+  memset(&s, 0, sizeof s);
+  memcpy(s.path, path, strlen(path));
+  s.folder = lunai_folder_of(path);
+  wrong = lunai_saving_open(&s);
+  if (wrong) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s %s", path, wrong);
   memset(&io, 0, sizeof io);
   io.write = lunai_file_write;
-  io.user = file;
+  io.user = s.file;
   status = saver(what, &io);
-  flushed = fflush(file) == 0 && lunai_flush_to_disk(file);
-  flushed = fclose(file) == 0 && flushed;
-  if (status == LUNA_OK && !flushed) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", temporary);
-  if (status == LUNA_OK && !lunai_rename(temporary, path)) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
-  if (status != LUNA_OK) remove(temporary);
+  if (status == LUNA_OK && !lunai_saving_flush(&s)) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", path);
+  if (status == LUNA_OK && !lunai_saving_replace(&s)) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
+  lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
 LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) { return luna_save_io((const luna_params *)params, io); }

@@ -5,6 +5,12 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include <dirent.h>
+#ifndef _WIN32
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#endif
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -332,7 +338,16 @@ static void check_many_pairs(void) {
 }
 
 /* ---- paths ---- */
-static char folder[200], path[300], temporary[320];
+static char folder[200], path[300];
+/* the files in the folder, but for the one that is saved */
+static int leftovers(void) {
+  int count = 0;
+  struct dirent *entry;
+  DIR *dir = opendir(folder);
+  while (dir && (entry = readdir(dir)) != NULL) count += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && strcmp(entry->d_name, "model.safetensors") != 0;
+  if (dir) closedir(dir);
+  return count;
+}
 static bool exists(const char *name) {
   FILE *file = fopen(name, "rb");
   if (file) fclose(file);
@@ -354,8 +369,8 @@ static void paths_open(void) {
   snprintf(folder, sizeof folder, "%s/checkpoints_test", build);
   mkdir(folder, 0777);
   snprintf(path, sizeof path, "%s/model.safetensors", folder);
-  snprintf(temporary, sizeof temporary, "%s.tmp", path);
-  remove(path), remove(temporary);
+  remove(path);
+  CHECK(leftovers() == 0, "%s is not empty", folder);
 }
 /* what could not be written into a checkpoint is refused when it comes, not when hours later it is saved */
 static void check_names(void) {
@@ -381,9 +396,9 @@ static void check_paths(void) {
   luna_params *params = set_open(ctx, "second");
   float *values = values_of(params);
   buffer old = saved(params), empty = {NULL, 0, 0, 0, 0};
-  char long_path[1200], below[400];
-  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && !exists(temporary), "luna_save: %s", luna_error(ctx));
-  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && !exists(temporary), "over an older file: %s", luna_error(ctx));
+  char long_path[5000], below[400];
+  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && leftovers() == 0, "luna_save: %s", luna_error(ctx));
+  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && leftovers() == 0, "over an older file: %s", luna_error(ctx));
   common_params(params, 5);
   CHECK(luna_load(params, path) == LUNA_OK && unchanged(params, values), "luna_load: %s", luna_error(ctx));
   snprintf(below, sizeof below, "%s/none/model.safetensors", folder);
@@ -393,17 +408,12 @@ static void check_paths(void) {
   refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, below, values, "a file for a folder");
   CHECK(holds(path, &old), "the file taken for a folder has changed");
   refused(params, ctx, luna_save(params, folder), LUNA_CANNOT_WRITE, folder, values, "saving onto a folder");
-  snprintf(below, sizeof below, "%s.tmp", folder);
-  CHECK(!exists(below), "saving onto a folder leaves a temporary file");
+  CHECK(leftovers() == 0, "saves that fail leave a temporary file");
   refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ, folder, values, "loading a folder");
   memset(long_path, 'x', sizeof long_path - 1);
   long_path[sizeof long_path - 1] = 0;
   refused(params, ctx, luna_save(params, long_path), LUNA_CANNOT_WRITE, "too long", values, "a path too long");
   refused(params, ctx, luna_load(params, long_path), LUNA_CANNOT_READ, "xxx", values, "a path too long");
-  mkdir(temporary, 0777); /* the temporary file cannot be made */
-  refused(params, ctx, luna_save(params, path), LUNA_CANNOT_WRITE, temporary, values, "a folder in the temporary file's place");
-  CHECK(holds(path, &old), "the older file has changed");
-  rmdir(temporary);
   FILE *file = fopen(path, "wb");
   if (file) fclose(file);
   CHECK(holds(path, &empty), "the test cannot empty its own file");
@@ -413,6 +423,162 @@ static void check_paths(void) {
         "null arguments");
   remove(path), free(old.at), free(values), (void)0, ctx_close(ctx, &h);
 }
+
+/* ---- what may lie at a path, or come between ---- */
+#ifndef _WIN32
+static bool is_link_to(const char *name, const char *to) {
+  char text[100] = {0};
+  return readlink(name, text, sizeof text - 1) == (ssize_t)strlen(to) && strcmp(text, to) == 0;
+}
+static int mode_of(const char *name) {
+  struct stat s;
+  return stat(name, &s) == 0 ? (int)(s.st_mode & 07777) : -1;
+}
+static void write_text(const char *name, const char *text) {
+  FILE *file = fopen(name, "wb");
+  CHECK(file && fputs(text, file) >= 0 && fclose(file) == 0, "the test cannot write %s", name);
+}
+/* names that a save may choose for its file, taken by links to another's file: that one stays as it is, and so do the links */
+static void check_planted(luna_params *params, luna_ctx *ctx, const buffer *want) {
+  char names[4][320], victim[320];
+  buffer text = {(uint8_t *)(uintptr_t)"another's", 9, 0, 0, 0};
+  snprintf(victim, sizeof victim, "%s/victim", folder);
+  write_text(victim, "another's");
+  for (int i = 0; i < 4; i++) {
+    if (i == 3) snprintf(names[i], sizeof names[i], "%s.tmp", path);
+    else snprintf(names[i], sizeof names[i], "%s/.luna-%d.tmp", folder, i);
+    remove(names[i]);
+    if (i == 1) CHECK(link(victim, names[i]) == 0, "no link");
+    else CHECK(symlink("victim", names[i]) == 0, "no link");
+  }
+  CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && !is_link_to(path, "victim"), "beside planted links: %s", luna_error(ctx));
+  CHECK(holds(victim, &text), "saving writes through a planted link");
+  for (int i = 0; i < 4; i++) CHECK(i == 1 ? exists(names[i]) : is_link_to(names[i], "victim"), "%s was not luna.h's and is gone", names[i]), remove(names[i]);
+  write_text(names[3], "another's"); /* a file of the name that temporary files once had */
+  CHECK(luna_save(params, path) == LUNA_OK && holds(names[3], &text), "saving overwrites another's file");
+  remove(names[3]), remove(victim);
+}
+static void check_links(luna_params *params, luna_ctx *ctx, const buffer *want) {
+  char a[320], b[320], target[320];
+  snprintf(a, sizeof a, "%s/a", folder), snprintf(b, sizeof b, "%s/b", folder), snprintf(target, sizeof target, "%s/below", folder);
+  mkdir(target, 0777);
+  snprintf(target, sizeof target, "%s/below/target", folder);
+  CHECK(symlink("b", a) == 0 && symlink("below/target", b) == 0, "no links");
+  for (int there = 0; there < 2; there++) { /* a link to a link to nothing yet; then to a file */
+    CHECK(luna_save(params, a) == LUNA_OK && holds(target, want) && is_link_to(a, "b") && is_link_to(b, "below/target"), "through links: %s", luna_error(ctx));
+    write_text(target, "older");
+  }
+  remove(target), remove(b);
+  CHECK(symlink("a", b) == 0 && luna_save(params, a) == LUNA_CANNOT_WRITE && strstr(luna_error(ctx), "leads nowhere") && is_link_to(a, "b"), "links in a circle: %s", luna_error(ctx));
+  remove(a), remove(b);
+  snprintf(target, sizeof target, "%s/below", folder);
+  rmdir(target);
+}
+static void check_modes(luna_params *params, luna_ctx *ctx) {
+  static const int modes[] = {0600, 0644, 0640, 0400, 0666};
+  const mode_t mask = umask(022);
+  remove(path);
+  CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == 0644, "a new file has mode %o: %s", (unsigned)mode_of(path), luna_error(ctx));
+  for (int i = 0; i < 5; i++) {
+    chmod(path, (mode_t)modes[i]);
+    CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == modes[i], "mode %o becomes %o: %s", (unsigned)modes[i], (unsigned)mode_of(path), luna_error(ctx));
+  }
+  umask(mask);
+}
+static void check_no_files(luna_params *params, luna_ctx *ctx) {
+  char fifo[320];
+  struct stat s;
+  snprintf(fifo, sizeof fifo, "%s/fifo", folder);
+  CHECK(mkfifo(fifo, 0666) == 0, "no fifo");
+  CHECK(luna_save(params, fifo) == LUNA_CANNOT_WRITE && strstr(luna_error(ctx), "no ordinary file") && stat(fifo, &s) == 0 && S_ISFIFO(s.st_mode), "onto a fifo: %s", luna_error(ctx));
+  CHECK(luna_save(params, "/dev/null") == LUNA_CANNOT_WRITE && strstr(luna_error(ctx), "no ordinary file") && stat("/dev/null", &s) == 0 && S_ISCHR(s.st_mode), "onto a device: %s", luna_error(ctx));
+  CHECK(luna_save(params, folder) == LUNA_CANNOT_WRITE && strstr(luna_error(ctx), "no ordinary file"), "onto a folder: %s", luna_error(ctx));
+  remove(fifo);
+}
+/* processes that save over one path at once: each succeeds, and the file is always one of theirs */
+enum { SAVERS = 4, SAVES = 60 };
+static void check_savers(luna_params *params, luna_ctx *ctx) {
+  int status = 0, failures = 0, torn = 0;
+  float *values[SAVERS + 1];
+  values[SAVERS] = values_of(params);
+  CHECK(luna_save(params, path) == LUNA_OK, "%s", luna_error(ctx));
+  fflush(stdout);
+  for (int i = 0; i < SAVERS; i++) {
+    common_params(params, 40 + (uint64_t)i);
+    values[i] = values_of(params);
+    if (fork() != 0) continue;
+    for (int k = 0; k < SAVES; k++) status += luna_save(params, path) != LUNA_OK;
+    _exit(status);
+  }
+  for (int running = SAVERS; running > 0;) {
+    bool known = false;
+    const luna_status loaded = luna_load(params, path);
+    for (int i = 0; i <= SAVERS; i++) known = known || unchanged(params, values[i]);
+    torn += loaded != LUNA_OK || !known;
+    if (waitpid(-1, &status, WNOHANG) <= 0) continue;
+    failures += WIFEXITED(status) ? WEXITSTATUS(status) : SAVES;
+    running--;
+  }
+  CHECK(failures == 0, "%d of %d saves at once fail", failures, SAVERS * SAVES);
+  CHECK(torn == 0 && leftovers() == 0, "beside saves at once: %d times no file of theirs, %d files left", torn, leftovers());
+  for (int i = 0; i <= SAVERS; i++) free(values[i]);
+}
+/* processes in the middle of a save: the file of one that is killed goes with the next save, that of one which lives stays */
+static luna_status save_half(const void *ready, const luna_io *io) {
+  io->write(io->user, "half", 4);
+  CHECK(write(*(const int *)ready, "", 1) == 1, "no pipe");
+  for (;;) pause();
+  return LUNA_OK;
+}
+static void check_killed(luna_params *params, luna_ctx *ctx, const buffer *want) {
+  pid_t child[2];
+  int ready[2], status;
+  char byte;
+  fflush(stdout);
+  if (!CHECK(pipe(ready) == 0, "no pipe")) return;
+  for (int i = 0; i < 2; i++) {
+    child[i] = fork();
+    if (child[i] == 0) _exit((int)lunai_save_path(ctx, save_half, &ready[1], path));
+    CHECK(read(ready[0], &byte, 1) == 1, "no saver");
+  }
+  CHECK(leftovers() == 2, "%d files while two are saving", leftovers());
+  kill(child[0], SIGKILL), waitpid(child[0], &status, 0);
+  for (int i = 0; i < 2; i++) CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 1, "beside one that saves: %s, %d files left", luna_error(ctx), leftovers());
+  kill(child[1], SIGKILL), waitpid(child[1], &status, 0);
+  CHECK(leftovers() == 1 && luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 0, "after a killed save: %s, %d files left", luna_error(ctx), leftovers());
+  close(ready[0]), close(ready[1]);
+}
+/* a disk that is full, at every byte: the old file stays, and nothing besides */
+static void check_full(luna_params *params, const buffer *want) {
+  int status, good = 0;
+  fflush(stdout);
+  for (size_t limit = 0; limit < want->size; limit += 1 + want->size / 40) {
+    const pid_t child = fork();
+    if (child == 0) {
+      const struct rlimit most = {limit, limit};
+      signal(SIGXFSZ, SIG_IGN);
+      if (setrlimit(RLIMIT_FSIZE, &most) != 0) _exit(99);
+      _exit((int)luna_save(params, path));
+    }
+    good += waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == LUNA_CANNOT_WRITE && holds(path, want) && leftovers() == 0;
+  }
+  CHECK(good >= 39, "a full disk: only %d saves fail as they should", good);
+}
+static void check_between(void) {
+  heap h;
+  luna_ctx *ctx = ctx_open(&h);
+  luna_params *params = set_open(ctx, "second");
+  buffer want = saved(params);
+  check_planted(params, ctx, &want);
+  check_links(params, ctx, &want);
+  check_modes(params, ctx);
+  check_no_files(params, ctx);
+  check_killed(params, ctx, &want);
+  check_full(params, &want);
+  check_savers(params, ctx);
+  remove(path), free(want.at), ctx_close(ctx, &h);
+}
+#endif
 
 /* ---- language models ---- */
 static luna_lm_config lm_config(void) {
@@ -690,7 +856,7 @@ static void check_allocations(void) {
       if (status != LUNA_OK) {
         h.fail_end = 0;
         refused(params, ctx, status, LUNA_OUT_OF_MEMORY, "no memory", values, "an allocation that fails");
-        CHECK(!luna_params_get(params, "a new key") && (way != SAVE_PATH || (!exists(path) && !exists(temporary))),
+        CHECK(!luna_params_get(params, "a new key") && (way != SAVE_PATH || (!exists(path) && leftovers() == 0)),
               "a failed call leaves something behind");
       } else CHECK(unchanged(params, values) == (way != LOAD_IO && way != LOAD_PATH), "what is loaded has no effect, or what is saved has");
       free(file.at), free(values), ctx_close(ctx, &h), remove(path);
@@ -810,6 +976,9 @@ int main(void) {
   check_names();
   check_many(), check_many_pairs();
   check_paths();
+#ifndef _WIN32
+  check_between();
+#endif
   check_lm();
   check_claims();
   check_lm_cuts();
