@@ -432,8 +432,9 @@ LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t
 LUNA_API bool luna_entry_read(const luna_entry *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
-/* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several may save at once: the last
-   counts. A symbolic link stays, and what it leads to is replaced or made; what is there and no ordinary file is refused. */
+/* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
+   may save at once: the last counts. A symbolic link stays, and what it leads to is replaced or made; what is there and
+   no ordinary file is refused. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match);
@@ -4758,8 +4759,8 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
    >>safetensors: reading and writing files of tensors, without allocation or stdio
    8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype": "F32",
    "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without holes.
-   lunai_st_open checks a stranger's bytes once; the functions after it walk the same header and cannot leave it. lunai_st_index, given
-   memory, sorts names and keys, so that each is found in log n and a hostile header costs n log n.
+   lunai_st_open checks a stranger's bytes once; the functions after it walk the same header and cannot leave it.
+   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
    Guarded by tests/safetensors.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
@@ -4773,7 +4774,7 @@ typedef struct lunai_st {
   size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
   size_t tensors, pairs;                         /* how many there are */
   bool contiguous;                               /* each tensor's data begins where that of the one before ends */
-  uint64_t *names, *keys;                        /* the index: hash << 32 | where the name or key opens in the header, sorted; or null */
+  uint64_t *names, *keys;                        /* the index: hash << 32 | where it opens in the header, sorted */
 } lunai_st;
 
 /* a JSON string between its quotes, escapes not decoded */
@@ -5081,7 +5082,8 @@ LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor 
 }
 
 /* reads on after the quote that opens `name` in the sorted items; false when it is not there */
-LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t count, const char *name, lunai_st_json *j) {
+LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t count, const char *name,
+                            lunai_st_json *j) {
   const uint64_t hash = lunai_hash(name) >> 32;
   size_t low = 0, high = count;
   while (low < high) {
@@ -5101,8 +5103,8 @@ LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tenso
   lunai_st_json j;
   size_t cursor = 0;
   if (st->names)
-    return lunai_st_look(st, st->names, st->tensors, name, &j) && lunai_st_string(&j, &out->name) && lunai_st_take(&j, ':') &&
-           lunai_st_entry(&j, out, offsets) && lunai_st_place(st, &j, out, offsets);
+    return lunai_st_look(st, st->names, st->tensors, name, &j) && lunai_st_string(&j, &out->name) &&
+           lunai_st_take(&j, ':') && lunai_st_entry(&j, out, offsets) && lunai_st_place(st, &j, out, offsets);
   while (lunai_st_next(st, &cursor, out))
     if (lunai_st_equal(out->name, name)) return true;
   return false;
@@ -5120,7 +5122,8 @@ LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *
   lunai_st_json j;
   size_t cursor = 0;
   if (st->keys)
-    return lunai_st_look(st, st->keys, st->pairs, key, &j) && lunai_st_string(&j, &name) && lunai_st_take(&j, ':') && lunai_st_string(&j, value);
+    return lunai_st_look(st, st->keys, st->pairs, key, &j) && lunai_st_string(&j, &name) &&
+           lunai_st_take(&j, ':') && lunai_st_string(&j, value);
   while (lunai_st_meta_next(st, &cursor, &name, value))
     if (lunai_st_equal(name, key)) return true;
   return false;
@@ -5148,8 +5151,9 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, siz
   }
 }
 
-/* Do the tensors' data, which are as many bytes as there are, cover them all? They do when the beginnings are distinct and every end is
-   a beginning or the data's end: none then ends before the next begins, so that with their sum they cannot end after it. */
+/* Do the tensors' data, which are as many bytes as there are, cover them all? They do when the beginnings are distinct
+   and every end is a beginning or the data's end: none then ends before the next begins, so that with their sum they
+   cannot end after it. */
 LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   lunai_st_tensor t;
   size_t cursor = 0, count = 0, i;
@@ -5180,8 +5184,8 @@ LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count)
   return true;
 }
 
-/* Makes the index, in names [tensors] and keys [pairs; null: pairs are looked up by walking, and of two equal keys the first counts].
-   Tensors without data may lie anywhere. Returns null, or a sentence that says what is wrong with the file. */
+/* Makes the index, in names [tensors] and keys [pairs; null: pairs are looked up by walking, and of two equal keys the
+   first counts]. Tensors without data may lie anywhere. Returns null, or a sentence that says what is wrong. */
 LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *keys) {
   lunai_st_tensor t;
   lunai_st_text key, value;
@@ -5197,8 +5201,8 @@ LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *key
   return NULL;
 }
 
-/* Opens a file that lies in memory, which must stay; returns null, or a sentence that says what is wrong with it. Whether names are
-   unique and data overlap only lunai_st_index can say. */
+/* Opens a file that lies in memory, which must stay; returns null, or a sentence that says what is wrong with it.
+   Whether names are unique and data overlap only lunai_st_index can say. */
 LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size) {
   lunai_st_json j;
   lunai_st_tensor t;
@@ -7660,8 +7664,8 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
 #define LUNAI_LONGEST_NAME 1024       /* with its end */
 typedef struct lunai_param {
   struct lunai_param *next;          /* in the set */
-  struct lunai_param *previous, *jump; /* before it: next to it, and further back, so that any index is log n jumps from the last */
-  struct lunai_param *child[4];      /* those later whose hash continues with these two bits: a tree to look names up in */
+  struct lunai_param *previous, *jump; /* the one before, and one further back: any is log n jumps from the last */
+  struct lunai_param *child[4];      /* later ones, by the next two bits of their hash: a tree to look names up in */
   int64_t index;
   const char *name;
   uint64_t hash;
@@ -7721,7 +7725,8 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
 LUNAI_FN lunai_param **lunai_param_place(luna_params *params, const char *name, uint64_t hash, int64_t before) {
   lunai_param **at = &params->root;
   uint64_t bits = hash;
-  for (; *at && (*at)->index < before && ((*at)->hash != hash || strcmp((*at)->name, name) != 0); bits >>= 2) at = &(*at)->child[bits & 3];
+  for (; *at && (*at)->index < before && ((*at)->hash != hash || strcmp((*at)->name, name) != 0); bits >>= 2)
+    at = &(*at)->child[bits & 3];
   return at;
 }
 LUNAI_FN lunai_param *lunai_param_find(const luna_params *params, const char *name) {
@@ -7888,7 +7893,8 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
     return NULL;
   }
-  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || strcmp(name, "__metadata__") == 0 || lunai_is_ours(name)) {
+  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || lunai_is_ours(name) ||
+      strcmp(name, "__metadata__") == 0) {
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_LONGEST_NAME - 1));
     return NULL;
   }
@@ -7937,7 +7943,8 @@ LUNAI_FN lunai_params_mark lunai_params_here(const luna_params *params) {
 LUNAI_FN luna_status lunai_params_end(luna_params *params, lunai_params_mark mark, bool good) {
   lunai_param *p;
   if (good) return LUNA_OK;
-  for (p = mark.last ? mark.last->next : params->first; p; p = p->next) *lunai_param_place(params, p->name, p->hash, mark.size) = NULL;
+  for (p = mark.last ? mark.last->next : params->first; p; p = p->next)
+    *lunai_param_place(params, p->name, p->hash, mark.size) = NULL;
   params->last = mark.last;
   params->last_meta = mark.last_meta;
   params->size = mark.size;
@@ -7990,7 +7997,8 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
-  if (lunai_is_ours(key)) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
+  if (lunai_is_ours(key))
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
   return lunai_params_put(params, key, value);
 }
 
@@ -10445,8 +10453,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (!lunai_st_find(st, p->name, &t)) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
   return LUNA_OK;
 }
-/* All of the file's text pairs or none, in its order; what begins with "luna." describes the model and stays with the file, and so does a
-   key with a zero in it, which no string can be. */
+/* All of the file's text pairs or none, in its order; what begins with "luna." describes the model and stays with the
+   file, and so does a key with a zero in it, which no string can be. */
 LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   lunai_meta *pairs, *pair, **link = &params->metas;
   lunai_st_text key, value;
@@ -10454,7 +10462,7 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   void *memory;
   char *text;
   if (st->pairs == 0) return LUNA_OK;
-  while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* decoded, they are no longer */
+  while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
   if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_no_memory(params->ctx, "luna_load", size);
   pairs = pair = (lunai_meta *)memory;
   text = (char *)(pairs + st->pairs);
@@ -10484,28 +10492,31 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   return status;
 }
 
-/* A file opened, with its index in the step; closing gives that memory back, to the allocator what was taken from it. */
+/* A file opened, with its index in the step; closing gives that memory back, and to the allocator what came from it. */
 typedef struct lunai_file { lunai_st st; luna_ctx *ctx; lunai_mark mark; lunai_chunk *last; } lunai_file;
 LUNAI_FN luna_status lunai_file_close(const lunai_file *f, luna_status status) {
   lunai_arena *arena = &f->ctx->arena[0];
+  lunai_chunk **newer = f->last ? &f->last->next : &arena->steps;
   lunai_step_rewind(f->ctx, f->mark);
-  while (f->last ? f->last->next != NULL : arena->steps != NULL)
-    lunai_chunk_close(f->last ? &f->last->next : &arena->steps, f->ctx->options.allocator, f->ctx->backend, f->ctx->self);
+  while (*newer) lunai_chunk_close(newer, f->ctx->options.allocator, f->ctx->backend, f->ctx->self);
   if (!f->last) arena->step = NULL;
   return status;
 }
 LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *bytes, size_t size) {
   lunai_chunk *chunk;
-  void *names, *keys;
   const char *wrong;
+  void *index;
   f->ctx = ctx;
   f->mark = lunai_step_mark(ctx);
   for (f->last = NULL, chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) f->last = chunk;
   wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "there are no bytes";
-  if (!wrong && (!lunai_step(ctx, (f->st.tensors + 1) * sizeof(uint64_t), false, &names) || !lunai_step(ctx, (f->st.pairs + 1) * sizeof(uint64_t), false, &keys)))
-    return lunai_file_close(f, lunai_no_memory(ctx, "luna_load", (f->st.tensors + f->st.pairs) * sizeof(uint64_t)));
-  if (!wrong) wrong = lunai_st_index(&f->st, (uint64_t *)names, (uint64_t *)keys);
-  return wrong ? lunai_file_close(f, lunai_refuse(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong)) : LUNA_OK;
+  if (!wrong) {
+    const size_t need = (f->st.tensors + f->st.pairs + 1) * sizeof(uint64_t);
+    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_no_memory(ctx, "luna_load", need));
+    wrong = lunai_st_index(&f->st, (uint64_t *)index, (uint64_t *)index + f->st.tensors);
+  }
+  if (!wrong) return LUNA_OK;
+  return lunai_file_close(f, lunai_refuse(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong));
 }
 
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
@@ -10527,7 +10538,9 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
     if (wrong) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_borrowed: %s %t %s", p->name, &p->tensor, wrong);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    if (!lunai_persist(params->ctx, st->tensors * sizeof *names, false, &memory)) return lunai_no_memory(params->ctx, "luna_load_borrowed", st->tensors * sizeof *names);
+    const size_t size = st->tensors * sizeof *names;
+    if (!lunai_persist(params->ctx, size, false, &memory))
+      return lunai_no_memory(params->ctx, "luna_load_borrowed", size);
     names = (uint64_t *)memory;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
@@ -10638,7 +10651,8 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
   if (!params) return LUNA_BAD_ARGUMENT;
   memset(&none, 0, sizeof none);
   status = lunai_file_open(params->ctx, &file, bytes, size);
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_matching(params, &file.st, match ? match : &none)) : status;
+  if (status != LUNA_OK) return status;
+  return lunai_file_close(&file, lunai_load_matching(params, &file.st, match ? match : &none));
 }
 
 /* A model out of a file: its init, which takes each parameter's values from there, and stops where the file has none of that name and shape; then
@@ -10845,7 +10859,8 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
     if (!lunai_unhex(st, lunai_training_keys[k], &value[k])) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits", lunai_training_keys[k]);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
   lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
-  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) || value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
+  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) ||
+      value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS])
     return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
@@ -10963,8 +10978,8 @@ ssize_t readlink(const char *path, char *to, size_t room);
 LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
 LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
 
-/* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, belongs to luna.h: whose
-   saving process is gone goes with a later save in that folder. --- */
+/* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, belongs
+   to luna.h: one whose process is gone is removed by a later save in that folder. --- */
 #define LUNAI_LONGEST_PATH 4096
 #define LUNAI_SAVERS 1000             /* at once in one folder */
 typedef struct lunai_saving_file {
@@ -10994,15 +11009,13 @@ LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_
 }
 
 #ifdef _WIN32
-/* A slot is held by a file of its own, which none can open besides and which goes with its process; the old temporary of a slot so held is
-   nobody's. */
+/* A slot is held by a file of its own, which nobody else can open and which goes with its process; an old temporary file
+   of a slot so held is nobody's. */
 LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
-  const DWORD attributes = GetFileAttributesA(s->path);
   struct _stat old;
   int64_t slot;
   int descriptor;
-  if ((attributes != INVALID_FILE_ATTRIBUTES && (attributes & FILE_ATTRIBUTE_DIRECTORY)) || (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG))
-    return "is no ordinary file, and stays";
+  if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return "is no ordinary file, and stays";
   for (slot = 0; slot < LUNAI_SAVERS; slot++) {
     lunai_saving_name(s, ".luna-%d.lock", slot);
     s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
@@ -11039,18 +11052,21 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
   CloseHandle(s->lock);
 }
 #elif defined(LUNAI_POSIX_FILES)
-/* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock may rename or remove
-   it. Between its making and its locking another may take it for abandoned: it then loses its name, and its maker takes another slot. */
+/* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock
+   may rename or remove it. Between its making and its locking another may take it for abandoned: it then loses its name,
+   and its maker takes another slot. */
 LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
   struct stat opened, named;
   if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
-  return fstat(descriptor, &opened) == 0 && stat(name, &named) == 0 && opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+  return fstat(descriptor, &opened) == 0 && stat(name, &named) == 0 && opened.st_dev == named.st_dev &&
+         opened.st_ino == named.st_ino;
 }
 LUNAI_FN void lunai_saving_sweep(const char *name) {
   struct stat old;
   char link[1];
   int descriptor;
-  if (stat(name, &old) != 0 || !S_ISREG(old.st_mode) || old.st_uid != geteuid() || old.st_nlink != 1 || readlink(name, link, 1) >= 0) return;
+  if (stat(name, &old) != 0 || !S_ISREG(old.st_mode) || old.st_uid != geteuid() || old.st_nlink != 1) return;
+  if (readlink(name, link, 1) >= 0) return;
   descriptor = open(name, O_RDONLY | O_NONBLOCK);
   if (descriptor < 0) return;
   if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lunai_saving_locks(descriptor, name)) unlink(name);
@@ -11084,7 +11100,7 @@ LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   for (slot = 0; slot < LUNAI_SAVERS; slot++) {
     int descriptor;
     lunai_saving_name(s, ".luna-%d.tmp", slot);
-    descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* O_EXCL follows no link */
+    descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
     if (descriptor < 0 && errno != EEXIST) break;
     if (descriptor < 0) continue;
     fcntl(descriptor, F_SETFD, FD_CLOEXEC);
@@ -11094,7 +11110,7 @@ LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   return "cannot have a temporary file beside it";
 }
 LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
-  if (s->replaces) (void)!fchmod(fileno(s->file), s->mode); /* where a file system has no modes it fails, and none is lost */
+  if (s->replaces) (void)!fchmod(fileno(s->file), s->mode); /* fails where a file system has no modes */
   return fflush(s->file) == 0 && fsync(fileno(s->file)) == 0;
 }
 LUNAI_FN bool lunai_saving_replace(lunai_saving_file *s) {
@@ -11138,7 +11154,8 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const voi
   const char *wrong;
   if (!path) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
   if (ctx->options.measure) return LUNA_OK;
-  if (strlen(path) + 32 > sizeof s.path) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
+  if (strlen(path) + 32 > sizeof s.path)
+    return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
   memset(&s, 0, sizeof s);
   memcpy(s.path, path, strlen(path));
   s.folder = lunai_folder_of(path);
@@ -11148,8 +11165,10 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const voi
   io.write = lunai_file_write;
   io.user = s.file;
   status = saver(what, &io);
-  if (status == LUNA_OK && !lunai_saving_flush(&s)) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", path);
-  if (status == LUNA_OK && !lunai_saving_replace(&s)) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
+  if (status == LUNA_OK && !lunai_saving_flush(&s))
+    status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", path);
+  if (status == LUNA_OK && !lunai_saving_replace(&s))
+    status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
   lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
@@ -11911,7 +11930,7 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   return wrong ? wrong : lunai_stream_config(s, config);
 }
 
-/* bytes of a stream, and where its numbers begin: there the index of the file's names lies while it is opened */
+/* where a stream's numbers begin: there the index of the file's names lies while it is opened; and all its bytes */
 LUNAI_FN size_t lunai_stream_numbers(const luna_stream *s) {
   return lunai_round(sizeof(luna_stream)) + lunai_round((size_t)s->sizes.layers * sizeof(lunai_stream_layer));
 }
@@ -11932,12 +11951,17 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
 LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t i;
-  if (!lunai_stream_weight(st, "", "embed_tokens.weight", 2, z->vocab, z->dim, &s->embedding)) return "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
+  if (!lunai_stream_weight(st, "", "embed_tokens.weight", 2, z->vocab, z->dim, &s->embedding))
+    return "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
   s->output = s->embedding;
-  if (z->positions == LUNA_LEARNED && !lunai_stream_weight(st, "", "embed_positions.weight", 2, z->max_length, z->dim, &s->positions)) return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && !lunai_stream_pair(st, "", "layer_norm.weight", "layer_norm.bias", 1, z->dim, 1, &s->norm)) return "layer_norm is missing or of another shape";
+  if (z->positions == LUNA_LEARNED &&
+      !lunai_stream_weight(st, "", "embed_positions.weight", 2, z->max_length, z->dim, &s->positions))
+    return "embed_positions.weight is missing or of another shape";
+  if (z->pre_norm && !lunai_stream_pair(st, "", "layer_norm.weight", "layer_norm.bias", 1, z->dim, 1, &s->norm))
+    return "layer_norm is missing or of another shape";
   for (i = 0; i < z->layers; i++)
-    if (!lunai_stream_layer_weights(st, z, i, &s->layers[i])) return "a layer's tensor is missing, of another shape, not F32 or not aligned to 4 bytes";
+    if (!lunai_stream_layer_weights(st, z, i, &s->layers[i]))
+      return "a layer's tensor is missing, of another shape, not F32 or not aligned to 4 bytes";
   return NULL;
 }
 
@@ -11949,7 +11973,8 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   size_t need = 0;
   int64_t i;
   if (!wrong) need = lunai_stream_bytes(&first, &st);
-  if (!wrong && (!memory || memory_size < shift || memory_size - shift < need)) wrong = "the memory is smaller than luna_stream_size says";
+  if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
+    wrong = "the memory is smaller than luna_stream_size says";
   s = wrong ? NULL : (luna_stream *)(void *)((char *)memory + shift);
   if (s) {
     memset(s, 0, need);
