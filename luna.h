@@ -11091,6 +11091,7 @@ LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   int64_t slot;
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
+  if (!s->replaces && errno != ENOENT) return "cannot be looked at, so that its mode could be kept";
   if (s->replaces && !S_ISREG(old.st_mode)) return "is no ordinary file, and stays";
   if (s->replaces) s->mode = old.st_mode & 0777;
   for (slot = 0; slot < 16; slot++) {
