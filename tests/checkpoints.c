@@ -7,6 +7,7 @@
 #include "common.h"
 #include <dirent.h>
 #ifndef _WIN32
+#include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -526,6 +527,30 @@ static void check_savers(luna_params *params, luna_ctx *ctx) {
   CHECK(torn == 0 && leftovers() == 0, "beside saves at once: %d times no file of theirs, %d files left", torn, leftovers());
   for (int i = 0; i <= SAVERS; i++) free(values[i]);
 }
+/* threads of one process, each with a context of its own */
+static void *save_often(void *seed) {
+  luna_options options = {0};
+  int64_t failures = 0;
+  options.threads = 1, options.seed = (uint64_t)(uintptr_t)seed;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  const luna_init normal = {LUNA_NORMAL, 1};
+  failures += !luna_param(params, "first", 2, matrix, normal); /* no CHECK: it counts in the main thread */
+  for (int k = 0; k < SAVES; k++) failures += luna_save(params, path) != LUNA_OK || luna_load(params, path) != LUNA_OK;
+  luna_close(ctx);
+  return (void *)(uintptr_t)failures;
+}
+static void check_threads(void) {
+  pthread_t thread[SAVERS];
+  void *failures;
+  for (int i = 0; i < SAVERS; i++)
+    if (pthread_create(&thread[i], NULL, save_often, (void *)(uintptr_t)(i + 1)) != 0) exit(2);
+  for (int i = 0; i < SAVERS; i++) {
+    pthread_join(thread[i], &failures);
+    CHECK(failures == NULL, "thread %d: %d of %d saves fail", i, (int)(uintptr_t)failures, SAVES);
+  }
+  CHECK(leftovers() == 0, "threads that save leave %d files", leftovers());
+}
 /* processes in the middle of a save: the file of one that is killed goes with the next save, that of one which lives stays */
 static luna_status save_half(const void *ready, const luna_io *io) {
   io->write(io->user, "half", 4);
@@ -579,6 +604,7 @@ static void check_between(void) {
   check_killed(params, ctx, &want);
   check_full(params, &want);
   check_savers(params, ctx);
+  check_threads();
   remove(path), free(want.at), ctx_close(ctx, &h);
 }
 #endif
