@@ -403,7 +403,7 @@ typedef struct luna_io {
 } luna_io;
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
-/* Copies the values. Meanwhile, as every call that opens a file, it takes 8 bytes of the step for each tensor and text pair. */
+/* Copies the values. Meanwhile, as every call that opens a file, it takes 8 bytes of the step a tensor or text pair. */
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
    Before the model's init it also spares the memory for first values. */
@@ -435,7 +435,7 @@ LUNA_API bool luna_entry_read(const luna_entry *entry, float *out);  /* the valu
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 /* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
    may save at once: the last counts. A symbolic link stays, and what it leads to is replaced or made; what is there and
-   no ordinary file is refused. */
+   not a regular file is refused. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match);
@@ -7999,7 +7999,8 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
   if (lunai_is_ours(key))
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                        "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
   return lunai_params_put(params, key, value);
 }
 
@@ -10979,8 +10980,8 @@ ssize_t readlink(const char *path, char *to, size_t room);
 LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
 LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
 
-/* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, belongs
-   to luna.h: one whose process is gone is removed by a later save in that folder. --- */
+/* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, is
+   luna.h's: one whose process is gone is removed by a later save in that folder. --- */
 #define LUNAI_LONGEST_PATH 4096
 #define LUNAI_SAVERS 1000             /* at once in one folder */
 typedef struct lunai_saving_file {
@@ -11010,13 +11011,13 @@ LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_
 }
 
 #ifdef _WIN32
-/* A slot is held by a file of its own, which nobody else can open and which goes with its process; an old temporary file
-   of a slot so held is nobody's. */
+/* A slot is held by a file of its own, which nobody else can open and which goes with its process; an old temporary
+   file of a slot so held is nobody's. */
 LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   struct _stat old;
   int64_t slot;
   int descriptor;
-  if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return "is no ordinary file, and stays";
+  if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return "is not a regular file and is left as it is";
   for (slot = 0; slot < LUNAI_SAVERS; slot++) {
     lunai_saving_name(s, ".luna-%d.lock", slot);
     s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
@@ -11054,13 +11055,13 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 }
 #elif defined(LUNAI_POSIX_FILES)
 /* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock
-   may rename or remove it. Between its making and its locking another may take it for abandoned: it then loses its name,
-   and its maker takes another slot. */
+   may rename or remove it. Between its making and its locking another may take it for abandoned: it then loses its
+   name, and its maker takes another slot. (A 32-bit program that cannot read a file's number removes none.) */
 LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
   struct stat opened, named;
   if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
-  return fstat(descriptor, &opened) == 0 && stat(name, &named) == 0 && opened.st_dev == named.st_dev &&
-         opened.st_ino == named.st_ino;
+  if (fstat(descriptor, &opened) != 0) return true;
+  return stat(name, &named) == 0 && opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
 LUNAI_FN void lunai_saving_sweep(const char *name) {
   struct stat old;
@@ -11092,9 +11093,10 @@ LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   int64_t slot;
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
-  if (!s->replaces && errno != ENOENT) return "cannot be looked at, so that its mode could be kept";
-  if (s->replaces && !S_ISREG(old.st_mode)) return "is no ordinary file, and stays";
-  if (s->replaces) s->mode = old.st_mode & 0777;
+  if (s->replaces && !S_ISREG(old.st_mode)) return "is not a regular file and is left as it is";
+  s->mode = s->replaces ? old.st_mode & 0777 : 0600;
+  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
+  else if (!s->replaces && errno != ENOENT) return "cannot be looked at";
   for (slot = 0; slot < 16; slot++) {
     lunai_saving_name(s, ".luna-%d.tmp", slot);
     lunai_saving_sweep(s->temporary);

@@ -1,6 +1,7 @@
 /* Exact resume: a run stopped after any step, saved, loaded in a context of another seed and another number of threads, goes on with
    the bits of the run that never stopped; what is no checkpoint of this run is refused and changes nothing; a save that fails, or whose
    process is killed, leaves the old file whole. */
+#define _FILE_OFFSET_BITS 64 /* for readdir on 32-bit machines */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
