@@ -413,7 +413,8 @@ typedef struct luna_io {
 } luna_io;
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
-LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size); /* copies the values */
+/* Copies the values. Meanwhile, as every call that opens a file, it takes 8 bytes of the step a tensor or text pair. */
+LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
    Before the model's init it also spares the memory for first values. */
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
@@ -442,7 +443,10 @@ LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t
 LUNA_API bool luna_entry_read(const luna_entry *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
-LUNA_API luna_status luna_save(const luna_params *params, const char *path); /* temporary file beside it, flushed, renamed */
+/* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
+   may save at once: the last counts. A symbolic link stays, and what it leads to is replaced or made; what is there and
+   not a regular file is refused. */
+LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match);
 #endif
@@ -4785,12 +4789,11 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
    8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype": "F32",
    "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without holes.
    lunai_st_open checks a stranger's bytes once; the functions after it walk the same header and cannot leave it.
+   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
    Guarded by tests/safetensors.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
-#define LUNAI_ST_BATCH 128                       /* items a round of the check for duplicates sorts, on the stack */
-#define LUNAI_ST_WORK ((uint64_t)1 << 28)        /* bytes of header that check may walk in all */
 #define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
 
 typedef struct lunai_st {
@@ -4798,6 +4801,9 @@ typedef struct lunai_st {
   const char *header;
   size_t size, data_size, header_size;
   size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
+  size_t tensors, pairs;                         /* how many there are */
+  bool contiguous;                               /* each tensor's data begins where that of the one before ends */
+  uint64_t *names, *keys;                        /* the index: hash << 32 | where it opens in the header, sorted */
 } lunai_st;
 
 /* a JSON string between its quotes, escapes not decoded */
@@ -4893,19 +4899,21 @@ LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
   return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
 }
 
-/* does the text, decoded, read as this UTF-8 string? */
-LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
-  const char *at = text.at, *end = text.at + text.size;
+/* the order of a text, decoded (to end or its closing quote), and a UTF-8 string: by byte, which is by character */
+LUNAI_FN int lunai_st_order(const char *at, const char *end, const char *string) {
   char utf8[4];
   size_t i, n;
-  while (at < end) {
+  while (at < end && *at != '"') {
     const uint32_t code = lunai_st_character(&at, end);
-    if (code == LUNAI_ST_BAD) return false;
+    if (code == LUNAI_ST_BAD) return 1;
     n = lunai_st_encode(code, utf8);
     for (i = 0; i < n; i++, string++)
-      if (*string == 0 || *string != utf8[i]) return false;
+      if (*string == 0 || *string != utf8[i]) return (uint8_t)*string < (uint8_t)utf8[i] || *string == 0 ? 1 : -1;
   }
-  return *string == 0;
+  return *string == 0 ? 0 : -1;
+}
+LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
+  return lunai_st_order(text.at, text.at + text.size, string) == 0;
 }
 
 /* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size without
@@ -4928,15 +4936,30 @@ LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
   return size;
 }
 
-/* the order of two texts, decoded: by character */
-LUNAI_FN int lunai_st_compare(lunai_st_text a, lunai_st_text b) {
-  const char *p = a.at, *q = b.at, *p_end = a.at + a.size, *q_end = b.at + b.size;
+LUNAI_FN uint64_t lunai_hash_bytes(uint64_t h, const char *at, size_t size) { /* FNV-1a */
+  size_t i;
+  for (i = 0; i < size; i++) h = (h ^ (unsigned char)at[i]) * 0x100000001B3u;
+  return h;
+}
+LUNAI_FN uint64_t lunai_hash(const char *name) { return lunai_hash_bytes(0xCBF29CE484222325u, name, strlen(name)); }
+/* a text of the header as an item of an index: its hash, decoded, and where it opens */
+LUNAI_FN uint64_t lunai_st_item(const lunai_st *st, lunai_st_text text) {
+  const char *at = text.at, *end = text.at + text.size;
+  uint64_t hash = lunai_hash("");
+  char utf8[4];
+  while (at < end) hash = lunai_hash_bytes(hash, utf8, lunai_st_encode(lunai_st_character(&at, end), utf8));
+  return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
+}
+/* the order of two items: by hash, then by character, so that chosen names of one hash only take longer */
+LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
+  const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
+  if (a >> 32 != b >> 32) return a < b ? -1 : 1;
   for (;;) {
     uint32_t c, d;
-    while (p < p_end && q < q_end && *p == *q && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
-    if (p == p_end || q == q_end) return (p < p_end) - (q < q_end);
-    c = lunai_st_character(&p, p_end);
-    d = lunai_st_character(&q, q_end);
+    while (*p == *q && *p != '"' && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
+    if (*p == '"' || *q == '"') return (*p != '"') - (*q != '"');
+    c = lunai_st_character(&p, end);
+    d = lunai_st_character(&q, end);
     if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
   }
 }
@@ -4946,6 +4969,7 @@ typedef struct lunai_st_json {
   const char *at, *end;
   const char *wrong;                             /* the first complaint, or null */
   const char *meta;                              /* where __metadata__ was met */
+  size_t pairs;                                  /* that it has */
 } lunai_st_json;
 
 LUNAI_FN bool lunai_st_fail(lunai_st_json *j, const char *wrong) {
@@ -5013,6 +5037,7 @@ LUNAI_FN bool lunai_st_metadata(lunai_st_json *j) {
   for (j->meta = j->at; lunai_st_member(j, first, &key); first = false) {
     if (!lunai_st_next_is(j, '"')) return lunai_st_fail(j, "__metadata__ holds something other than strings");
     if (!lunai_st_string(j, &value)) return false;
+    j->pairs++;
   }
   return !j->wrong;
 }
@@ -5073,6 +5098,7 @@ LUNAI_FN lunai_st_json lunai_st_json_at(const lunai_st *st, size_t offset) {
   j.end = st->header + st->header_size;
   j.wrong = NULL;
   j.meta = NULL;
+  j.pairs = 0;
   return j;
 }
 
@@ -5084,9 +5110,30 @@ LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor 
   return true;
 }
 
-/* walks the whole header: who wants many tensors iterates instead */
+/* reads on after the quote that opens `name` in the sorted items; false when it is not there */
+LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t count, const char *name,
+                            lunai_st_json *j) {
+  const uint64_t hash = lunai_hash(name) >> 32;
+  size_t low = 0, high = count;
+  while (low < high) {
+    const size_t middle = low + (high - low) / 2;
+    int order = items[middle] >> 32 < hash ? -1 : items[middle] >> 32 > hash;
+    *j = lunai_st_json_at(st, (uint32_t)items[middle]);
+    if (order == 0) order = lunai_st_order(j->at + 1, j->end, name);
+    if (order == 0) return true;
+    if (order < 0) low = middle + 1;
+    else high = middle;
+  }
+  return false;
+}
+
 LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tensor *out) {
+  int64_t offsets[2];
+  lunai_st_json j;
   size_t cursor = 0;
+  if (st->names)
+    return lunai_st_look(st, st->names, st->tensors, name, &j) && lunai_st_string(&j, &out->name) &&
+           lunai_st_take(&j, ':') && lunai_st_entry(&j, out, offsets) && lunai_st_place(st, &j, out, offsets);
   while (lunai_st_next(st, &cursor, out))
     if (lunai_st_equal(out->name, name)) return true;
   return false;
@@ -5101,90 +5148,95 @@ LUNAI_FN bool lunai_st_meta_next(const lunai_st *st, size_t *cursor, lunai_st_te
 
 LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *value) {
   lunai_st_text name;
+  lunai_st_json j;
   size_t cursor = 0;
+  if (st->keys)
+    return lunai_st_look(st, st->keys, st->pairs, key, &j) && lunai_st_string(&j, &name) &&
+           lunai_st_take(&j, ':') && lunai_st_string(&j, value);
   while (lunai_st_meta_next(st, &cursor, &name, value))
     if (lunai_st_equal(name, key)) return true;
   return false;
 }
 
-/* Are names and keys unique, and does each tensor begin where another ends? A header in order, as most are, takes one walk. Any
-   other is sorted without memory: every round walks it for the LUNAI_ST_BATCH items that follow the last round's. That is
-   exact, unlike hashing, and quadratic only beyond the batch, so a bound on the work refuses what would take seconds: a
-   header out of order with more than some 18,000 tensors. Tensors without data may lie anywhere. */
-enum { LUNAI_ST_NAMES, LUNAI_ST_KEYS, LUNAI_ST_PLACES };
-typedef struct lunai_st_item { lunai_st_text name; size_t begin, end; } lunai_st_item;
+/* Heapsort of numbers, or of an index's items: in place, and n log n whatever a stranger makes of it. */
+LUNAI_FN int lunai_st_item_compare(const lunai_st *st, bool texts, uint64_t a, uint64_t b) {
+  return texts ? lunai_st_compare(st, a, b) : (a > b) - (a < b);
+}
+LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, size_t count) {
+  size_t start = count / 2, end = count, root, child;
+  uint64_t item;
+  while (end > 1) {
+    if (start > 0) item = items[--start];
+    else {
+      item = items[--end];
+      items[end] = items[0];
+    }
+    for (root = start; (child = 2 * root + 1) < end; root = child) {
+      if (child + 1 < end && lunai_st_item_compare(st, texts, items[child], items[child + 1]) < 0) child++;
+      if (lunai_st_item_compare(st, texts, item, items[child]) >= 0) break;
+      items[root] = items[child];
+    }
+    items[root] = item;
+  }
+}
 
-LUNAI_FN bool lunai_st_item_next(const lunai_st *st, int kind, size_t *cursor, lunai_st_item *item) {
+/* Do the tensors' data, which are as many bytes as there are, cover them all? They do when the beginnings are distinct
+   and every end is a beginning or the data's end: none then ends before the next begins, so that with their sum they
+   cannot end after it. */
+LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   lunai_st_tensor t;
-  lunai_st_text value;
-  if (kind == LUNAI_ST_KEYS) return lunai_st_meta_next(st, cursor, &item->name, &value);
-  do {
-    if (!lunai_st_next(st, cursor, &t)) return false;
-  } while (kind == LUNAI_ST_PLACES && t.bytes == 0);
-  item->name = t.name;
-  item->begin = (size_t)(t.data - st->data);
-  item->end = item->begin + t.bytes;
+  size_t cursor = 0, count = 0, i;
+  while (lunai_st_next(st, &cursor, &t))
+    if (t.bytes > 0) begins[count++] = (uint64_t)(t.data - st->data);
+  lunai_st_sort(st, false, begins, count);
+  for (i = 0; i < count; i++)
+    if (i == 0 ? begins[i] != 0 : begins[i] == begins[i - 1]) return false;
+  for (cursor = 0; lunai_st_next(st, &cursor, &t);) {
+    const uint64_t end = (uint64_t)(t.data - st->data) + t.bytes;
+    size_t low = 0, high = count;
+    while (low < high) {
+      const size_t middle = low + (high - low) / 2;
+      if (begins[middle] < end) low = middle + 1;
+      else high = middle;
+    }
+    if (t.bytes > 0 && end != st->data_size && (low == count || begins[low] != end)) return false;
+  }
   return true;
 }
 
-LUNAI_FN int lunai_st_item_compare(int kind, const lunai_st_item *a, const lunai_st_item *b) {
-  if (kind == LUNAI_ST_PLACES) return (a->begin > b->begin) - (a->begin < b->begin);
-  return lunai_st_compare(a->name, b->name);
+/* sorted, are they unique? */
+LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
+  size_t i;
+  lunai_st_sort(st, true, items, count);
+  for (i = 1; i < count; i++)
+    if (lunai_st_compare(st, items[i - 1], items[i]) == 0) return false;
+  return true;
 }
 
-/* the smallest items above last (null: of all), sorted; returns how many, -1 when two are equal */
-LUNAI_FN int lunai_st_smallest(const lunai_st *st, int kind, const lunai_st_item *last, lunai_st_item batch[LUNAI_ST_BATCH]) {
-  lunai_st_item item;
-  size_t cursor = 0;
-  int count = 0;
-  while (lunai_st_item_next(st, kind, &cursor, &item)) {
-    int low = 0, high = count;
-    if (last && lunai_st_item_compare(kind, &item, last) <= 0) continue;
-    if (count == LUNAI_ST_BATCH && lunai_st_item_compare(kind, &item, &batch[count - 1]) > 0) continue;
-    while (low < high) {
-      const int middle = (low + high) / 2, order = lunai_st_item_compare(kind, &item, &batch[middle]);
-      if (order == 0) return -1;
-      if (order > 0) low = middle + 1;
-      else high = middle;
-    }
-    if (count < LUNAI_ST_BATCH) count++;
-    memmove(batch + low + 1, batch + low, (size_t)(count - 1 - low) * sizeof(batch[0]));
-    batch[low] = item;
-  }
-  return count;
-}
-
-LUNAI_FN const char *lunai_st_sorted(const lunai_st *st, int kind, const char *wrong) {
-  lunai_st_item batch[LUNAI_ST_BATCH], item, last;
-  size_t cursor = 0, end = 0;
-  uint64_t total = 0;
-  bool ordered = true, first = true;
-  int count = LUNAI_ST_BATCH, i;
-  memset(&last, 0, sizeof(last));
-  for (; lunai_st_item_next(st, kind, &cursor, &item); total++, last = item) {
-    if (kind == LUNAI_ST_PLACES) ordered = ordered && item.begin == last.end;
-    else ordered = ordered && (total == 0 || lunai_st_item_compare(kind, &last, &item) < 0);
-  }
-  if (ordered) return NULL;
-  if ((total / LUNAI_ST_BATCH + 1) * st->header_size > LUNAI_ST_WORK)
-    return "the header is too long to be checked: its names, or its tensors' data, are not in order";
-  for (; count == LUNAI_ST_BATCH; first = false) {
-    count = lunai_st_smallest(st, kind, first ? NULL : &last, batch);
-    if (count < 0) return wrong;
-    for (i = 0; kind == LUNAI_ST_PLACES && i < count; end = batch[i++].end)
-      if (batch[i].begin != end) return wrong;
-    if (count > 0) last = batch[count - 1];
-  }
+/* Makes the index, in names [tensors] and keys [pairs; null: pairs are looked up by walking, and of two equal keys the
+   first counts]. Tensors without data may lie anywhere. Returns null, or a sentence that says what is wrong. */
+LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *keys) {
+  lunai_st_tensor t;
+  lunai_st_text key, value;
+  size_t cursor, i;
+  if (!st->contiguous && !lunai_st_covers(st, names)) return "two tensors overlap";
+  for (cursor = 0, i = 0; lunai_st_next(st, &cursor, &t); i++) names[i] = lunai_st_item(st, t.name);
+  if (!lunai_st_unique(st, names, st->tensors)) return "two tensors have the same name";
+  st->names = names;
+  if (!keys) return NULL;
+  for (cursor = 0, i = 0; lunai_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = lunai_st_item(st, key);
+  if (!lunai_st_unique(st, keys, st->pairs)) return "two keys of __metadata__ are the same";
+  st->keys = keys;
   return NULL;
 }
 
-/* Opens a file that lies in memory, which must stay; returns null, or a sentence that says what is wrong with it. */
+/* Opens a file that lies in memory, which must stay; returns null, or a sentence that says what is wrong with it.
+   Whether names are unique and data overlap only lunai_st_index can say. */
 LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size) {
   lunai_st_json j;
   lunai_st_tensor t;
   uint64_t header_size = 0;
   size_t covered = 0;
-  const char *wrong;
   bool first = true;
   int i;
   memset(st, 0, sizeof(*st));
@@ -5200,8 +5252,9 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   st->data_size = size - 8 - st->header_size;
   j = lunai_st_json_at(st, 0);
   if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
-  for (; lunai_st_read(st, &j, first, &t); first = false) {
+  for (st->contiguous = true; lunai_st_read(st, &j, first, &t); first = false, st->tensors++) {
     if (t.bytes > st->data_size - covered) return "two tensors overlap";
+    st->contiguous = st->contiguous && (t.bytes == 0 || t.data == st->data + covered);
     covered += t.bytes;
   }
   if (j.wrong) return j.wrong;
@@ -5209,10 +5262,8 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
     if (*j.at != ' ') return "something other than spaces follows the header's JSON";
   if (covered != st->data_size) return "the tensors do not cover the file's data";
   if (j.meta) st->meta = (size_t)(j.meta - st->header);
-  wrong = lunai_st_sorted(st, LUNAI_ST_KEYS, "two keys of __metadata__ are the same");
-  if (!wrong) wrong = lunai_st_sorted(st, LUNAI_ST_NAMES, "two tensors have the same name");
-  if (!wrong) wrong = lunai_st_sorted(st, LUNAI_ST_PLACES, "two tensors overlap");
-  return wrong;
+  st->pairs = j.pairs;
+  return NULL;
 }
 
 /* Numbers: byte by byte, so that neither the machine's byte order nor alignment matters. */
@@ -7765,10 +7816,11 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
 /* ----------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-#define LUNAI_BUCKETS 64
 #define LUNAI_LONGEST_NAME 1024       /* with its end */
 typedef struct lunai_param {
-  struct lunai_param *next, *older;  /* in the set; of the same bucket */
+  struct lunai_param *next;          /* in the set */
+  struct lunai_param *previous, *jump; /* the one before, and one further back: any is log n jumps from the last */
+  struct lunai_param *child[4];      /* later ones, by the next two bits of their hash: a tree to look names up in */
   int64_t index;
   const char *name;
   uint64_t hash;
@@ -7782,7 +7834,7 @@ struct luna_params {
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
   lunai_meta *replaced;              /* earlier values of pairs, newest first */
-  lunai_param *bucket[LUNAI_BUCKETS]; /* newest first */
+  lunai_param *root;                 /* of the tree of names */
   int64_t size;
   bool borrowing;                    /* values are read in place: */
   const luna_params *shared;         /* from this set, */
@@ -7804,6 +7856,7 @@ LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t has
   if (status == LUNA_OK) f->error[0] = 0;
 }
 
+LUNAI_FN bool lunai_is_ours(const char *name) { return strncmp(name, "luna.", 5) == 0; }
 LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *a, const char *b) {
   const size_t na = strlen(a), nb = strlen(b);
   void *memory;
@@ -7844,18 +7897,16 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   return params;
 }
 
-LUNAI_FN uint64_t lunai_hash(const char *name) { /* FNV-1a */
-  uint64_t h = 0xCBF29CE484222325u;
-  for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
-  return h;
+/* where in the tree a parameter of this name is or belongs; of those before index `before` */
+LUNAI_FN lunai_param **lunai_param_place(luna_params *params, const char *name, uint64_t hash, int64_t before) {
+  lunai_param **at = &params->root;
+  uint64_t bits = hash;
+  for (; *at && (*at)->index < before && ((*at)->hash != hash || strcmp((*at)->name, name) != 0); bits >>= 2)
+    at = &(*at)->child[bits & 3];
+  return at;
 }
-
 LUNAI_FN lunai_param *lunai_param_find(const luna_params *params, const char *name) {
-  const uint64_t hash = lunai_hash(name);
-  lunai_param *p;
-  for (p = params ? params->bucket[hash % LUNAI_BUCKETS] : NULL; p; p = p->older)
-    if (p->hash == hash && strcmp(p->name, name) == 0) return p;
-  return NULL;
+  return params ? *lunai_param_place((luna_params *)(uintptr_t)params, name, lunai_hash(name), INT64_MAX) : NULL;
 }
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name) {
   lunai_param *p = name ? lunai_param_find(params, name) : NULL;
@@ -7863,8 +7914,8 @@ LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *na
 }
 LUNA_API int64_t luna_params_size(const luna_params *params) { return params ? params->size : 0; }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
-  lunai_param *p = params && index >= 0 ? params->first : NULL;
-  while (p && index-- > 0) p = p->next;
+  lunai_param *p = params && index >= 0 && index < params->size ? params->last : NULL;
+  while (p && p->index > index) p = p->jump->index >= index ? p->jump : p->previous;
   if (p && name) *name = p->name;
   return p ? &p->tensor : NULL;
 }
@@ -7993,6 +8044,18 @@ LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, i
   return false;
 }
 
+LUNAI_FN void lunai_param_join(luna_params *params, lunai_param *p) {
+  lunai_param *last = params->last, *jump = last ? last->jump : p;
+  p->index = params->size++;
+  p->previous = last;
+  /* skew-binary (Myers 1983): two jumps of one length become one of twice that */
+  p->jump = !last ? p : last->index - jump->index == jump->index - jump->jump->index ? jump->jump : last;
+  if (last) last->next = p;
+  else params->first = p;
+  params->last = p;
+  *lunai_param_place(params, p->name, p->hash, INT64_MAX) = p;
+}
+
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
   luna_ctx *ctx = params ? params->ctx : NULL;
   const int64_t count = lunai_shape_count(rank, shape);
@@ -8014,7 +8077,8 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: init must be one of luna_init_kind, scale finite", name);
     return NULL;
   }
-  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || strcmp(name, "__metadata__") == 0 || strncmp(name, "luna.", 5) == 0) {
+  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || lunai_is_ours(name) ||
+      strcmp(name, "__metadata__") == 0) {
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_LONGEST_NAME - 1));
     return NULL;
   }
@@ -8046,12 +8110,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     lunai_persistent_rewind(ctx, mark);
     return NULL;
   }
-  if (params->last) params->last->next = p;
-  else params->first = p;
-  params->last = p;
-  p->older = params->bucket[p->hash % LUNAI_BUCKETS];
-  params->bucket[p->hash % LUNAI_BUCKETS] = p;
-  p->index = params->size++;
+  lunai_param_join(params, p);
   lunai_remember(ctx, params, p->hash, LUNA_OK);
   return &p->tensor;
 }
@@ -8090,11 +8149,11 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char 
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
-  int i;
+  lunai_param *p;
   for (; params->replaced != s->replaced; params->replaced = params->replaced->next)
     lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (i = 0; i < LUNAI_BUCKETS; i++)
-    while (params->bucket[i] && params->bucket[i]->index >= s->count) params->bucket[i] = params->bucket[i]->older;
+  for (p = s->last ? s->last->next : params->first; p; p = p->next)
+    *lunai_param_place(params, p->name, p->hash, s->count) = NULL;
   params->last = s->last;
   params->last_meta = s->last_meta;
   params->size = s->count;
@@ -8165,7 +8224,9 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
-  if (strncmp(key, "luna.", 5) == 0) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
+  if (lunai_is_ours(key))
+    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+                        "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
   return lunai_params_put(params, key, value);
 }
 
@@ -10839,41 +10900,31 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (!lunai_st_find(st, p->name, &t)) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
   return LUNA_OK;
 }
-/* a JSON string of the file as text of the set; null when there is no memory */
-LUNAI_FN const char *lunai_load_text(luna_ctx *ctx, lunai_st_text text) {
-  const size_t size = lunai_st_decode(text, NULL, 0) + 1;
-  void *memory;
-  if (!lunai_persist(ctx, size, false, &memory)) return NULL;
-  lunai_st_decode(text, (char *)memory, size);
-  return (const char *)memory;
-}
-/* All of the file's text pairs or none; what begins with "luna." describes the model and stays with the file. */
+/* All of the file's text pairs or none, in its order; what begins with "luna." describes the model and stays with the
+   file, and so does a key with a zero in it, which no string can be. */
 LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
-  luna_ctx *ctx = params->ctx;
-  const lunai_persistent_mark mark = lunai_persistent(ctx);
-  lunai_meta *pairs = NULL, **last = &pairs, *pair;
+  lunai_meta *pairs, *pair, **link = &params->metas;
   lunai_st_text key, value;
-  size_t cursor = 0;
+  size_t cursor = 0, size = st->pairs * sizeof *pairs;
   void *memory;
-  while (lunai_st_meta_next(st, &cursor, &key, &value)) {
-    const lunai_persistent_mark before = lunai_persistent(ctx);
-    pair = lunai_persist(ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
-    if (pair) pair->key = lunai_load_text(ctx, key);
-    if (pair && pair->key) pair->value = lunai_load_text(ctx, value);
-    if (!pair || !pair->value) {
-      lunai_persistent_rewind(ctx, mark);
-      return lunai_no_memory(ctx, "luna_load", key.size + value.size);
-    }
-    if (strncmp(pair->key, "luna.", 5) == 0) {
-      lunai_persistent_rewind(ctx, before);
-      continue;
-    }
-    *last = pair;
-    last = &pair->next;
+  char *text;
+  if (st->pairs == 0) return LUNA_OK;
+  while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
+  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_no_memory(params->ctx, "luna_load", size);
+  pairs = pair = (lunai_meta *)memory;
+  text = (char *)(pairs + st->pairs);
+  for (params->last_meta = NULL; *link;) { /* what the file has too goes */
+    if (!lunai_is_ours((*link)->key) && lunai_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
+    else link = &(params->last_meta = *link)->next;
   }
-  while ((pair = pairs) != NULL) {
-    pairs = pair->next;
-    lunai_meta_put(params, pair);
+  for (cursor = 0; lunai_st_meta_next(st, &cursor, &key, &value);) {
+    const size_t length = lunai_st_decode(key, text, key.size + 1);
+    if (lunai_is_ours(text) || strlen(text) != length) continue;
+    pair->key = text;
+    pair->value = text += length + 1;
+    text += lunai_st_decode(value, text, value.size + 1) + 1;
+    *link = params->last_meta = pair;
+    link = &pair++->next;
   }
   return LUNA_OK;
 }
@@ -10887,36 +10938,72 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
     if (!lunai_st_ours(t.name)) status = lunai_fill(ctx, lunai_param_of(params, &t)->tensor.data, &t);
   return status;
 }
-LUNAI_FN luna_status lunai_open_st(luna_ctx *ctx, lunai_st *st, const void *bytes, size_t size) {
-  const char *wrong = bytes || size == 0 ? lunai_st_open(st, bytes, size) : "there are no bytes";
-  return wrong ? lunai_refuse(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong) : LUNA_OK;
+
+/* A file opened, with its index in the step; closing gives that memory back, and to the allocator what came from it. */
+typedef struct lunai_file { lunai_st st; luna_ctx *ctx; lunai_mark mark; lunai_chunk *last; } lunai_file;
+LUNAI_FN luna_status lunai_file_close(const lunai_file *f, luna_status status) {
+  lunai_arena *arena = &f->ctx->arena[0];
+  lunai_chunk **newer = f->last ? &f->last->next : &arena->steps;
+  lunai_step_rewind(f->ctx, f->mark);
+  while (*newer) lunai_chunk_close(newer, f->ctx->options.allocator, f->ctx->backend, f->ctx->self);
+  if (!f->last) arena->step = NULL;
+  return status;
+}
+LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *bytes, size_t size) {
+  lunai_chunk *chunk;
+  const char *wrong;
+  void *index;
+  f->ctx = ctx;
+  f->mark = lunai_step_mark(ctx);
+  for (f->last = NULL, chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) f->last = chunk;
+  wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "there are no bytes";
+  if (!wrong) {
+    const size_t need = (f->st.tensors + f->st.pairs + 1) * sizeof(uint64_t);
+    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_no_memory(ctx, "luna_load", need));
+    wrong = lunai_st_index(&f->st, (uint64_t *)index, (uint64_t *)index + f->st.tensors);
+  }
+  if (!wrong) return LUNA_OK;
+  return lunai_file_close(f, lunai_refuse(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong));
 }
 
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  lunai_st st;
+  lunai_file file;
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_open_st(params->ctx, &st, bytes, size);
-  return status == LUNA_OK ? lunai_load_st(params, &st) : status;
+  status = lunai_file_open(params->ctx, &file, bytes, size);
+  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_st(params, &file.st)) : status;
 }
 
-LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  lunai_st st;
-  luna_status status;
+LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
+  uint64_t *names = params->source.names;
   lunai_param *p;
   const char *wrong;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_open_st(params->ctx, &st, bytes, size);
-  if (status != LUNA_OK) return status;
+  void *memory;
   if (params->shared) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_borrowed: this set shares another's parameters");
   for (p = params->first; p; p = p->next) {
-    lunai_borrowed(params, p->name, &p->tensor, &st, &wrong);
+    lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_borrowed: %s %t %s", p->name, &p->tensor, wrong);
   }
+  if (params->source.tensors < st->tensors) { /* room for the index, which stays */
+    const size_t size = st->tensors * sizeof *names;
+    if (!lunai_persist(params->ctx, size, false, &memory))
+      return lunai_no_memory(params->ctx, "luna_load_borrowed", size);
+    names = (uint64_t *)memory;
+  }
+  if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
-  params->source = st;
-  for (p = params->first; p; p = p->next) lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, &st, &wrong));
+  params->source = *st;
+  params->source.names = names;
+  params->source.keys = NULL;
+  for (p = params->first; p; p = p->next) lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, st, &wrong));
   return LUNA_OK;
+}
+LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
+  lunai_file file;
+  luna_status status;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  status = lunai_file_open(params->ctx, &file, bytes, size);
+  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_borrowed(params, &file.st)) : status;
 }
 
 LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_entry *entry) {
@@ -10948,25 +11035,21 @@ LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   lunai_st_decode(text, (char *)memory, size);
   return (const char *)memory;
 }
-LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection) {
-  lunai_st st;
+LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna_inspection *inspection) {
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_status status = LUNA_OK;
   lunai_st_tensor t;
   lunai_st_text key, value;
   luna_entry entry;
-  lunai_mark mark;
-  luna_status status;
   size_t cursor = 0;
-  if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
-  mark = lunai_step_mark(ctx);
-  status = lunai_open_st(ctx, &st, bytes, size);
-  while (status == LUNA_OK && inspection->pair && lunai_st_meta_next(&st, &cursor, &key, &value)) {
+  while (status == LUNA_OK && inspection->pair && lunai_st_meta_next(st, &cursor, &key, &value)) {
     const char *k = lunai_step_text(ctx, key), *v = k ? lunai_step_text(ctx, value) : NULL;
     if (v) inspection->pair(inspection->user, k, v);
     else status = LUNA_OUT_OF_MEMORY;
     lunai_step_rewind(ctx, mark);
   }
   cursor = 0;
-  while (status == LUNA_OK && inspection->tensor && lunai_st_next(&st, &cursor, &t)) {
+  while (status == LUNA_OK && inspection->tensor && lunai_st_next(st, &cursor, &t)) {
     const char *name = lunai_step_text(ctx, t.name);
     if (name) {
       lunai_entry_of(&t, name, &entry);
@@ -10976,36 +11059,47 @@ LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t
   }
   return status;
 }
-
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match) {
-  luna_match none, *m = match ? match : &none;
-  char name[LUNAI_LONGEST_NAME];
-  lunai_st st;
-  lunai_st_tensor t;
+LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection) {
+  lunai_file file;
   luna_status status;
+  if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
+  status = lunai_file_open(ctx, &file, bytes, size);
+  return status == LUNA_OK ? lunai_file_close(&file, lunai_inspect(ctx, &file.st, inspection)) : status;
+}
+
+LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st, luna_match *m) {
+  char name[LUNAI_LONGEST_NAME];
+  luna_status status = LUNA_OK;
+  lunai_st_tensor t;
   lunai_param *p;
   size_t cursor = 0;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  memset(&none, 0, sizeof none);
-  status = lunai_open_st(params->ctx, &st, bytes, size);
-  if (status != LUNA_OK) return status;
   if (params->borrowing) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_matching: this set borrows its parameters");
   m->loaded = m->missing = m->unused = 0;
   for (p = params->first; p && status == LUNA_OK; p = p->next) {
-    const char *why = !lunai_st_find(&st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
+    const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
     if (!why && !params->ctx->options.measure) status = lunai_fill(params->ctx, p->tensor.data, &t);
     if (why) m->missing++;
     if (why && m->tell) m->tell(m->user, p->name, why);
   }
   if (status != LUNA_OK) return status;
-  while (lunai_st_next(&st, &cursor, &t)) {
+  while (lunai_st_next(st, &cursor, &t)) {
     if (lunai_st_ours(t.name) || lunai_param_of(params, &t)) continue;
     m->unused++;
     lunai_st_decode(t.name, name, sizeof name);
     if (m->tell) m->tell(m->user, name, "is in the file and no parameter here");
   }
   return m->loaded ? LUNA_OK : lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
+}
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match) {
+  luna_match none;
+  lunai_file file;
+  luna_status status;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  memset(&none, 0, sizeof none);
+  status = lunai_file_open(params->ctx, &file, bytes, size);
+  if (status != LUNA_OK) return status;
+  return lunai_file_close(&file, lunai_load_matching(params, &file.st, match ? match : &none));
 }
 
 /* A model out of a file: its init, which takes each parameter's values from there, and stops where the file has none of that name and shape; then
@@ -11036,9 +11130,13 @@ LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai
 }
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
-  lunai_st st;
+  lunai_file file;
   bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
-  good = good && lunai_open_st(params->ctx, &st, bytes, size) == LUNA_OK && lunai_lm_load_st(model, &s, &st);
+  good = good && lunai_file_open(params->ctx, &file, bytes, size) == LUNA_OK;
+  if (good) {
+    good = lunai_lm_load_st(model, &s, &file.st);
+    lunai_file_close(&file, LUNA_OK);
+  }
   return lunai_setup_end(&s, good);
 }
 
@@ -11096,10 +11194,14 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
 }
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
-  lunai_st st;
+  lunai_file file;
   bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
   if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_open_st(params->ctx, &st, bytes, size) == LUNA_OK && lunai_model_load_st(model, &s, &st);
+  good = good && lunai_file_open(params->ctx, &file, bytes, size) == LUNA_OK;
+  if (good) {
+    good = lunai_model_load_st(model, &s, &file.st);
+    lunai_file_close(&file, LUNA_OK);
+  }
   return lunai_setup_end(&s, good);
 }
 
@@ -11127,6 +11229,18 @@ LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
     *out = *out << 4 | (uint64_t)(c <= '9' ? c - '0' : c - 'a' + 10);
   }
   return true;
+}
+/* a float's bits as a number, the same on machines of either byte order */
+LUNAI_FN uint64_t lunai_float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+LUNAI_FN float lunai_bits_float(uint64_t value) {
+  const uint32_t bits = (uint32_t)value;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
 }
 LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
   memcpy(out, "luna.moment1.", LUNAI_MOMENT_NAME - 1);
@@ -11161,7 +11275,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   value[LUNAI_TRAINING_UPDATES] = state.updates;
   value[LUNAI_TRAINING_SKIPPED] = state.skipped;
   value[LUNAI_TRAINING_ROW] = state.skipped_in_row;
-  memcpy(&value[LUNAI_TRAINING_LR], &o->config.lr, sizeof o->config.lr);
+  value[LUNAI_TRAINING_LR] = lunai_float_bits(o->config.lr);
   state = lunai_state_of(ctx, ctx->state);
   value[LUNAI_TRAINING_STEP] = state.step;
   value[LUNAI_TRAINING_SEED] = state.seed;
@@ -11213,8 +11327,9 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
                           "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits",
                           lunai_training_keys[k]);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
-  memcpy(&lr, &value[LUNAI_TRAINING_LR], sizeof lr);
-  if (!(lr >= 0 && lr < (float)INFINITY) || value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
+  lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
+  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) ||
+      value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_ROW] > value[LUNAI_TRAINING_SKIPPED])
     return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
@@ -11225,38 +11340,41 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
       if (!lunai_moment_find(st, &o->trained[i], k, &t)) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: moment %d of %s is missing, of another shape, or not F32", (int64_t)k + 1, o->trained[i].name);
   return LUNA_OK;
 }
-LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
+LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) {
+  luna_ctx *ctx = o->params->ctx;
   uint64_t value[LUNAI_TRAINING_KEYS];
   luna_step_state state;
   lunai_st_tensor t;
-  lunai_st st;
   luna_status status;
-  luna_ctx *ctx;
   int64_t i;
   int k;
-  if (!o) return LUNA_BAD_ARGUMENT;
-  ctx = o->params->ctx;
-  status = lunai_open_st(ctx, &st, bytes, size);
-  if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_load_training");
-  if (status == LUNA_OK) status = lunai_training_check(o, &st, value);
-  if (status == LUNA_OK) status = lunai_load_st(o->params, &st);
+  status = lunai_optimizer_join(o, "luna_load_training");
+  if (status == LUNA_OK) status = lunai_training_check(o, st, value);
+  if (status == LUNA_OK) status = lunai_load_st(o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* what waits here is not that run's */
   if (status != LUNA_OK || ctx->options.measure) return status;
   for (i = 0; i < o->size; i++)
     for (k = 0; k < o->moments && status == LUNA_OK; k++)
-      if (lunai_moment_find(&st, &o->trained[i], k, &t)) status = lunai_fill(ctx, o->trained[i].moment[k], &t);
+      if (lunai_moment_find(st, &o->trained[i], k, &t)) status = lunai_fill(ctx, o->trained[i].moment[k], &t);
   if (status != LUNA_OK) return status;
   state = lunai_optimizer_state(o);
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
   state.skipped_in_row = o->skipped_in_row = value[LUNAI_TRAINING_ROW];
   o->attempts = (int64_t)value[LUNAI_TRAINING_ATTEMPTS];
-  memcpy(&o->config.lr, &value[LUNAI_TRAINING_LR], sizeof o->config.lr);
+  o->config.lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
   status = ctx->backend->copy(ctx, o->state, &state, sizeof state, 1);
   state = lunai_state_of(ctx, ctx->state);
   state.step = value[LUNAI_TRAINING_STEP];
   state.seed = value[LUNAI_TRAINING_SEED];
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
+}
+LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
+  lunai_file file;
+  luna_status status;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  status = lunai_file_open(o->params->ctx, &file, bytes, size);
+  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_training(o, &file.st)) : status;
 }
 LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, const void *bytes, size_t size) {
   (void)params;
@@ -11299,55 +11417,235 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
-#include <io.h>
-#ifndef LUNAI_NO_POOL
-#define lunai_rename(from, to) (MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING) != 0)
-#else
-#define lunai_rename(from, to) (remove(to), rename(from, to) == 0)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
 #endif
-#define lunai_flush_to_disk(f) (_commit(_fileno(f)) == 0)
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#include <fcntl.h>
+#include <io.h>
+#include <sys/stat.h>
 #define lunai_seek_end(f) _fseeki64(f, 0, SEEK_END)
 #define lunai_tell(f) ((int64_t)_ftelli64(f))
 #else
-#define lunai_rename(from, to) (rename(from, to) == 0)
-#if defined(__unix__) || defined(__APPLE__)
-#if defined(__STRICT_ANSI__) && !defined(__cplusplus)
-int fileno(FILE *stream);            /* POSIX has them; strict C99 headers do not say so */
-int fsync(int descriptor);
-#endif
-#define lunai_flush_to_disk(f) (fsync(fileno(f)) == 0)
-#else
-#define lunai_flush_to_disk(f) true
-#endif
 #define lunai_seek_end(f) fseek(f, 0, SEEK_END)
 #define lunai_tell(f) ((int64_t)ftell(f))
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#define LUNAI_POSIX_FILES
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus)
+int fileno(FILE *stream);            /* POSIX has them; strict C99 headers do not say so */
+FILE *fdopen(int descriptor, const char *mode);
+int fsync(int descriptor);
+int fchmod(int descriptor, mode_t mode);
+ssize_t readlink(const char *path, char *to, size_t room);
+#endif
 #endif
 
 LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
 LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
 
+/* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, is
+   luna.h's: one whose process is gone is removed by a later save in that folder. --- */
+#define LUNAI_LONGEST_PATH 4096
+#define LUNAI_SAVERS 1000             /* at once in one folder */
+typedef struct lunai_saving_file {
+  char path[LUNAI_LONGEST_PATH], temporary[LUNAI_LONGEST_PATH]; /* what is to be replaced; what is written */
+  size_t folder;                      /* the length of path's folder, with its end */
+  FILE *file;
+#ifdef _WIN32
+  HANDLE lock;
+#elif defined(LUNAI_POSIX_FILES)
+  bool replaces;                      /* an old file, of this mode */
+  mode_t mode;
+#endif
+} lunai_saving_file;
+
+LUNAI_FN size_t lunai_folder_of(const char *path) {
+  size_t i = strlen(path);
+#ifdef _WIN32
+  while (i > 0 && path[i - 1] != '/' && path[i - 1] != '\\' && path[i - 1] != ':') i--;
+#else
+  while (i > 0 && path[i - 1] != '/') i--;
+#endif
+  return i;
+}
+LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_t slot) {
+  memcpy(s->temporary, s->path, s->folder);
+  lunai_print(s->temporary + s->folder, sizeof s->temporary - s->folder, format, slot);
+}
+
+#ifdef _WIN32
+/* A slot is held by a file of its own, which nobody else can open and which goes with its process; an old temporary
+   file of a slot so held is nobody's. */
+LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+  struct _stat old;
+  int64_t slot;
+  int descriptor;
+  if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return "is not a regular file and is left as it is";
+  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
+    lunai_saving_name(s, ".luna-%d.lock", slot);
+    s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
+    if (s->lock == INVALID_HANDLE_VALUE) {
+      if (GetLastError() == ERROR_PATH_NOT_FOUND) break;
+      continue;
+    }
+    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    DeleteFileA(s->temporary);
+    descriptor = _open(s->temporary, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
+    s->file = descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
+    if (s->file) return NULL;
+    CloseHandle(s->lock);
+  }
+  return "cannot have a temporary file beside it";
+}
+LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
+  const bool flushed = fflush(s->file) == 0 && _commit(_fileno(s->file)) == 0, closed = fclose(s->file) == 0;
+  s->file = NULL;
+  return flushed && closed;
+}
+/* another process that replaces or reads the file may be in the way for a moment */
+LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) {
+  int i;
+  for (i = 0; i < 200; i++, Sleep(5)) {
+    if (MoveFileExA(s->temporary, s->path, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH)) return true;
+    if (GetLastError() != ERROR_ACCESS_DENIED && GetLastError() != ERROR_SHARING_VIOLATION) break;
+  }
+  return false;
+}
+LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
+  if (s->file) fclose(s->file);
+  if (!replaced) DeleteFileA(s->temporary);
+  CloseHandle(s->lock);
+}
+#elif defined(LUNAI_POSIX_FILES)
+/* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock
+   may rename or remove it. Between its making and its locking another may take it for abandoned: it then loses its
+   name, and its maker takes another slot. (A 32-bit program that cannot read a file's number removes none.) */
+LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
+  struct stat opened, named;
+  if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
+  if (fstat(descriptor, &opened) != 0) return true;
+  return stat(name, &named) == 0 && opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+}
+LUNAI_FN void lunai_saving_sweep(const char *name) {
+  struct stat old;
+  char link[1];
+  int descriptor;
+  if (stat(name, &old) != 0 || !S_ISREG(old.st_mode) || old.st_uid != geteuid() || old.st_nlink != 1) return;
+  if (readlink(name, link, 1) >= 0) return;
+  descriptor = open(name, O_RDONLY | O_NONBLOCK);
+  if (descriptor < 0) return;
+  if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lunai_saving_locks(descriptor, name)) unlink(name);
+  close(descriptor);
+}
+/* path becomes what it links to, be it there or not */
+LUNAI_FN const char *lunai_saving_resolve(lunai_saving_file *s) {
+  int links;
+  for (links = 0; links < 40; links++) {
+    const ssize_t size = readlink(s->path, s->temporary, sizeof s->temporary);
+    s->folder = size > 0 && s->temporary[0] == '/' ? 0 : lunai_folder_of(s->path);
+    if (size < 0) return s->folder + 32 < LUNAI_LONGEST_PATH ? NULL : "is too long a path";
+    if (s->folder + (size_t)size >= LUNAI_LONGEST_PATH) return "is a link to too long a path";
+    memcpy(s->path + s->folder, s->temporary, (size_t)size);
+    s->path[s->folder + (size_t)size] = 0;
+  }
+  return "is a link that leads nowhere";
+}
+LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+  const char *wrong = lunai_saving_resolve(s);
+  struct stat old;
+  int64_t slot;
+  if (wrong) return wrong;
+  s->replaces = stat(s->path, &old) == 0;
+  if (s->replaces && !S_ISREG(old.st_mode)) return "is not a regular file and is left as it is";
+  s->mode = s->replaces ? old.st_mode & 0777 : 0600;
+  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
+  else if (!s->replaces && errno != ENOENT) return "cannot be looked at";
+  for (slot = 0; slot < 16; slot++) {
+    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    lunai_saving_sweep(s->temporary);
+  }
+  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
+    int descriptor;
+    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
+    if (descriptor < 0 && errno != EEXIST) break;
+    if (descriptor < 0) continue;
+    fcntl(descriptor, F_SETFD, FD_CLOEXEC);
+    if (lunai_saving_locks(descriptor, s->temporary) && (s->file = fdopen(descriptor, "wb")) != NULL) return NULL;
+    close(descriptor);
+  }
+  return "cannot have a temporary file beside it";
+}
+LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
+  if (s->replaces) (void)!fchmod(fileno(s->file), s->mode); /* fails where a file system has no modes */
+  return fflush(s->file) == 0 && fsync(fileno(s->file)) == 0;
+}
+LUNAI_FN bool lunai_saving_replace(lunai_saving_file *s) {
+  int folder;
+  if (rename(s->temporary, s->path) != 0) return false;
+  s->path[s->folder] = 0;
+  folder = open(s->folder ? s->path : ".", O_RDONLY);
+  if (folder < 0) return true;
+  fsync(folder);                     /* the new file has its name already: nothing could be taken back */
+  close(folder);
+  return true;
+}
+LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
+  if (!replaced) unlink(s->temporary);
+  fclose(s->file);                   /* and so the lock goes, after the name */
+}
+#else
+/* elsewhere, with what C has: one saver at a time in a folder */
+LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+  lunai_saving_name(s, ".luna-%d.tmp", 0);
+  s->file = fopen(s->temporary, "wb");
+  return s->file ? NULL : "cannot have a temporary file beside it";
+}
+LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
+  const bool closed = fclose(s->file) == 0;
+  s->file = NULL;
+  return closed;
+}
+LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) { return rename(s->temporary, s->path) == 0; }
+LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
+  if (s->file) fclose(s->file);
+  if (!replaced) remove(s->temporary);
+}
+#endif
+
 typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
 LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
-  char temporary[1024];
+  lunai_saving_file s;
   luna_io io;
   luna_status status;
-  FILE *file;
-  bool flushed;
+  const char *wrong;
   if (!path) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
   if (ctx->options.measure) return LUNA_OK;
-  if (strlen(path) + 5 > sizeof temporary) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
-  lunai_print(temporary, sizeof temporary, "%s.tmp", path);
-  file = fopen(temporary, "wb");
-  if (!file) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot create %s", temporary);
+  if (strlen(path) + 32 > sizeof s.path)
+    return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
+  memset(&s, 0, sizeof s);
+  memcpy(s.path, path, strlen(path));
+  s.folder = lunai_folder_of(path);
+  wrong = lunai_saving_open(&s);
+  if (wrong) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s %s", path, wrong);
   memset(&io, 0, sizeof io);
   io.write = lunai_file_write;
-  io.user = file;
+  io.user = s.file;
   status = saver(what, &io);
-  flushed = fflush(file) == 0 && lunai_flush_to_disk(file);
-  flushed = fclose(file) == 0 && flushed;
-  if (status == LUNA_OK && !flushed) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", temporary);
-  if (status == LUNA_OK && !lunai_rename(temporary, path)) status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
-  if (status != LUNA_OK) remove(temporary);
+  if (status == LUNA_OK && !lunai_saving_flush(&s))
+    status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", path);
+  if (status == LUNA_OK && !lunai_saving_replace(&s))
+    status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
+  lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
 LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) { return luna_save_io((const luna_params *)params, io); }
@@ -12118,12 +12416,39 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   return wrong ? wrong : lunai_stream_config(s, config);
 }
 
+/* where a stream's numbers begin: there the index of the file's names lies while it is opened; and all its bytes */
+LUNAI_FN size_t lunai_stream_numbers(const luna_stream *s) {
+  return lunai_round(sizeof(luna_stream)) + lunai_round((size_t)s->sizes.layers * sizeof(lunai_stream_layer));
+}
+LUNAI_FN size_t lunai_stream_bytes(luna_stream *s, const lunai_st *st) {
+  const size_t index = lunai_stream_numbers(s) + st->tensors * sizeof(uint64_t), all = lunai_stream_lay_out(s, NULL);
+  return all > index ? all : lunai_round(index);
+}
+
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error) {
   luna_stream s;
   lunai_st st;
   const char *wrong = lunai_stream_describe(&s, &st, bytes, size, config);
   if (error) *error = wrong ? wrong : "";
-  return wrong ? 0 : lunai_stream_lay_out(&s, NULL) + (LUNAI_ALIGN - 1);
+  return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
+}
+
+/* the weights out of the file; null, or what is wrong with them */
+LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
+  const lunai_lm_sizes *z = &s->sizes;
+  int64_t i;
+  if (!lunai_stream_weight(st, "", "embed_tokens.weight", 2, z->vocab, z->dim, &s->embedding))
+    return "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
+  s->output = s->embedding;
+  if (z->positions == LUNA_LEARNED &&
+      !lunai_stream_weight(st, "", "embed_positions.weight", 2, z->max_length, z->dim, &s->positions))
+    return "embed_positions.weight is missing or of another shape";
+  if (z->pre_norm && !lunai_stream_pair(st, "", "layer_norm.weight", "layer_norm.bias", 1, z->dim, 1, &s->norm))
+    return "layer_norm is missing or of another shape";
+  for (i = 0; i < z->layers; i++)
+    if (!lunai_stream_layer_weights(st, z, i, &s->layers[i]))
+      return "a layer's tensor is missing, of another shape, not F32 or not aligned to 4 bytes";
+  return NULL;
 }
 
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error) {
@@ -12131,27 +12456,23 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   lunai_st st;
   const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
   const char *wrong = lunai_stream_describe(&first, &st, bytes, size, config);
-  lunai_stream_layer check;
+  size_t need = 0;
   int64_t i;
-  memset(&check, 0, sizeof check);
-  if (!wrong && (!memory || memory_size < shift || memory_size - shift < lunai_stream_lay_out(&first, NULL))) wrong = "the memory is smaller than luna_stream_size says";
-  if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding))
-    wrong = "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  first.output = first.embedding;
-  if (!wrong && first.sizes.positions == LUNA_LEARNED && !lunai_stream_weight(&st, "", "embed_positions.weight", 2, first.sizes.max_length, first.sizes.dim, &first.positions)) wrong = "embed_positions.weight is missing or of another shape";
-  if (!wrong && first.sizes.pre_norm && !lunai_stream_pair(&st, "", "layer_norm.weight", "layer_norm.bias", 1, first.sizes.dim, 1, &first.norm)) wrong = "layer_norm is missing or of another shape";
-  for (i = 0; !wrong && i < first.sizes.layers; i++)
-    if (!lunai_stream_layer_weights(&st, &first.sizes, i, &check)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
+  if (!wrong) need = lunai_stream_bytes(&first, &st);
+  if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
+    wrong = "the memory is smaller than luna_stream_size says";
+  s = wrong ? NULL : (luna_stream *)(void *)((char *)memory + shift);
+  if (s) {
+    memset(s, 0, need);
+    lunai_stream_lay_out(&first, (char *)s);
+    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_numbers(&first)), NULL);
+  }
+  if (!wrong) wrong = lunai_stream_weights(&first, &st);
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
-  s = (luna_stream *)(void *)((char *)memory + shift);
-  memset(s, 0, lunai_stream_lay_out(&first, NULL));
+  memset(st.names, 0, st.tensors * sizeof(uint64_t));
   *s = first;
-  lunai_stream_lay_out(s, (char *)s);
-  for (i = 0; i < s->sizes.layers; i++) {
-    lunai_stream_layer_weights(&st, &s->sizes, i, &s->layers[i]);
-    lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
-  }
+  for (i = 0; i < s->sizes.layers; i++) lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
   return s;
 }
 
