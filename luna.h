@@ -5525,7 +5525,7 @@ LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL
 #endif
 
 /* False in a child of fork: no worker comes, and mutex and condition may be in any state. The process id is compared only
-   where sleepers are woken or threads joined: nothing else waits, as a call's own thread takes all shares that no other does. */
+   where sleepers are woken or threads joined: a call's own thread takes all shares that no other does. */
 LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */
@@ -11674,7 +11674,8 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   int64_t i;
   memset(&check, 0, sizeof check);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < lunai_stream_lay_out(&first, NULL))) wrong = "the memory is smaller than luna_stream_size says";
-  if (!wrong && !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding))
+  if (!wrong &&
+      !lunai_stream_weight(&st, "", "embed_tokens.weight", 2, first.sizes.vocab, first.sizes.dim, &first.embedding))
     wrong = "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
   first.output = first.embedding;
   if (!wrong && first.sizes.positions == LUNA_LEARNED && !lunai_stream_weight(&st, "", "embed_positions.weight", 2, first.sizes.max_length, first.sizes.dim, &first.positions)) wrong = "embed_positions.weight is missing or of another shape";
