@@ -5599,7 +5599,7 @@ LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL
 #endif
 
 /* False in a child of fork: no worker comes, and mutex and condition may be in any state. The process id is compared only
-   where sleepers are woken or threads joined: nothing else waits, as a call's own thread takes all shares that no other does. */
+   where sleepers are woken or threads joined: a call's own thread takes all shares that no other does. */
 LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */

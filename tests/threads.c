@@ -279,9 +279,10 @@ static bool forked_open(forked *f, int threads) {
   if (luna_lm_init(&f->model, f->params, &config) != LUNA_OK) return false;
   f->optimizer = luna_sgd(f->params, NULL);
   f->stream = luna_stream_open(&f->model, NULL);
-  return f->optimizer && f->stream && luna_lm_init(&f->shared, luna_params_share(f->sharer, f->params), &config) == LUNA_OK;
+  return f->optimizer && f->stream &&
+         luna_lm_init(&f->shared, luna_params_share(f->sharer, f->params), &config) == LUNA_OK;
 }
-/* from this step to the last, then one of the stream and one of the set that shares: parameters and both logits, or null */
+/* from this step to the last, then one of the stream and one of the sharing set: parameters and both logits, or null */
 static float *forked_run(forked *f, int step) {
   const int32_t tokens[2] = {7, 8};
   for (; step < FORKED_STEPS; step++) {
@@ -301,7 +302,8 @@ static void forked_close(forked *f) { luna_stream_close(f->stream), luna_close(f
 /* what a process makes of the run after its first step: 0 when it has the bits of one that never forked */
 static int forked_end(forked *f, const float *expected) {
   float *out = forked_run(f, 1);
-  const int status = !out ? 3 : memcmp(out, expected, (size_t)(luna_params_count(f->params) + 120) * sizeof(float)) != 0 ? 4 : 0;
+  const size_t size = (size_t)(luna_params_count(f->params) + 120) * sizeof(float);
+  const int status = !out ? 3 : memcmp(out, expected, size) != 0 ? 4 : 0;
   free(out);
   forked_close(f);
   return status;
