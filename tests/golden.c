@@ -1,6 +1,6 @@
 /* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data), on every instruction set, in the plain and the
-   folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is zero in exact
-   arithmetic, as key biases' and those of a softmax over one key: see golden_gradient_error).
+   folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is zero in
+   exact arithmetic, as key biases' and those of a softmax over one key: see golden_gradient_error).
    A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs x, p, context, lengths, outputs y,
    yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model (classifier, seq2seq)
    tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean cross-entropy. Included by cuda.c, it runs on a device. */
@@ -12,7 +12,7 @@
 
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
-#define TRUE_ZERO 1e-5 /* of the file's largest gradient (root mean squares): below it the reference is rounding noise around zero */
+#define TRUE_ZERO 1e-5 /* of the file's largest gradient (root mean squares): below it the reference counts as zero */
 #define MOST_FILES 256
 
 typedef struct golden_worst {
@@ -109,8 +109,10 @@ static double golden_rms(const float *x, int64_t n) {
   for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
   return n ? sqrt(sum / (double)n) : 0;
 }
-static bool golden_is_zero(const float *expected, int64_t n, double largest) { return golden_rms(expected, n) <= TRUE_ZERO * largest; }
-/* ||got - expected|| / ||expected||, with no floor; of a true zero max |got - expected| / largest. Both are held to GRADIENT_LIMIT. */
+static bool golden_is_zero(const float *expected, int64_t n, double largest) {
+  return golden_rms(expected, n) <= TRUE_ZERO * largest;
+}
+/* held to GRADIENT_LIMIT: ||got - expected|| / ||expected||, with no floor; of a true zero max |got - expected| / largest */
 static double golden_gradient_error(const float *got, const float *expected, int64_t n, double largest) {
   double max = 0;
   if (!golden_is_zero(expected, n, largest)) return common_error(got, expected, n, 0);
@@ -372,12 +374,14 @@ static int golden_file(golden *g) { /* 1 when it was compared */
     if (!luna_isa_available(common_isas[i]) || (golden_backend && i > 0)) continue;
     for (int mode = 0; mode < 4; mode++) (known < 4 ? golden_run : golden_run_model)(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, mode < 2);
   }
-  printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)", g->name, g->output.error, g->output.where, g->gradient.error, g->gradient.where);
+  printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)", g->name, g->output.error, g->output.where,
+         g->gradient.error, g->gradient.where);
   if (g->zero.where[0]) printf(", true zeros %.2g of %.2g (%s)", g->zero.error, g->largest, g->zero.where);
   printf("\n");
   CHECK(g->output.error <= OUTPUT_LIMIT, "%s: an output is off by %.3g", g->name, g->output.error);
   CHECK(g->gradient.error <= GRADIENT_LIMIT, "%s: a gradient is off by %.3g", g->name, g->gradient.error);
-  CHECK(g->zero.error <= GRADIENT_LIMIT, "%s: a gradient that is zero is %.3g of the file's largest", g->name, g->zero.error);
+  CHECK(g->zero.error <= GRADIENT_LIMIT, "%s: a gradient that is zero is %.3g of the file's largest", g->name,
+        g->zero.error);
   return 1;
 }
 
@@ -441,7 +445,8 @@ static void golden_check_rule(void) {
   memset(got, 0, sizeof got);
   CHECK(golden_gradient_error(got, expected, COUNT, 0) == 0, "the rule: zeros in a file of zeros");
   got[5] = 1e-3f; /* one number of many */
-  CHECK(golden_gradient_error(got, expected, COUNT, 1) > GRADIENT_LIMIT, "the rule: one number of a true zero is a gradient");
+  CHECK(golden_gradient_error(got, expected, COUNT, 1) > GRADIENT_LIMIT,
+        "the rule: one number of a true zero is a gradient");
   CHECK(golden_gradient_error(got, expected, COUNT, 0) > GRADIENT_LIMIT, "the rule: a gradient in a file of zeros");
   got[5] = NAN;
   CHECK(!(golden_gradient_error(got, expected, COUNT, 1) <= GRADIENT_LIMIT), "the rule: a NaN is zero");
