@@ -185,6 +185,7 @@ static void check_strict(void) {
 static void check_overrun(void) { /* that it is found */
   const char *message = "";
   if (!cuda_emulated() || CUDA_SANITIZED) return; /* there it ends the program */
+  cuda_quiet(true);
   for (int64_t n = 15; n < 18; n++) {
     device d = cuda;
     cuda_separate = true;
@@ -202,6 +203,7 @@ static void check_overrun(void) { /* that it is found */
     cuda_separate = false;
     cuda_mend();
   }
+  cuda_quiet(false);
 }
 
 /* ---- TF32 and BF16 round products, and nothing else ---- */

@@ -136,6 +136,7 @@ extern "C" void cuda_mend(void) {
   cuda_host.no_image = false;
   cuda_host.memory = cuda_host_state().memory;
 }
+extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
 extern "C" unsigned long long cuda_errors(const char **message) {
   *message = cuda_host.message;
@@ -147,6 +148,7 @@ extern "C" void cuda_seed(unsigned) {}
 extern "C" void cuda_fail(cuda_failure, int) {}
 extern "C" void cuda_mend(void) {}
 extern "C" const luna_backend *cuda_strict_backend(bool) { return NULL; }
+extern "C" void cuda_quiet(bool) {}
 extern "C" size_t cuda_allocated(void) { return 0; }
 extern "C" unsigned long long cuda_errors(const char **message) { return *message = "", 0; }
 #endif

@@ -35,6 +35,7 @@ void cuda_mend(void);
 /* Device 1 of two: a copy of the table, before whose entries the other device becomes the current one. `exact`:
    allocations have just the bytes asked for, and are given back at once. */
 const luna_backend *cuda_strict_backend(bool exact);
+void cuda_quiet(bool quiet);               /* findings are counted, not printed */
 size_t cuda_allocated(void);               /* bytes on the device */
 unsigned long long cuda_errors(const char **message); /* what the emulator found wrong with kernels and their launches */
 #ifdef __cplusplus
