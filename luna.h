@@ -391,7 +391,9 @@ typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
 /* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread, run one model. `from` must
-   outlive it and not be trained meanwhile. */
+   outlive it and not be trained meanwhile. On a device, where work is queued, luna_params_share, each begin and
+   luna_stream_open order what this context then does after what `from`'s context has queued until then; before `from`
+   is trained again, wait for what reads it (luna_read, luna_item). */
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
 /* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
@@ -990,6 +992,8 @@ struct luna_backend {
   void (*release)(void *self, void *pointer, size_t bytes);
   luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (may overlap), 1 to the device, 2 to the host */
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
+  luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
+                                        what `other` has queued; null: work is done when a call returns */
   luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
   luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
@@ -5702,6 +5706,7 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_status status;
   char error[320];
 } lunai_failure;
+typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 struct luna_ctx {
   luna_options options;
@@ -5712,6 +5717,7 @@ struct luna_ctx {
   lunai_pool *pool;
 #endif
   void *self;                        /* the backend's own, of this context */
+  struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_arena arena[2];              /* the host's, and a device's: tensors' numbers lie there */
   struct lunai_spare *spares;        /* memory of the step that comes and goes, newest first */
@@ -5831,9 +5837,16 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
 LUNAI_FN bool lunai_far(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
 /* otherwise data pointers may be null and only sizes count */
 LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
+LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
+  return ctx->backend->wait && !ctx->options.measure && ctx->broken == LUNA_OK;
+}
 LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
   return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes + ctx->arena[1].step_bytes;
 }
+
+#ifndef LUNAI_SEPARATE
+#define LUNAI_SEPARATE false         /* tests/cuda.c: each tensor of a device alone in an allocation of its size */
+#endif
 
 LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
   const size_t align = !remote && size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
@@ -5884,14 +5897,14 @@ LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) 
   if (!(data && ctx->options.measure)) {
     if (ctx->options.block) *out = ctx->block_end - arena->persistent_bytes - size;
     else {
-      lunai_chunk *chunk = lunai_chunk_open(ctx, remote, size);
+      lunai_chunk *chunk = lunai_chunk_open(ctx, remote, remote && LUNAI_SEPARATE ? bytes : size);
       if (!chunk) return false;
       chunk->next = arena->persistent;
       arena->persistent = chunk;
       *out = chunk->start;
     }
     if (!remote) memset(*out, 0, size);
-    else if (ctx->backend->zero(ctx, *out, size) != LUNA_OK) {
+    else if (ctx->backend->zero(ctx, *out, remote && LUNAI_SEPARATE ? bytes : size) != LUNA_OK) {
       lunai_chunk_close(&arena->persistent, ctx->options.allocator, ctx->backend, ctx->self);
       return false;
     }
@@ -5948,10 +5961,11 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
 /* the first chunk from the current one on that has `size` bytes left, else a new last one of at least `grown` */
 LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
   lunai_arena *arena = &ctx->arena[remote];
+  const bool alone = remote && LUNAI_SEPARATE;
   lunai_chunk *chunk = arena->step, **last = &arena->steps;
-  while (chunk && chunk->size - chunk->used < size) chunk = chunk->next;
+  while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size)) chunk = chunk->next;
   if (chunk) return chunk;
-  chunk = lunai_chunk_open(ctx, remote, size > grown ? size : grown);
+  chunk = lunai_chunk_open(ctx, remote, alone || size > grown ? size : grown);
   if (!chunk && grown > size) chunk = lunai_chunk_open(ctx, remote, size);
   while (*last) last = &(*last)->next;
   *last = chunk;
@@ -5968,7 +5982,8 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
 /* Sees to it that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, for one that follows holds them all. */
 LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
   if (!lunai_room(ctx, size)) return false;
-  return size == 0 || ctx->options.measure || ctx->options.block || lunai_chunk_for(ctx, remote, size, 0);
+  if (size == 0 || ctx->options.measure || ctx->options.block || (remote && LUNAI_SEPARATE)) return true;
+  return lunai_chunk_for(ctx, remote, size, 0) != NULL;
 }
 
 /* Memory of the step, not zeroed; `data` as above. */
@@ -5980,7 +5995,8 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if ((!data || lunai_computes(ctx)) && size > 0) {
     if (ctx->options.block) *out = ctx->block_start + arena->step_bytes;
-    else if ((*out = lunai_step_from_chunks(ctx, remote, size)) == NULL) return false;
+    else if ((*out = lunai_step_from_chunks(ctx, remote, remote && LUNAI_SEPARATE ? bytes : size)) == NULL)
+      return false;
   }
   arena->step_bytes += size;
   lunai_count_peak(ctx, arena);
@@ -5994,7 +6010,9 @@ LUNAI_FN lunai_spare *lunai_spare_take(luna_ctx *ctx, size_t bytes) {
   lunai_spare *one, *best = NULL;
   void *memory, *at;
   for (one = ctx->spares; one; one = one->next)
-    if (!one->taken && one->size >= size && one->size / 2 <= size && (!best || one->size < best->size)) best = one;
+    if (!one->taken && one->size >= size && one->size / (LUNAI_SEPARATE ? 1 : 2) <= size &&
+        (!best || one->size < best->size))
+      best = one;
   if (!best) {
     if (!lunai_step(ctx, sizeof(lunai_spare), false, &memory) || !lunai_step(ctx, size, true, &at)) return NULL;
     best = (lunai_spare *)memory;
@@ -6033,7 +6051,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
-    arena->steps = arena->step = lunai_chunk_open(ctx, i == 1, arena->step_peak);
+    arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
   }
 }
 
@@ -6125,11 +6143,20 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
     return NULL;
   }
   ctx->state = (luna_step_state *)memory;
-  if (ctx->backend->copy(ctx, &ctx->state->seed, &ctx->options.seed, sizeof ctx->options.seed, 1) != LUNA_OK) {
-    luna_close(ctx);
-    return NULL;
-  }
+  if (!ctx->options.measure)
+    broken = ctx->backend->copy(ctx, &ctx->state->seed, &ctx->options.seed, sizeof ctx->options.seed, 1);
+  if (broken != LUNA_OK && ctx->status == LUNA_OK)
+    luna_backend_fail(ctx, broken, "luna_open: the device could not be opened");
+  ctx->broken = broken;
   return ctx;
+}
+
+/* On a device: orders what this context does next after what the owners of its shared sets have queued. */
+LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
+  luna_status status = LUNA_OK;
+  const lunai_sharing *one;
+  for (one = ctx->sharing; one && status == LUNA_OK; one = one->next) status = ctx->backend->wait(ctx, one->owner);
+  return status;
 }
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
@@ -6145,7 +6172,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->paused = ctx->passing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
-  status = ctx->options.measure ? LUNA_OK : ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
+  status = lunai_wait_for_owners(ctx);
+  if (status == LUNA_OK && !ctx->options.measure)
+    status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
   status = lunai_backend_did(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
   return status == LUNA_OK ? ctx->status : status;
@@ -7234,7 +7263,7 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
 }
 
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
     { lunai_query_nothing, lunai_permute_forward, LUNAI_TRAIN(lunai_permute_backward) },
     { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
@@ -7443,7 +7472,7 @@ LUNAI_FN const int32_t *lunai_numbers_kept(lunai_build *s, const int32_t *values
     return NULL;
   }
   if (!memory) return values;        /* on a device, counted alone */
-  status = ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
+  status = ctx->options.measure ? LUNA_OK : ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
   if (status == LUNA_OK) return (const int32_t *)memory;
   lunai_fail(ctx, status, "%s: the backend could not take %d %ss", s->name, count, what);
   return NULL;
@@ -7838,6 +7867,7 @@ struct luna_params {
   int64_t size;
   bool borrowing;                    /* values are read in place: */
   const luna_params *shared;         /* from this set, */
+  lunai_sharing sharing;             /* which ctx->sharing lists where work is queued; */
   lunai_st source;                   /* or from this file */
   const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
 };
@@ -7888,13 +7918,20 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
 
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
   luna_params *params = from ? luna_params_open(ctx) : NULL;
+  const luna_params *root = from;
   if (ctx && !from)
     lunai_remember(ctx, NULL, 0,
                    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
-  return params;
+  while (root->shared) root = root->shared;
+  if (root->ctx == ctx || ctx->backend != root->ctx->backend || !lunai_queues(ctx) || !lunai_queues(root->ctx))
+    return params;
+  params->sharing.owner = root->ctx;
+  params->sharing.next = ctx->sharing;
+  ctx->sharing = &params->sharing;
+  return lunai_backend_did(ctx, "luna_params_share", lunai_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
 }
 
 /* where in the tree a parameter of this name is or belongs; of those before index `before` */
@@ -12552,6 +12589,7 @@ LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   luna_ctx *ctx = s->ctx;
   int64_t rows;
   if (!ctx) return true;
+  if ((s->failed = lunai_wait_for_owners(ctx)) != LUNA_OK) return false;
   s->there = (char *)s;
   lunai_stream_lay_out(s, (char *)s);
   s->measuring = true;

@@ -11,6 +11,13 @@
                into an op but through the calls that take host arrays (tokens, lengths, labels, luna_tensor_new).
    Waiting     All work goes, in order, into one stream of the context, luna_cuda_stream(ctx). luna_item, luna_read, saving and what reads an optimiser's
                counters wait for it; nothing else does. A fault of the device surfaces there, as the context's error.
+   Errors      are those that this file's own CUDA calls return. An error that your code left for cudaGetLastError, or a
+               query's cudaErrorNotReady, is neither reported nor reset. When a call of its own fails, the context has
+               the error and cudaGetLastError's is reset.
+   Devices     Each call of a context makes its device the thread's current one, and leaves it so: call cudaSetDevice
+               before work of your own on another.
+   Shared      sets (luna_params_share): the sharing context's stream waits for the owner's, but not in a capture:
+               replay after the owner's work.
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
                The same program gives the same bits on the same device: no kernel adds floats in an order that can change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
@@ -54,11 +61,18 @@ cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this ba
 #include <string.h>
 
 #ifndef LUNA_CUDA_HOST
-#define LUNACU_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  do { \
-    const auto lunacu_kernel = kernel; \
-    lunacu_kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
-  } while (0)
+/* as kernel<<<grid, block, shared_bytes, stream>>>(arguments...), with the launch's own error as its value */
+template <class... P, class... A>
+static cudaError_t lunacu_start(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+                                A &&...arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<A &&>(arguments)...);
+}
+#define LUNACU_START lunacu_start
 #define LUNACU_UNROLL _Pragma("unroll")
 #define LUNACU_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define LUNACU_DYNAMIC_SHARED(type, name) \
@@ -71,8 +85,14 @@ template <class To, class From> __device__ __forceinline__ To *lunacu_cast(From 
 /* four neighbours in shared memory, at a multiple of 16 bytes */
 #ifdef LUNA_CUDA_HOST
 #define LUNACU_ROLLED
-inline float4 lunacu_read4(lunacu_shared<const float> p) { return make_float4(p[0], p[1], p[2], p[3]); }
-inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, float w) { p[0] = x; p[1] = y; p[2] = z; p[3] = w; }
+inline float4 lunacu_read4(lunacu_shared<const float> p) {
+  cuda_host_wide(p, 16);
+  return make_float4(p[0], p[1], p[2], p[3]);
+}
+inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, float w) {
+  cuda_host_wide(p, 16);
+  p[0] = x; p[1] = y; p[2] = z; p[3] = w;
+}
 #else
 #define LUNACU_ROLLED _Pragma("unroll 1")
 __device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
@@ -91,6 +111,7 @@ struct lunacu {
   int device, processors;
   luna_cuda_math math;
   cudaStream_t stream;
+  cudaEvent_t event;                 /* of another context's stream that this one's waits for */
   cublasHandle_t blas;
   void *blas_workspace;
   double *partials;                  /* of sums that end in one number */
@@ -99,22 +120,77 @@ struct lunacu {
   lunacu_block *kept;                /* released memory, to be given out again */
 };
 static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
-/* where a context's work goes; makes its device the current one, as launches want */
-static inline cudaStream_t lunacu_stream_of(const luna_ctx *ctx) {
-  (void)cudaSetDevice(lunacu_self(ctx)->device);
-  return lunacu_self(ctx)->stream;
-}
+/* where a context's work goes */
+static inline cudaStream_t lunacu_stream_of(const luna_ctx *ctx) { return lunacu_self(ctx)->stream; }
 static inline cudaStream_t lunacu_stream(const luna_op *op) { return lunacu_stream_of(op->ctx); }
 
-/* LUNA_OK, or the sentence of a CUDA call that failed */
+/* Errors are what calls return. The runtime's last error may be the user's: it is reset only when a call from here has
+   failed and so has replaced it. */
+static cudaError_t lunacu_own(cudaError_t error) {
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+static thread_local cudaError_t lunacu_launch_error = cudaSuccess; /* the first since lunacu_enter or lunacu_done */
+static inline void lunacu_launched(cudaError_t error) {
+  if (lunacu_own(error) != cudaSuccess && lunacu_launch_error == cudaSuccess) lunacu_launch_error = error;
+}
+#define LUNACU_LAUNCH(...) lunacu_launched(LUNACU_START(__VA_ARGS__))
+
+/* Every entry of the table starts here: launches, fills, allocations and cuBLAS go to the thread's current device. The
+   earlier one is not set again: that would open a context there, memory and all, for a program that never uses it. */
+static cudaError_t lunacu_enter(const lunacu *self) {
+  lunacu_launch_error = cudaSuccess;
+  return lunacu_own(cudaSetDevice(self->device));
+}
+
+/* the sentence of a CUDA call that failed; of a launch for which nothing was compiled: how to compile */
+static bool lunacu_lacks_kernels(cudaError_t error) {
+  return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+         error == cudaErrorUnsupportedPtxVersion;
+}
+static void lunacu_sentence(char *room, size_t size, const char *what, int device, cudaError_t error) {
+  int major = 0, minor = 0;
+  const int at = snprintf(room, size, "%s: CUDA device %d: %s", what, device, cudaGetErrorString(error));
+  if (!lunacu_lacks_kernels(error) || at < 0 || (size_t)at >= size) return;
+  (void)lunacu_own(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  (void)lunacu_own(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  snprintf(room + at, size - (size_t)at,
+           "; compile luna_cuda.cuh with nvcc -gencode arch=compute_%d%d,code=sm_%d%d, or for every newer device too "
+           "with -gencode arch=compute_80,code=compute_80",
+           major, minor, major, minor);
+}
+static luna_status lunacu_status(cudaError_t error) {
+  if (error == cudaErrorMemoryAllocation) return LUNA_OUT_OF_MEMORY;
+  return lunacu_lacks_kernels(error) ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED;
+}
+/* LUNA_OK, or the failure of a CUDA call */
 static luna_status lunacu_check(luna_ctx *ctx, cudaError_t error, const char *what) {
-  char sentence[256];
-  if (error == cudaSuccess) return LUNA_OK;
-  snprintf(sentence, sizeof sentence, "%s: CUDA device %d: %s", what, lunacu_self(ctx) ? lunacu_self(ctx)->device : 0, cudaGetErrorString(error));
-  return luna_backend_fail(ctx, error == cudaErrorMemoryAllocation ? LUNA_OUT_OF_MEMORY : LUNA_DEVICE_FAILED, sentence);
+  char sentence[320];
+  if (lunacu_own(error) == cudaSuccess) return LUNA_OK;
+  lunacu_sentence(sentence, sizeof sentence, what, lunacu_self(ctx) ? lunacu_self(ctx)->device : 0, error);
+  return luna_backend_fail(ctx, lunacu_status(error), sentence);
 }
 /* after the launches of a row or of a table entry */
-static luna_status lunacu_done(luna_ctx *ctx, const char *what) { return lunacu_check(ctx, cudaGetLastError(), what); }
+static luna_status lunacu_done(luna_ctx *ctx, const char *what) {
+  const cudaError_t error = lunacu_launch_error;
+  lunacu_launch_error = cudaSuccess;
+  return lunacu_check(ctx, error, what);
+}
+/* what stands in the table for `entry` */
+template <auto entry> struct lunacu_entered;
+template <class... A, luna_status (*entry)(luna_ctx *, A...)> struct lunacu_entered<entry> {
+  static luna_status call(luna_ctx *ctx, A... arguments) {
+    if (!lunacu_self(ctx)) return LUNA_DEVICE_FAILED;
+    const cudaError_t error = lunacu_enter(lunacu_self(ctx));
+    return error == cudaSuccess ? entry(ctx, arguments...) : lunacu_check(ctx, error, "cudaSetDevice");
+  }
+};
+template <luna_status (*entry)(luna_op *)> struct lunacu_entered<entry> {
+  static luna_status call(luna_op *op) {
+    const cudaError_t error = lunacu_enter(lunacu_self(op->ctx));
+    return error == cudaSuccess ? entry(op) : lunacu_check(op->ctx, error, "cudaSetDevice");
+  }
+};
 static luna_status lunacu_row_done(luna_op *op) { return lunacu_done(op->ctx, luna_row_name(op->row)); }
 
 static inline int64_t lunacu_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -258,28 +334,30 @@ static void lunacu_forget(lunacu *self) { /* gives the kept memory back to the d
   while (self->kept) {
     lunacu_block *block = self->kept;
     self->kept = block->next;
-    (void)cudaFree(block->at);
+    (void)lunacu_own(cudaFree(block->at));
     free(block);
   }
 }
 
 static void lunacu_close(void *user) {
   lunacu *self = (lunacu *)user;
-  (void)cudaSetDevice(self->device);
-  if (self->stream) (void)cudaStreamSynchronize(self->stream);
+  (void)lunacu_enter(self);
+  if (self->stream) (void)lunacu_own(cudaStreamSynchronize(self->stream));
   lunacu_forget(self);
   if (self->blas) (void)cublasDestroy(self->blas);
-  if (self->blas_workspace) (void)cudaFree(self->blas_workspace);
-  if (self->partials) (void)cudaFree(self->partials);
-  if (self->staging) (void)cudaFreeHost(self->staging);
-  if (self->stream) (void)cudaStreamDestroy(self->stream);
-  (void)cudaGetLastError();
+  if (self->blas_workspace) (void)lunacu_own(cudaFree(self->blas_workspace));
+  if (self->partials) (void)lunacu_own(cudaFree(self->partials));
+  if (self->staging) (void)lunacu_own(cudaFreeHost(self->staging));
+  if (self->event) (void)lunacu_own(cudaEventDestroy(self->event));
+  if (self->stream) (void)lunacu_own(cudaStreamDestroy(self->stream));
   free(self);
 }
 
+__global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped);
 /* the sentence of a device that cannot be used, or null */
 static const char *lunacu_refusal(int device, int *processors, char *room, size_t size) {
   int count = 0, major = 0, minor = 0;
+  cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count < 1) snprintf(room, size, "luna_open: there is no CUDA device (%s)", error == cudaSuccess ? "none found" : cudaGetErrorString(error));
   else if (device >= count) snprintf(room, size, "luna_open: there is no CUDA device %d (there are %d, from 0)", device, count);
@@ -288,14 +366,16 @@ static const char *lunacu_refusal(int device, int *processors, char *room, size_
            (error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess || (error = cudaSetDevice(device)) != cudaSuccess)
     snprintf(room, size, "luna_open: CUDA device %d: %s", device, cudaGetErrorString(error));
   else if (major < 8) snprintf(room, size, "luna_open: CUDA device %d has compute capability %d.%d; 8.0 or newer is needed", device, major, minor);
+  else if ((error = cudaFuncGetAttributes(&attributes, lunacu_begin_kernel)) != cudaSuccess)
+    lunacu_sentence(room, size, "luna_open", device, error);
   else return NULL;
-  (void)cudaGetLastError();
+  (void)lunacu_own(error);
   return room;
 }
 
 static luna_cuda_math lunacu_math_of(const luna_ctx *ctx);
 static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
-  char sentence[256];
+  char sentence[320];
   const int device = number - 1;     /* tensors say 0 for the CPU */
   int processors = 0;
   const char *wrong = lunacu_refusal(device, &processors, sentence, sizeof sentence);
@@ -306,10 +386,11 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   self->processors = processors;
   self->math = lunacu_math_of(ctx);
   cudaError_t error = cudaStreamCreateWithFlags(&self->stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) error = cudaEventCreateWithFlags(&self->event, cudaEventDisableTiming);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING, cudaHostAllocDefault);
   if (error == cudaSuccess) error = cudaMalloc(&self->blas_workspace, LUNACU_BLAS_WORKSPACE);
   if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS * sizeof(double));
-  if (error != cudaSuccess) snprintf(sentence, sizeof sentence, "luna_open: CUDA device %d: %s", device, cudaGetErrorString(error));
+  if (lunacu_own(error) != cudaSuccess) lunacu_sentence(sentence, sizeof sentence, "luna_open", device, error);
   else {
     cublasStatus_t status = cublasCreate(&self->blas);
     if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(self->blas, self->stream);
@@ -322,7 +403,7 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
     snprintf(sentence, sizeof sentence, "luna_open: cuBLAS on CUDA device %d: %s", device, cublasGetStatusString(status));
   }
   lunacu_close(self);
-  return luna_backend_fail(ctx, error == cudaErrorMemoryAllocation ? LUNA_OUT_OF_MEMORY : LUNA_DEVICE_FAILED, sentence);
+  return luna_backend_fail(ctx, lunacu_status(error), sentence);
 }
 
 /* Memory is given out again where it fits without much waste: the stream's order makes that safe without waiting. */
@@ -330,7 +411,7 @@ static void *lunacu_allocate(void *user, size_t bytes) {
   lunacu *self = (lunacu *)user;
   lunacu_block **at, **best = NULL, *block;
   void *memory = NULL;
-  if (!self || cudaSetDevice(self->device) != cudaSuccess) return NULL;
+  if (!self || lunacu_enter(self) != cudaSuccess) return NULL;
   for (at = &self->kept; *at; at = &(*at)->next)
     if ((*at)->bytes >= bytes && (*at)->bytes / 4 * 3 <= bytes && (!best || (*at)->bytes < (*best)->bytes)) best = at;
   if (best) {
@@ -340,18 +421,15 @@ static void *lunacu_allocate(void *user, size_t bytes) {
     free(block);
     return memory;
   }
-  if (cudaMalloc(&memory, bytes ? bytes : 1) == cudaSuccess) return memory;
-  (void)cudaGetLastError();
+  if (lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1)) == cudaSuccess) return memory;
   lunacu_forget(self);
-  if (cudaMalloc(&memory, bytes ? bytes : 1) == cudaSuccess) return memory;
-  (void)cudaGetLastError();          /* luna.h says what there was no memory for */
-  return NULL;
+  return lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1)) == cudaSuccess ? memory : NULL;
 }
 static void lunacu_release(void *user, void *memory, size_t bytes) {
   lunacu *self = (lunacu *)user;
   lunacu_block *block = (lunacu_block *)malloc(sizeof *block);
   if (!block) {
-    (void)cudaFree(memory);
+    (void)lunacu_own(cudaFree(memory));
     return;
   }
   block->next = self->kept;
@@ -409,20 +487,29 @@ static luna_status lunacu_within(luna_ctx *ctx, char *to, const char *from, size
 }
 static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   lunacu *self = lunacu_self(ctx);
-  if (!self) return LUNA_DEVICE_FAILED;
-  cudaError_t error = cudaSetDevice(self->device);
-  if (error != cudaSuccess) return lunacu_check(ctx, error, "copy");
   if (bytes == 0) return LUNA_OK;
   if (direction == 0) return lunacu_within(ctx, (char *)to, (const char *)from, bytes);
   if (direction == 1) return lunacu_to_device(ctx, to, from, bytes);
-  error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, self->stream);
+  cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, self->stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(self->stream);
   self->staged = 0;
   return lunacu_check(ctx, error, "copy to the host");
 }
 static luna_status lunacu_zero(luna_ctx *ctx, void *at, size_t bytes) {
-  if (!lunacu_self(ctx)) return LUNA_DEVICE_FAILED;
   return bytes ? lunacu_check(ctx, cudaMemsetAsync(at, 0, bytes, lunacu_self(ctx)->stream), "zero") : LUNA_OK;
+}
+/* Nothing in a capture: recording an event of the other stream would spoil it, and the user orders replays. */
+static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
+  lunacu *self = lunacu_self(ctx);
+  const cudaStream_t before = lunacu_stream_of(other);
+  cudaStreamCaptureStatus mine = cudaStreamCaptureStatusNone, theirs = cudaStreamCaptureStatusNone;
+  cudaError_t error = cudaStreamIsCapturing(self->stream, &mine);
+  if (error == cudaSuccess) error = cudaStreamIsCapturing(before, &theirs);
+  if (error == cudaSuccess && (mine != cudaStreamCaptureStatusNone || theirs != cudaStreamCaptureStatusNone))
+    return LUNA_OK;
+  if (error == cudaSuccess) error = cudaEventRecord(self->event, before);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(self->stream, self->event, 0);
+  return lunacu_check(ctx, error, "waiting for the context of a shared set");
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -1303,13 +1390,22 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
 
 /* --- custom: the user's functions get tensors on the device, and launch into luna_cuda_stream --- */
 static void lunacu_custom_query(luna_op *op) { (void)op; }
+/* They return no status: what they newly leave as the runtime's last error, other than not ready, is theirs. */
+static luna_status lunacu_custom_done(luna_op *op, cudaError_t before) {
+  const cudaError_t after = cudaPeekAtLastError();
+  const luna_status status = lunacu_row_done(op);
+  if (status != LUNA_OK || after == before || after == cudaErrorNotReady) return status;
+  return lunacu_check(op->ctx, after, luna_row_name(op->row));
+}
 static luna_status lunacu_custom_forward(luna_op *op) {
+  const cudaError_t before = cudaPeekAtLastError();
   op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)op->custom.state);
-  return lunacu_row_done(op);
+  return lunacu_custom_done(op, before);
 }
 static luna_status lunacu_custom_backward(luna_op *op) {
+  const cudaError_t before = cudaPeekAtLastError();
   op->custom.backward(op->in, op->inputs, op->out[0], (void *)op->custom.state);
-  return lunacu_row_done(op);
+  return lunacu_custom_done(op, before);
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -3872,13 +3968,16 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->close = lunacu_close;
         b->allocate = lunacu_allocate;
         b->release = lunacu_release;
-        b->copy = lunacu_copy;
-        b->zero = lunacu_zero;
-        b->begin = lunacu_begin;
-        b->check = lunacu_loss_check;
-        b->norm = lunacu_norm;
-        b->update = lunacu_update;
-#define LUNACU_ROW(NAME, name) b->row[LUNA_ROW_##NAME] = {lunacu_##name##_query, lunacu_##name##_forward, lunacu_##name##_backward};
+        b->copy = lunacu_entered<lunacu_copy>::call;
+        b->zero = lunacu_entered<lunacu_zero>::call;
+        b->wait = lunacu_entered<lunacu_wait>::call;
+        b->begin = lunacu_entered<lunacu_begin>::call;
+        b->check = lunacu_entered<lunacu_loss_check>::call;
+        b->norm = lunacu_entered<lunacu_norm>::call;
+        b->update = lunacu_entered<lunacu_update>::call;
+#define LUNACU_ROW(NAME, name) \
+  b->row[LUNA_ROW_##NAME] = {lunacu_##name##_query, lunacu_entered<lunacu_##name##_forward>::call, \
+                             lunacu_entered<lunacu_##name##_backward>::call};
         LUNACU_ROW(PERMUTE, permute) LUNACU_ROW(SLICE, slice) LUNACU_ROW(CONCAT, concat) LUNACU_ROW(REPEAT, repeat)
         LUNACU_ROW(ADD, add) LUNACU_ROW(MUL, mul) LUNACU_ROW(SCALE, scale) LUNACU_ROW(REDUCE, reduce) LUNACU_ROW(MAX, max)
         LUNACU_ROW(MATMUL, matmul) LUNACU_ROW(LINEAR, linear) LUNACU_ROW(ACTIVATION, activation) LUNACU_ROW(SOFTMAX, softmax)
@@ -3894,8 +3993,10 @@ static const lunacu_tables &lunacu_all() {
   static const lunacu_tables tables;
   return tables;
 }
+/* of a copy of a table, which may have rows of its own: float32 */
 static luna_cuda_math lunacu_math_of(const luna_ctx *ctx) {
-  return (luna_cuda_math)((luna_backend_of(ctx) - &lunacu_all().table[0][0]) / LUNACU_DEVICES);
+  const uintptr_t at = (uintptr_t)luna_backend_of(ctx) - (uintptr_t)&lunacu_all().table[0][0];
+  return at < sizeof lunacu_all().table ? (luna_cuda_math)(at / sizeof lunacu_all().table[0]) : LUNA_CUDA_F32;
 }
 extern "C" const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math) {
   if (device < 0 || device >= LUNACU_DEVICES || (unsigned)math > LUNA_CUDA_BF16) return NULL;

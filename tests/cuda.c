@@ -2,6 +2,9 @@
    rounded modes, failures, also of streams. Links with cuda_device.cu: on a machine without a GPU (make test) kernels run through cuda_host.h, in three orders, and
    whatever it finds is a failure; make cuda-test is the same on a GPU. */
 #include "test.h"
+#include <stdbool.h>
+static bool cuda_separate; /* each tensor on the device in an allocation of its own */
+#define LUNAI_SEPARATE cuda_separate
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "device_checks.h"
@@ -99,6 +102,110 @@ static void check_graph(void) {
   free(a), free(b);
 }
 
+/* a context that shares a set captures its inference, and replays it */
+static void check_shared_graph(void) {
+  static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
+  device_run owner;
+  luna_lm lm;
+  float expected[20 * 31], got[20 * 31] = {0};
+  if (device_run_start(&owner, &cuda, 2, 9, "a shared graph")) {
+    luna_ctx *ctx = device_open(&cuda, 1);
+    luna_tensor *y = NULL;
+    void *graph = NULL;
+    CHECK(luna_lm_init(&lm, luna_params_share(ctx, owner.params), &owner.lm.config) == LUNA_OK, "sharing: %s",
+          luna_error(ctx));
+    for (int i = 0; i < 3; i++) { /* the step's memory is there after two */
+      if (i == 2) CHECK(cuda_capture(ctx), "a capture does not begin");
+      luna_begin_inference(ctx);
+      y = luna_lm_forward(&lm, tokens, 1, 20);
+      if (i == 1) luna_read(y, expected);
+    }
+    graph = cuda_captured(ctx);
+    if (CHECK(graph && luna_state(ctx) == LUNA_OK, "a shared set's inference cannot be captured: %s", luna_error(ctx)))
+      CHECK(cuda_replay(ctx, graph) && luna_read(y, got) == LUNA_OK && memcmp(got, expected, sizeof got) == 0,
+            "replayed logits have other bits");
+    if (graph) cuda_forget(graph);
+    luna_close(ctx);
+  }
+  luna_close(owner.ctx);
+}
+
+/* ---- errors of the user's own calls are neither reported nor reset; a custom op's are reported ---- */
+static void check_foreign_errors(void) {
+  const int64_t n = 8;
+  device_run r;
+  cuda_left_error();
+  for (int kind = 0; kind < 2; kind++) {
+    const char *name = kind ? "cudaErrorNotReady" : "cudaErrorMemoryAllocation";
+    if (kind == 0) cuda_leave_error();
+    if (!device_run_start(&r, &cuda, 2, 1, name)) break;
+    if (kind == 1) cuda_leave_not_ready(r.ctx);
+    for (int step = 0; step < 2; step++) {
+      const float loss = device_step(&r, step);
+      CHECK(loss == loss && luna_state(r.ctx) == LUNA_OK, "%s of the user fails step %d: %s", name, step,
+            luna_error(r.ctx));
+    }
+    luna_close(r.ctx);
+    const char *left = cuda_left_error();
+    CHECK(strcmp(left, name) == 0, "the user's %s became %s", name, left);
+  }
+  luna_ctx *ctx = device_open(&cuda, 1);
+  luna_begin_inference(ctx);
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 1, &n), *both[2] = {x, x};
+  CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_state(ctx) == LUNA_OK, "a custom op: %s", luna_error(ctx));
+  CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && strstr(luna_error(ctx), "invalid configuration"),
+        "a custom op that cannot be launched: %s", luna_error(ctx));
+  const char *left = cuda_left_error();
+  CHECK(strcmp(left, "cudaSuccess") == 0, "a custom op's error was reported and stays: %s", left);
+  luna_close(ctx);
+  if (!cuda_emulated() || !device_run_start(&r, &cuda, 2, 1, "no memory")) return;
+  cuda_fail(CUDA_NO_MEMORY, 1); /* given out again by the device after what was kept is released */
+  device_step(&r, 0);
+  left = cuda_left_error();
+  CHECK(luna_state(r.ctx) == LUNA_OK && strcmp(left, "cudaSuccess") == 0, "a failure that was made good stays: %s, %s",
+        left, luna_error(r.ctx));
+  luna_close(r.ctx);
+}
+
+/* ---- another device is current before each call; and each tensor lies alone, so that overruns are found ---- */
+static void check_strict(void) {
+  device d = cuda;
+  if (!cuda_emulated()) return;
+  d.seed = NULL;
+  for (int exact = 0; exact < 2; exact++) {
+    cuda_separate = exact;
+    d.backend = cuda_strict_backend(exact);
+    if (exact) device_cases(&d, NULL);
+    device_training(&d);
+    device_sharing(&d);
+    device_serving(&d);
+  }
+  cuda_separate = false;
+}
+static void check_overrun(void) { /* that it is found */
+  const char *message = "";
+  if (!cuda_emulated() || CUDA_SANITIZED) return; /* there it ends the program */
+  cuda_quiet(true);
+  for (int64_t n = 15; n < 18; n++) {
+    device d = cuda;
+    cuda_separate = true;
+    d.backend = cuda_strict_backend(true);
+    float *values = common_random(n, 1, 1);
+    luna_ctx *ctx = device_open(&d, 1);
+    luna_begin_inference(ctx);
+    luna_tensor *x = luna_tensor_new(ctx, values, 1, &n), *y = luna_custom_op(&x, 1, 1, &n, &cuda_overrun);
+    luna_tensor *next = luna_tensor_new(ctx, values, 1, &n);
+    CHECK(y && next && luna_read(y, values) == LUNA_OK, "the custom op: %s", luna_error(ctx));
+    CHECK(cuda_errors(&message) > 0 && strstr(message, "wrote beside"),
+          "a kernel that writes beside one tensor of %d is not found: %s", (int)n, message);
+    luna_close(ctx);
+    free(values);
+    cuda_separate = false;
+    cuda_mend();
+  }
+  cuda_quiet(false);
+}
+
 /* ---- TF32 and BF16 round products, and nothing else ---- */
 static void check_math(void) {
   static const double limit[3] = {1e-6, 2e-3, 2e-2}, least[3] = {0, 1e-6, 1e-5};
@@ -132,11 +239,19 @@ static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
 static void check_failures(void) {
   device_run r, here;
   if (!cuda_emulated()) return;
-  for (int i = 0; i < 2; i++) {
-    cuda_fail(i ? CUDA_OLD_DEVICE : CUDA_NO_DEVICE, 0);
+  for (int i = 0; i < 4; i++) {
+    static const cuda_failure failures[4] = {CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_KERNELS, CUDA_NO_LAUNCH};
+    static const char *const parts[4] = {"there is no CUDA device", "8.0 or newer is needed",
+                                         "-gencode arch=compute_90,code=sm_90",
+                                         "CUDA device 0: unspecified launch failure"};
+    cuda_fail(failures[i], 1);
     luna_ctx *ctx = device_open(&cuda, 1);
-    expect_error(ctx, i ? "an old device" : "no device", i ? "8.0 or newer is needed" : "there is no CUDA device");
-    CHECK(luna_begin_step(ctx) != LUNA_OK && !luna_params_find(luna_params_open(ctx), "x") && !luna_tensor_new(ctx, NULL, 0, NULL), "a context without its device works");
+    expect_error(ctx, "a device that cannot be used", parts[i]);
+    CHECK(luna_state(ctx) == (i < 3 ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED), "%s: status %d", parts[i],
+          (int)luna_state(ctx));
+    CHECK(luna_begin_step(ctx) != LUNA_OK && !luna_params_find(luna_params_open(ctx), "x") &&
+              (i == 3 || !luna_tensor_new(ctx, NULL, 0, NULL)),
+          "a context without its device works");
     luna_close(ctx);
     cuda_mend();
   }
@@ -251,12 +366,16 @@ int main(int argc, char **argv) {
     if (!CUDA_SANITIZED) device_cases(&cuda, NULL);
     check_custom();
     check_graph();
+    check_shared_graph();
+    check_foreign_errors();
+    check_strict();
     check_math();
     golden_backend = cuda.backend;
     golden_folder("tests/data");
   }
   CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
   CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
+  if (argc <= 1) check_overrun();
   if (argc <= 1) check_failures();
   if (argc <= 1) check_stream_failures();
   return test_report("cuda");

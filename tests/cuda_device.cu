@@ -43,7 +43,81 @@ static void square_backward(luna_tensor *const *in, int count, const luna_tensor
 static const float square_factor = 0.5f;
 extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor};
 
+static void overrun_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const int64_t n = luna_count(out) + 1;
+  (void)count;
+  LUNACU_LAUNCH(square_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state,
+                in[0]->data, in[0]->data, out->data);
+}
+static void unlaunched_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  (void)count;
+  (void)LUNACU_START(square_kernel, 1, 4096, 0, luna_cuda_stream(out->ctx), luna_count(out), *(const float *)state,
+                     in[0]->data, in[0]->data, out->data);
+}
+extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor};
+extern "C" const luna_custom cuda_unlaunched = {unlaunched_forward, square_backward, &square_factor,
+                                                sizeof square_factor};
+
+extern "C" void cuda_leave_error(void) {
+  void *memory = NULL;
+  (void)cudaMalloc(&memory, (size_t)1 << 60);
+}
+extern "C" void cuda_leave_not_ready(luna_ctx *ctx) {
+  while (cudaStreamQuery(luna_cuda_stream(ctx)) == cudaSuccess)
+    for (int i = 0; i < 16; i++) cuda_poke(ctx, &luna_backend_state(ctx)->norm, 0); /* which nothing reads */
+}
+extern "C" const char *cuda_left_error(void) { return cudaGetErrorName(cudaGetLastError()); }
+
 #ifdef LUNA_CUDA_HOST
+static luna_backend strict;
+static const luna_backend *strictly() { /* the real table's entry comes next */
+  (void)cudaSetDevice(0);
+  return luna_cuda_backend(1);
+}
+static void strict_close(void *self) { strictly()->close(self); }
+static luna_status strict_open(luna_ctx *ctx, int device, void **self) { return strictly()->open(ctx, device, self); }
+static void *strict_allocate(void *self, size_t bytes) { return strictly()->allocate(self, bytes); }
+static void strict_release(void *self, void *memory, size_t bytes) { strictly()->release(self, memory, bytes); }
+static luna_status strict_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  return strictly()->copy(ctx, to, from, bytes, direction);
+}
+static luna_status strict_zero(luna_ctx *ctx, void *at, size_t bytes) { return strictly()->zero(ctx, at, bytes); }
+static luna_status strict_wait(luna_ctx *ctx, const luna_ctx *other) { return strictly()->wait(ctx, other); }
+static luna_status strict_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  return strictly()->begin(ctx, state, training, stepped);
+}
+static luna_status strict_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  return strictly()->check(ctx, loss, state);
+}
+static luna_status strict_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip,
+                               luna_step_state *state) {
+  return strictly()->norm(ctx, parameters, count, clip, state);
+}
+static luna_status strict_update(luna_ctx *ctx, const luna_update *update) { return strictly()->update(ctx, update); }
+static luna_status strict_forward(luna_op *op) { return strictly()->row[op->row].forward(op); }
+static luna_status strict_backward(luna_op *op) { return strictly()->row[op->row].backward(op); }
+static void *exact_allocate(void *, size_t bytes) {
+  void *memory = NULL;
+  return cudaSetDevice(1) == cudaSuccess && cudaMalloc(&memory, bytes) == cudaSuccess ? memory : NULL;
+}
+static void exact_release(void *, void *memory, size_t) { (void)cudaFree(memory); }
+extern "C" const luna_backend *cuda_strict_backend(bool exact) {
+  cuda_host.devices = 2;
+  strict = *luna_cuda_backend(1);
+  strict.open = strict_open;
+  strict.close = strict_close;
+  strict.allocate = exact ? exact_allocate : strict_allocate;
+  strict.release = exact ? exact_release : strict_release;
+  strict.copy = strict_copy;
+  strict.zero = strict_zero;
+  strict.wait = strict_wait;
+  strict.begin = strict_begin;
+  strict.check = strict_check;
+  strict.norm = strict_norm;
+  strict.update = strict_update;
+  for (luna_row &row : strict.row) row.forward = strict_forward, row.backward = strict_backward;
+  return &strict;
+}
 extern "C" bool cuda_emulated(void) { return true; }
 extern "C" void cuda_seed(unsigned seed) { cuda_host.seed = seed; }
 extern "C" void cuda_fail(cuda_failure what, int at) {
@@ -53,13 +127,16 @@ extern "C" void cuda_fail(cuda_failure what, int at) {
   if (what == CUDA_FULL) cuda_host.memory = cuda_host.allocated + (size_t)at;
   if (what == CUDA_NO_LAUNCH) cuda_host.fail_launch = at;
   if (what == CUDA_FAULT) cuda_host.fault = at;
+  if (what == CUDA_NO_KERNELS) cuda_host.no_image = true;
 }
 extern "C" void cuda_mend(void) {
   cuda_host_reset();
   cuda_host.devices = 1;
   cuda_host.major = 9;
+  cuda_host.no_image = false;
   cuda_host.memory = cuda_host_state().memory;
 }
+extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
 extern "C" unsigned long long cuda_errors(const char **message) {
   *message = cuda_host.message;
@@ -70,6 +147,8 @@ extern "C" bool cuda_emulated(void) { return false; }
 extern "C" void cuda_seed(unsigned) {}
 extern "C" void cuda_fail(cuda_failure, int) {}
 extern "C" void cuda_mend(void) {}
+extern "C" const luna_backend *cuda_strict_backend(bool) { return NULL; }
+extern "C" void cuda_quiet(bool) {}
 extern "C" size_t cuda_allocated(void) { return 0; }
 extern "C" unsigned long long cuda_errors(const char **message) { return *message = "", 0; }
 #endif

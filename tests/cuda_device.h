@@ -15,15 +15,27 @@ bool cuda_replay(luna_ctx *ctx, void *graph);
 void cuda_forget(void *graph);
 void cuda_poke(luna_ctx *ctx, float *at, float value); /* one number of device memory, in the stream's order */
 
-/* an operation of the user's own: y = factor a b^2, forward and backward kernels */
-extern const luna_custom cuda_square;
+/* operations of the user's own: y = factor a b^2, forward and backward kernels; and two that are wrong, of one input: a
+   kernel that writes one number more than there is room for, and one that no device can launch */
+extern const luna_custom cuda_square, cuda_overrun, cuda_unlaunched;
+
+/* what the user's code may leave for cudaGetLastError: the error of a failed cudaMalloc; not ready, of a query */
+void cuda_leave_error(void);
+void cuda_leave_not_ready(luna_ctx *ctx);
+const char *cuda_left_error(void);                     /* its name, and it is reset */
 
 /* the emulator's; on a GPU cuda_emulated is false and the rest does nothing */
-typedef enum cuda_failure { CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_MEMORY, CUDA_FULL, CUDA_NO_LAUNCH, CUDA_FAULT } cuda_failure;
+typedef enum cuda_failure {
+  CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_MEMORY, CUDA_FULL, CUDA_NO_LAUNCH, CUDA_FAULT, CUDA_NO_KERNELS
+} cuda_failure;
 bool cuda_emulated(void);
 void cuda_seed(unsigned seed);
 void cuda_fail(cuda_failure what, int at); /* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes */
 void cuda_mend(void);
+/* Device 1 of two: a copy of the table, before whose entries the other device becomes the current one. `exact`:
+   allocations have just the bytes asked for, and are given back at once. */
+const luna_backend *cuda_strict_backend(bool exact);
+void cuda_quiet(bool quiet);               /* findings are counted, not printed */
 size_t cuda_allocated(void);               /* bytes on the device */
 unsigned long long cuda_errors(const char **message); /* what the emulator found wrong with kernels and their launches */
 #ifdef __cplusplus

@@ -7,11 +7,14 @@
      ...
      CHECK(cuda_host.errors == 0, "%s", cuda_host.message);
 
+   Kernels start by LUNACU_START(kernel, ...), whose value is CUDA's error; luna_cuda.cuh's LUNACU_LAUNCH is made of it.
+
    VOCABULARY
      Kernels      __global__ __device__ __host__ __constant__ __forceinline__ __launch_bounds__ LUNACU_UNROLL, threadIdx blockIdx blockDim gridDim
-                  warpSize, LUNACU_LAUNCH((kernel<a, b>), grid, block, shared bytes, stream, arguments...)
+                  warpSize, LUNACU_START((kernel<a, b>), grid, block, shared bytes, stream, arguments...)
      Shared       LUNACU_SHARED(type, name, count), LUNACU_DYNAMIC_SHARED(type, name), lunacu_shared<type> for a pointer, lunacu_cast<type>(pointer).
-                  Elements are of 4 or 8 bytes. Never `auto x = p[i]`: p[i] is a reference that reads when its value is used.
+                  Elements are of 4 or 8 bytes; before several are moved as one: cuda_host_wide(pointer, bytes).
+                  Never `auto x = p[i]`: p[i] is a reference that reads when its value is used.
      Meeting      __syncthreads, __syncthreads_or _and _count, __syncwarp, __shfl_sync, __shfl_xor_sync, __shfl_up_sync, __shfl_down_sync,
                   __ballot_sync, __any_sync, __all_sync
      Runtime      memory, streams, events, capture and graphs, attributes; cuBLAS: single products and strided batches of float32
@@ -33,6 +36,10 @@
      Capture      What may not happen in global capture mode is an error that spoils the capture. A copy from or to pageable memory is a trap in a
                   graph, and an error as well. A capture is of one stream: work cannot fork to others.
      Launches     Limits of grid, block and shared memory as on the GPU of cuda_host.major and minor.
+     Devices      With cuda_host.devices > 1 errors are: a launch, fill or product while another device than that of its
+                  stream or handle is current, memory of another device given to one, an event recorded in another
+                  device's stream. Copies, waits and cudaFree may be called with any device current, as in CUDA.
+     Errors       A failed call's, and a query's cudaErrorNotReady, stay until somebody calls cudaGetLastError.
    What it cannot see: races in global memory within one order, __launch_bounds__ overrun, rounding of the GPU's expf and its like, reads of
    uninitialised registers. The arithmetic of kernels is the host's. */
 #ifndef CUDA_HOST_H
@@ -87,6 +94,7 @@ struct cuda_host_state {
   long fail_allocation = 0;                /* the n-th cudaMalloc, cudaHostAlloc or cublasCreate from now fails */
   long fail_launch = 0;                    /* the n-th launch or product from now is refused with cudaErrorLaunchFailure */
   long fault = 0;                          /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
+  bool no_image = false;                   /* no kernel was compiled for this device: cudaErrorNoKernelImageForDevice */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0;
   size_t allocated = 0;                    /* device bytes now */
   long errors = 0;
@@ -123,6 +131,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
   X(cudaErrorInvalidMemcpyDirection, 21, "invalid copy direction for memcpy") X(cudaErrorInsufficientDriver, 35, "driver too old for runtime")  \
   X(cudaErrorInvalidDeviceFunction, 98, "invalid device function") X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected")              \
   X(cudaErrorInvalidDevice, 101, "invalid device ordinal") X(cudaErrorNoKernelImageForDevice, 209, "no kernel image for this device")           \
+  X(cudaErrorUnsupportedPtxVersion, 222, "the PTX was compiled with an unsupported toolchain")                                                  \
   X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle") X(cudaErrorIllegalState, 401, "operation not possible in this state")       \
   X(cudaErrorNotReady, 600, "device not ready") X(cudaErrorIllegalAddress, 700, "an illegal memory access was encountered")                     \
   X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch") X(cudaErrorLaunchTimeout, 702, "the launch timed out")       \
@@ -203,7 +212,6 @@ inline void prepare_stack(context &c, char *stack, size_t size, void (*entry)())
 
 enum { MAX_THREADS = 1024, ARENA = 256 << 10, DEFAULT_SHARED = 48 << 10, GUARD = 256 };
 constexpr size_t RESERVE = (size_t)4 << 30;                            /* address space for device memory */
-constexpr uint32_t GUARD_BITS = 0xffc5a5a5u;                           /* as a float: NaN, so that reading a guard shows too */
 #ifdef CUDA_HOST_ASAN
 constexpr size_t STACK = 256 << 10;
 #else
@@ -232,6 +240,7 @@ struct launch {
   size_t shared;
   std::function<void()> call;
   std::vector<uintptr_t> pointers;
+  int device;
 };
 struct node { std::function<void()> run; bool kernel; };
 struct work {
@@ -274,6 +283,8 @@ struct machine {
   char *base = nullptr, *hidden = nullptr;   /* device memory, and where it is while closed */
   int opened = 0;
   std::map<uintptr_t, size_t> device, pinned;
+  std::map<uintptr_t, int> device_of;        /* of each device allocation */
+  int current_device = 0;
   std::map<CUstream_st *, std::shared_ptr<CUstream_st>> streams;
   std::shared_ptr<CUstream_st> legacy;
   std::unique_ptr<capture> capturing;
@@ -367,6 +378,16 @@ inline bool lies_in(const std::map<uintptr_t, size_t> &kind, const void *p, size
   size_t at = (size_t)((uintptr_t)p - it->first);
   return at <= it->second && n <= it->second - at;
 }
+inline int device_of(const void *p) {        /* of an address within an allocation */
+  auto it = m.device_of.upper_bound((uintptr_t)p);
+  return it == m.device_of.begin() ? -1 : (--it)->second;
+}
+/* A finding when `what` belongs to another device than the current one. */
+inline bool is_elsewhere(int device, const char *what) {
+  if (device == m.current_device) return false;
+  report(-1, nullptr, 0, "%s of device %d while device %d is the current one", what, device, m.current_device);
+  return true;
+}
 inline cudaMemoryType type_of(const void *p) {
   return in_device(p) ? cudaMemoryTypeDevice : lies_in(m.pinned, p, 1) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
 }
@@ -384,18 +405,22 @@ inline void unpoison(const void *p, size_t n) {
   (void)p; (void)n;
 }
 
+/* What a guard holds in the word at p: as a float a signalling NaN, so that reading a guard shows too, and each word
+   its own. What a kernel reads from one guard and writes, computed or copied, into another is not the pattern there. */
+inline uint32_t guard_bits(const void *p) { return 0xff800001u + ((uint32_t)((uintptr_t)p >> 2) * 2654435761u >> 11); }
+
 /* The bytes [from, to) of a guard hold their pattern, or are given it. */
 inline bool guard(char *from, char *to, bool write) {
   bool whole = true;
 #ifndef CUDA_HOST_ASAN                       /* there they are poisoned, and nothing can have written them */
   for (; from < to && (uintptr_t)from % 4; from++) {           /* an odd end; then words */
-    const char bits = (char)(GUARD_BITS >> ((uintptr_t)from % 4 * 8));
+    const char bits = (char)(guard_bits(from) >> ((uintptr_t)from % 4 * 8));
     if (write) *from = bits;
     else whole = whole && *from == bits;
   }
   for (uint32_t *p = (uint32_t *)from; p < (uint32_t *)to; p++) {
-    if (write) *p = GUARD_BITS;
-    else whole = whole && *p == GUARD_BITS;
+    if (write) *p = guard_bits(p);
+    else whole = whole && *p == guard_bits(p);
   }
 #else
   if (write) poison(from, (size_t)(to - from));
@@ -425,6 +450,7 @@ inline void *take(size_t n) {
   if (at - (uintptr_t)m.base + padded(n) + GUARD > RESERVE) return nullptr;
   opened here;
   m.device[at] = n;
+  m.device_of[at] = m.current_device;
   unpoison((void *)at, n);
   memset((void *)at, 0xff, n);
   guards(at, n, true);
@@ -437,6 +463,7 @@ inline void give(uintptr_t at) {
   memset((void *)at, 0xff, n);
   poison((void *)at, n);
   m.device.erase(at);
+  m.device_of.erase(at);
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -591,8 +618,12 @@ inline bool is_mapped(uintptr_t p) { /* lower down lie two small numbers side by
 inline bool pointers_are_good(const launch &l) {
   for (uintptr_t p : l.pointers) {
     if (in_device((void *)p)) {
-      if (lies_in(m.device, (void *)p, 0)) continue;
-      report(-1, nullptr, 0, "was given %p, which is not, or no longer, allocated", (void *)p);
+      if (!lies_in(m.device, (void *)p, 0))
+        report(-1, nullptr, 0, "was given %p, which is not, or no longer, allocated", (void *)p);
+      else if (device_of((void *)p) == l.device) continue;
+      else
+        report(-1, nullptr, 0, "runs on device %d and was given %p, memory of device %d", l.device, (void *)p,
+               device_of((void *)p));
     } else {
       if (lies_in(m.pinned, (void *)p, 0) || !is_mapped(p)) continue;
       report(-1, nullptr, 0, "was given %p, a pointer to host memory", (void *)p);
@@ -889,6 +920,10 @@ template <class T> struct cuda_host_element {
   value operator--(int) const { value old = load(); store(old - 1); return old; }
   lunacu_shared<T> operator&() const { return p; }
 };
+/* Where `bytes` bytes are read or written as one (float4: 16): there, and a multiple of so many. */
+template <class T> void cuda_host_wide(lunacu_shared<T> p, int bytes) {
+  cudahost::check_place(p.at, p.begin, p.end, bytes);
+}
 template <class U, class T> lunacu_shared<U> lunacu_cast(lunacu_shared<T> p) { return {p.at, p.begin, p.end}; }
 
 namespace cudahost {
@@ -918,8 +953,8 @@ template <class T> lunacu_shared<T> place_dynamic(const char *name, const char *
    >>streams: queued work, captures, faults
    ---------------------------------------------------------------------------------------------------------------------- */
 }  // namespace cudahost
-struct CUstream_st { std::deque<std::shared_ptr<cudahost::work>> queue; std::shared_ptr<cudahost::work> last; bool blocking = true, destroyed = false; };
-struct CUevent_st { std::shared_ptr<cudahost::work> mark; bool timing, captured; };
+struct CUstream_st { std::deque<std::shared_ptr<cudahost::work>> queue; std::shared_ptr<cudahost::work> last; bool blocking = true, destroyed = false; int device = -1; };
+struct CUevent_st { std::shared_ptr<cudahost::work> mark; bool timing, captured; int device; };
 struct CUgraph_st { std::shared_ptr<const std::vector<cudahost::node>> nodes; };
 struct CUgraphExec_st { std::shared_ptr<const std::vector<cudahost::node>> nodes; };
 namespace cudahost {
@@ -951,7 +986,7 @@ inline void on_signal(int number, siginfo_t *info, void *) {
 }
 
 inline cudaError_t fail(cudaError_t error) {
-  if (error != cudaSuccess && error != cudaErrorNotReady) m.last = error;
+  if (error != cudaSuccess) m.last = error;  /* also cudaErrorNotReady, though it is no failure */
   return error;
 }
 
@@ -988,6 +1023,8 @@ inline CUstream_st *stream_of(cudaStream_t s) {
   auto it = m.streams.find(s);
   return it == m.streams.end() || it->second->destroyed ? nullptr : s;
 }
+/* the legacy stream is of any */
+inline int device_of_stream(const CUstream_st *s) { return s->device < 0 ? m.current_device : s->device; }
 inline bool is_captured(CUstream_st *s) { return m.capturing && m.capturing->stream == s; }
 
 inline double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -1064,6 +1101,7 @@ inline cudaError_t check_launch(const launch &l) {
   if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535) return cudaErrorInvalidConfiguration;
   if (!b.x || !b.y || !b.z || b.x > 1024 || b.y > 1024 || b.z > 64 || (uint64_t)b.x * b.y * b.z > MAX_THREADS) return cudaErrorInvalidConfiguration;
   if (l.shared > most || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
+  if (cuda_host.no_image) return cudaErrorNoKernelImageForDevice;
   if (cuda_host.fail_launch && --cuda_host.fail_launch == 0) return cudaErrorLaunchFailure;
   return cudaSuccess;
 }
@@ -1090,7 +1128,8 @@ template <class T> void find_pointers(T x, std::vector<uintptr_t> &found) {
 }
 
 template <class... P, class... A>
-void start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream, A &&...arguments) {
+cudaError_t start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                  A &&...arguments) {
   static_assert(sizeof...(P) == sizeof...(A), "a kernel takes as many arguments as it declares");
   static_assert((sizeof(P) + ... + 0) <= 4096, "kernel arguments are at most 4 KB");
   static_assert(!(std::is_reference<P>::value || ... || false), "kernels take no references");
@@ -1098,13 +1137,20 @@ void start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t
   CUstream_st *s = stream_of(stream);
   auto l = std::make_shared<launch>();
   std::tuple<P...> values(static_cast<P>(arguments)...);
-  l->name = name; l->function = (const void *)kernel; l->grid = grid; l->block = block; l->shared = shared;
+  l->name = name;
+  l->function = (const void *)kernel;
+  l->grid = grid;
+  l->block = block;
+  l->shared = shared;
+  l->device = m.current_device;
   std::apply([&](const P &...x) { (find_pointers(x, l->pointers), ...); }, values);
   l->call = [kernel, values] { std::apply(kernel, values); };
-  if (e == cudaSuccess) e = s ? check_launch(*l) : cudaErrorInvalidResourceHandle;
+  if (e == cudaSuccess)
+    e = s && !is_elsewhere(device_of_stream(s), "a launch into a stream") ? check_launch(*l)
+                                                                          : cudaErrorInvalidResourceHandle;
   if (e == cudaSuccess) e = enqueue(s, true, [l] { run_launch(*l); });
   if (e == cudaSuccess) cuda_host.launches++;
-  fail(e);
+  return fail(e);
 }
 
 }  // namespace cudahost
@@ -1132,8 +1178,8 @@ inline cudaError_t cudaPeekAtLastError() { return cudahost::m.sticky ? cudahost:
 inline cudaError_t cudaDriverGetVersion(int *version) { *version = 12040; return cudaSuccess; }
 inline cudaError_t cudaRuntimeGetVersion(int *version) { *version = 12040; return cudaSuccess; }
 inline cudaError_t cudaGetDeviceCount(int *count) { *count = cuda_host.devices; CUDA_HOST_BEGIN(begin); return cudaSuccess; }
-inline cudaError_t cudaSetDevice(int device) { CUDA_HOST_BEGIN(begin); CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice); return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int *device) { CUDA_HOST_BEGIN(begin); *device = 0; return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) { CUDA_HOST_BEGIN(begin); CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice); cudahost::m.current_device = device; return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int *device) { CUDA_HOST_BEGIN(begin); *device = cudahost::m.current_device; return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
   CUDA_HOST_BEGIN(begin);
   CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice);
@@ -1217,7 +1263,7 @@ inline cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *a, const void *p) {
   CUDA_HOST_BEGIN(begin);
   const cudaMemoryType type = cudahost::in_device(p) && !cudahost::lies_in(cudahost::m.device, p, 1) ? cudaMemoryTypeUnregistered : cudahost::type_of(p);
-  *a = {type, type == cudaMemoryTypeUnregistered ? -2 : 0, type ? (void *)p : nullptr, type == cudaMemoryTypeHost ? (void *)p : nullptr};
+  *a = {type, type == cudaMemoryTypeUnregistered ? -2 : type == cudaMemoryTypeDevice ? cudahost::device_of(p) : 0, type ? (void *)p : nullptr, type == cudaMemoryTypeHost ? (void *)p : nullptr};
   return cudaSuccess;
 }
 
@@ -1266,6 +1312,9 @@ inline cudaError_t fill(void *to, int byte, size_t n, cudaStream_t stream) {
   if (!n) return cudaSuccess;
   const cudaMemoryType type = type_of(to);
   CUDA_HOST_NEED(type != cudaMemoryTypeUnregistered && is_good(type, to, n), cudaErrorInvalidValue);
+  CUDA_HOST_NEED(!is_elsewhere(device_of_stream(s), "a fill in a stream"), cudaErrorInvalidResourceHandle);
+  CUDA_HOST_NEED(type != cudaMemoryTypeDevice || !is_elsewhere(device_of(to), "a fill of memory"),
+                 cudaErrorInvalidValue);
   return fail(enqueue(s, false, [=] {
     if (is_good(type, to, n)) { memset(to, byte, n); return; }
     report(-1, nullptr, 0, "a fill of %zu bytes at %p came after their end", n, to);
@@ -1285,6 +1334,7 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flag
   CUDA_HOST_NEED(stream && flags <= 1, cudaErrorInvalidValue);
   auto s = std::make_shared<CUstream_st>();
   s->blocking = flags == cudaStreamDefault;
+  s->device = cudahost::m.current_device;
   cudahost::m.streams[s.get()] = s;
   *stream = s.get();
   return cudaSuccess;
@@ -1317,7 +1367,7 @@ inline cudaError_t cudaStreamQuery(cudaStream_t stream) {            /* one piec
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
   CUDA_HOST_BEGIN(begin);
   CUDA_HOST_NEED(event && flags <= 3, cudaErrorInvalidValue);
-  *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming), false};
+  *event = new CUevent_st{nullptr, !(flags & cudaEventDisableTiming), false, cudahost::m.current_device};
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
@@ -1326,6 +1376,11 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
   CUDA_HOST_BEGIN(begin);
   CUstream_st *s = cudahost::stream_of(stream);
   CUDA_HOST_NEED(event && s, cudaErrorInvalidResourceHandle);
+  if (event->device != cudahost::device_of_stream(s)) {
+    cudahost::report(-1, nullptr, 0, "an event of device %d is recorded in a stream of device %d", event->device,
+                     cudahost::device_of_stream(s));
+    return cudahost::fail(cudaErrorInvalidResourceHandle);
+  }
   event->mark = nullptr;
   event->captured = cudahost::is_captured(s);
   return cudahost::fail(cudahost::enqueue(s, std::make_shared<const std::vector<cudahost::node>>(), nullptr, &event->mark));
@@ -1421,6 +1476,7 @@ template <class K> cudaError_t cudaFuncSetAttribute(K *kernel, cudaFuncAttribute
 }
 template <class K> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, K *kernel) {
   CUDA_HOST_BEGIN(begin);
+  CUDA_HOST_NEED(!cuda_host.no_image, cudaErrorNoKernelImageForDevice);
   const cudahost::kernel_limits k = cudahost::m.limits[(const void *)kernel];
   *a = {k.fixed, 32, 1024, k.max_dynamic < 0 ? cudahost::DEFAULT_SHARED : (int)k.max_dynamic};
   return cudaSuccess;
@@ -1447,7 +1503,7 @@ enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_PEDANTIC 
 enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT = -1 };
 enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_64F = 1, CUDA_R_16F = 2, CUDA_R_16BF = 14 };
 typedef cudaDataType_t cudaDataType;
-struct cublasContext { cudaStream_t stream; void *workspace; size_t workspace_size; cublasMath_t math; cublasPointerMode_t pointers; };
+struct cublasContext { cudaStream_t stream; void *workspace; size_t workspace_size; cublasMath_t math; cublasPointerMode_t pointers; int device; };
 typedef cublasContext *cublasHandle_t;
 
 inline cublasStatus_t cublasCreate(cublasHandle_t *handle) {
@@ -1455,7 +1511,7 @@ inline cublasStatus_t cublasCreate(cublasHandle_t *handle) {
   *handle = nullptr;
   if (cudahost::begin_unsafe() != cudaSuccess) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (cuda_host.fail_allocation && --cuda_host.fail_allocation == 0) return CUBLAS_STATUS_ALLOC_FAILED;
-  *handle = new cublasContext{nullptr, nullptr, 0, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST};
+  *handle = new cublasContext{nullptr, nullptr, 0, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST, cudahost::m.current_device};
   return CUBLAS_STATUS_SUCCESS;
 }
 inline cublasStatus_t cublasDestroy(cublasHandle_t h) {              /* waits for the device, as cuBLAS does */
@@ -1555,6 +1611,10 @@ inline cublasStatus_t multiply(cublasHandle_t h, product p, const float *alpha, 
   if (h->pointers != CUBLAS_POINTER_MODE_HOST || type_of(alpha) == cudaMemoryTypeDevice || type_of(beta) == cudaMemoryTypeDevice) return CUBLAS_STATUS_NOT_SUPPORTED;
   if (!p.m || !p.n || !p.batch) return CUBLAS_STATUS_SUCCESS;
   CUstream_st *s = stream_of(h->stream);
+  if (is_elsewhere(h->device, "a product by a handle") ||
+      is_elsewhere(s ? device_of_stream(s) : h->device, "a product in a stream") ||
+      is_elsewhere(device_of(p.c), "a product in memory"))
+    return CUBLAS_STATUS_EXECUTION_FAILED;
   if (!s || (cuda_host.fail_launch && --cuda_host.fail_launch == 0)) return CUBLAS_STATUS_EXECUTION_FAILED;
   p.alpha = *alpha; p.beta = *beta;
   p.bits = compute == CUBLAS_COMPUTE_32F_FAST_16BF ? 7 : compute == CUBLAS_COMPUTE_32F_FAST_TF32 || compute == CUBLAS_COMPUTE_32F_FAST_16F ? 10
@@ -1643,7 +1703,7 @@ inline long long clock64() { static long long ticks; return ++ticks; }
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define LUNACU_UNROLL
-#define LUNACU_LAUNCH(kernel, ...) cudahost::start(#kernel, kernel, __VA_ARGS__)
+#define LUNACU_START(kernel, ...) cudahost::start(#kernel, kernel, __VA_ARGS__)
 #define LUNACU_SHARED(type, name, count) \
   static cudahost::array name##_place; const lunacu_shared<type> name = cudahost::place<type>(name##_place, count, #name, __FILE__, __LINE__)
 #define LUNACU_DYNAMIC_SHARED(type, name) const lunacu_shared<type> name = cudahost::place_dynamic<type>(#name, __FILE__, __LINE__)

@@ -3,6 +3,7 @@
 #include "test.h"
 #include <string>
 #include <sys/wait.h>
+#define LUNACU_LAUNCH(...) ((void)LUNACU_START(__VA_ARGS__))
 
 /* ----------------------------------------------------------------------------------------------------------------------
    Right kernels
@@ -336,10 +337,17 @@ static __global__ void outside(int at, float *y) {
   y[threadIdx.x] = (s + at)[threadIdx.x];
 }
 static __global__ void outside_dynamic(int at) { LUNACU_DYNAMIC_SHARED(float, s); s[at] = 1; }
+static __global__ void four_at(int at) {
+  LUNACU_SHARED(float, before, 3);
+  LUNACU_SHARED(float, s, 8);
+  before[0] = s[0] = 1;
+  cuda_host_wide(s + at, 16);
+}
 static __global__ void misaligned() { LUNACU_DYNAMIC_SHARED(float, s); *lunacu_cast<double>(s + 1) = 1; }
 static __global__ void unwritten(float *y) { LUNACU_SHARED(float, s, 8); if (threadIdx.x) s[threadIdx.x] = 1; y[threadIdx.x] = s[threadIdx.x]; }
 static __global__ void unwritten_dynamic(float *y) { LUNACU_DYNAMIC_SHARED(float, s); y[threadIdx.x] = s[threadIdx.x]; }
 static __global__ void write_at(float *y, int at) { y[at] = 1; }
+static __global__ void copy_at(float *y, const float *x, float by, int at) { y[at] = by ? by * x[at] : x[at]; }
 static __global__ void much_shared() { LUNACU_SHARED(float, s, 8 << 10); LUNACU_DYNAMIC_SHARED(float, d); s[threadIdx.x] = 0; d[threadIdx.x] = 0; }
 static __global__ void dynamic_only() {}
 static __global__ void trapped() { if (threadIdx.x == 2) __trap(); }
@@ -395,6 +403,13 @@ static void wrong_kernels() {
   finds("index below", "is outside s, 32 bytes", [&] { LUNACU_LAUNCH(outside, 1, 8, 0, 0, -8, y); });
   finds("dynamic index", "is outside s, 40 bytes", [&] { LUNACU_LAUNCH(outside_dynamic, 1, 1, 40, 0, 10); });
   finds("alignment", "is no place for 8 bytes", [&] { LUNACU_LAUNCH(misaligned, 1, 1, 40, 0); });
+  for (int at : {1, 2, 3, 7})
+    finds("alignment of four", "of s is no place for 16 bytes", [&] { LUNACU_LAUNCH(four_at, 1, 1, 0, 0, at); });
+  for (int at : {8, -4})
+    finds("four outside", "is outside s, 32 bytes", [&] { LUNACU_LAUNCH(four_at, 1, 1, 0, 0, at); });
+  for (int at : {0, 4}) LUNACU_LAUNCH(four_at, 1, 1, 0, 0, at);
+  cudaDeviceSynchronize();
+  CHECK(cuda_host.errors == 0, "four at multiples of 16 bytes: %s", cuda_host.message);
   finds("unwritten", "reads s[0] before it was written", [&] { LUNACU_LAUNCH(unwritten, 2, 8, 0, 0, y); });
   finds("unwritten, dynamic", "before it was written", [&] { LUNACU_LAUNCH(unwritten_dynamic, 1, 8, 32, 0, y); });
   finds("stack", "bytes of stack", [&] { LUNACU_LAUNCH(overflows, 1, 1, 0, 0, (int *)y); });
@@ -419,6 +434,11 @@ static void wrong_kernels() {
   ends("beside an allocation", [&] { LUNACU_LAUNCH(write_at, 1, 1, 0, 0, y, 1024); cudaDeviceSynchronize(); });
 #else
   for (int at : {1024, 1024 + 63, -1, -64}) finds("beside an allocation", "wrote beside the 4096 bytes", [&] { LUNACU_LAUNCH(write_at, 1, 1, 0, 0, y, at); });
+  float *z = device<float>(1024);
+  for (float by : {0.0f, 2.0f})
+    finds("from beside one allocation to beside another", "wrote beside the 4096 bytes",
+          [&] { LUNACU_LAUNCH(copy_at, 1, 1, 0, 0, z, y, by, 1024); });
+  cudaFree(z);
   float *small = device<float>(3);
   LUNACU_LAUNCH(write_at, 1, 1, 0, 0, small, 3);
   cudaStreamSynchronize(0);
@@ -533,7 +553,10 @@ static void streams() {
 
   cudaMemsetAsync(x, 0, 16, s);
   LUNACU_LAUNCH(add_one, 1, 4, 0, s, x);
-  CHECK(cudaStreamQuery(s) == cudaErrorNotReady && cudaGetLastError() == cudaSuccess && cudaStreamQuery(s) == cudaSuccess, "whoever asks often gets there");
+  CHECK(cudaStreamQuery(s) == cudaErrorNotReady && cudaStreamQuery(s) == cudaSuccess, "whoever asks often gets there");
+  CHECK(cudaPeekAtLastError() == cudaErrorNotReady && cudaGetLastError() == cudaErrorNotReady &&
+            cudaGetLastError() == cudaSuccess,
+        "an answer of not ready stays until somebody takes it");
   CHECK(fetch(x, 1)[0] == 1, "after the queries");
 
   float *copy = device<float>(4);
@@ -554,7 +577,7 @@ static void streams() {
   cudaStreamWaitEvent(t, f);
   LUNACU_LAUNCH(add_one, 1, 4, 0, t, x);
   float ms = -1;
-  CHECK(cudaEventElapsedTime(&ms, e, f) == cudaErrorNotReady, "no time yet");
+  CHECK(cudaEventElapsedTime(&ms, e, f) == cudaErrorNotReady && cudaGetLastError() == cudaErrorNotReady, "no time yet");
   CHECK(cudaStreamSynchronize(t) == cudaSuccess && fetch(x, 1)[0] == 7, "one stream waits for another's event");
   CHECK(cudaEventSynchronize(f) == cudaSuccess && cudaEventQuery(e) == cudaSuccess && cudaEventElapsedTime(&ms, e, f) == cudaSuccess && ms >= 0, "time between events: %g", ms);
   cudaEventDestroy(e); cudaEventDestroy(f);
@@ -770,6 +793,84 @@ static void cublas() {
   CHECK(cuda_host.allocated == 0 && cuda_host.errors == 0, "%s", cuda_host.message);
 }
 
+/* ----------------------------------------------------------------------------------------------------------------------
+   Two devices, and a build without code for one
+   ---------------------------------------------------------------------------------------------------------------------- */
+static void devices() {
+  const float one = 1, zero = 0;
+  cudaStream_t stream[2];
+  cudaEvent_t event[2];
+  cublasHandle_t handle[2];
+  float *x[2], host[4] = {1, 2, 3, 4};
+  int device = -1;
+  cudaPointerAttributes attributes;
+  cuda_host.devices = 2;
+  for (int d = 0; d < 2; d++) {
+    CHECK(cudaSetDevice(d) == cudaSuccess && cudaGetDevice(&device) == cudaSuccess && device == d, "device %d is %d", d,
+          device);
+    cudaStreamCreate(&stream[d]);
+    cudaEventCreate(&event[d]);
+    cublasCreate(&handle[d]);
+    cublasSetStream(handle[d], stream[d]);
+    x[d] = ::device<float>(8);
+  }
+  CHECK(cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetLastError() == cudaErrorInvalidDevice &&
+            cudaGetDevice(&device) == cudaSuccess && device == 1,
+        "a third device");
+  CHECK(cudaPointerGetAttributes(&attributes, x[1]) == cudaSuccess && attributes.device == 1 &&
+            cudaPointerGetAttributes(&attributes, x[0] + 3) == cudaSuccess && attributes.device == 0,
+        "memory says its device");
+  const auto multiply = [&](int h, float *a, float *c) {
+    return cublasSgemm(handle[h], CUBLAS_OP_N, CUBLAS_OP_N, 2, 2, 2, &one, a, 2, a, 2, &zero, c, 2);
+  };
+  finds("a stream of another device", "a launch into a stream of device 0 while device 1", [&] {
+    CHECK(LUNACU_START(add_one, 1, 4, 0, stream[0], x[0]) == cudaErrorInvalidResourceHandle,
+          "a launch into another device's stream");
+  });
+  finds("memory of another device", "memory of device 0", [&] { LUNACU_LAUNCH(add_one, 1, 4, 0, stream[1], x[0]); });
+  finds("a fill in another device's stream", "a fill in a stream of device 0",
+        [&] { CHECK(cudaMemsetAsync(x[0], 0, 16, stream[0]) != cudaSuccess, "such a fill"); });
+  finds("a fill of another device's memory", "a fill of memory of device 0",
+        [&] { CHECK(cudaMemsetAsync(x[0], 0, 16, stream[1]) != cudaSuccess, "such a fill"); });
+  finds("another device's handle", "a product by a handle of device 0",
+        [&] { CHECK(multiply(0, x[0], x[0]) != CUBLAS_STATUS_SUCCESS, "such a product"); });
+  finds("another device's memory in a product", "a product in memory of device 0",
+        [&] { CHECK(multiply(1, x[1], x[0]) != CUBLAS_STATUS_SUCCESS, "such a product"); });
+  finds("another device's event", "an event of device 0 is recorded",
+        [&] { CHECK(cudaEventRecord(event[0], stream[1]) == cudaErrorInvalidResourceHandle, "such an event"); });
+
+  cudaMemcpyAsync(x[0], host, 16, cudaMemcpyHostToDevice, stream[0]); /* these may be called with any device current */
+  CHECK(cudaEventRecord(event[0], stream[0]) == cudaSuccess && cudaStreamWaitEvent(stream[1], event[0]) == cudaSuccess,
+        "a stream waits for another device's event");
+  cudaMemcpyAsync(x[1], x[0], 16, cudaMemcpyDeviceToDevice, stream[1]);
+  LUNACU_LAUNCH(add_one, 1, 4, 0, stream[1], x[1]);
+  CHECK(multiply(1, x[1], x[1] + 4) == CUBLAS_STATUS_SUCCESS && cudaStreamSynchronize(stream[0]) == cudaSuccess &&
+            cudaStreamSynchronize(stream[1]) == cudaSuccess,
+        "the right device");
+  CHECK(fetch(x[1] + 4, 1)[0] == 2 * 2 + 4 * 3 && cuda_host.errors == 0, "%g, %s", fetch(x[1] + 4, 1)[0],
+        cuda_host.message);
+
+  cuda_host.no_image = true;
+  cudaFuncAttributes a;
+  CHECK(LUNACU_START(add_one, 1, 4, 0, stream[1], x[1]) == cudaErrorNoKernelImageForDevice &&
+            cudaGetLastError() == cudaErrorNoKernelImageForDevice &&
+            cudaFuncGetAttributes(&a, add_one) == cudaErrorNoKernelImageForDevice &&
+            cudaGetLastError() != cudaSuccess && cudaGetLastError() == cudaSuccess,
+        "no code for this device");
+  CHECK(cudaMemsetAsync(x[1], 0, 16, stream[1]) == cudaSuccess && cudaStreamSynchronize(stream[1]) == cudaSuccess,
+        "a fill needs none");
+  cuda_host.no_image = false;
+  for (int d = 0; d < 2; d++) {
+    cudaFree(x[d]);
+    cublasDestroy(handle[d]);
+    cudaEventDestroy(event[d]);
+    cudaStreamDestroy(stream[d]);
+  }
+  cudaSetDevice(0);
+  cuda_host.devices = 1;
+  CHECK(cuda_host.errors == 0 && cuda_host.allocated == 0, "%s", cuda_host.message);
+}
+
 int main() {
   cuda_host.quiet = true;                    /* the findings here are wanted */
   right_kernels();
@@ -780,5 +881,6 @@ int main() {
   streams();
   graphs();
   cublas();
+  devices();
   return test_report("cuda_host");
 }

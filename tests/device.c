@@ -66,6 +66,13 @@ static luna_status far_copy(luna_ctx *ctx, void *to, const void *from, size_t by
     far_leave(); \
     return status; \
   }
+static int far_waits;
+static luna_status far_wait(luna_ctx *ctx, const luna_ctx *other) {
+  CHECK(ctx && other && ctx != other && luna_backend_of(ctx) == luna_backend_of(other),
+        "a context waits for itself, or for another device");
+  far_waits++;
+  return LUNA_OK;
+}
 FAR_ENTRY(zero, (luna_ctx *ctx, void *at, size_t bytes), (ctx, at, bytes), at)
 FAR_ENTRY(begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped), (ctx, state, training, stepped), state)
 FAR_ENTRY(check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state), (ctx, loss, state), state)
@@ -109,6 +116,7 @@ int main(int argc, char **argv) {
   far.release = far_release;
   far.copy = far_copy;
   far.zero = far_zero;
+  far.wait = far_wait;
   far.begin = far_begin;
   far.check = far_check;
   far.norm = far_norm;
@@ -117,6 +125,8 @@ int main(int argc, char **argv) {
   const device d = {&far, 0, 0, false, NULL, NULL};
   device_all(&d, argc > 1 ? argv[1] : NULL);
   CHECK(far_opened == 0, "%d devices are still open", far_opened);
+  CHECK(argc > 1 || far_waits == 2 * (1 + 3) + 1, "contexts waited %d times for the owner of what they share",
+        far_waits); /* sharing, begins, a stream */
 
   luna_backend without = far; /* a backend need not have that row, but then it has no streams */
   const device lacking = {&without, 0, 0, false, NULL, NULL};

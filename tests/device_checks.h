@@ -239,6 +239,71 @@ static void device_not_finite(const device *d) {
   luna_close(ctx);
 }
 
+/* ---- contexts that share a set read what its owner has queued, though nobody waited; the second shares it ---- */
+static luna_tensor *device_infer(luna_ctx *ctx, const luna_lm *lm) {
+  static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
+  luna_begin_inference(ctx);
+  return luna_lm_forward(lm, tokens, 2, 10);
+}
+static void device_sharing_once(const device *d, unsigned seed) {
+  enum { COUNT = 20 * 31 };
+  static const int32_t token[1] = {7};
+  device_run owner;
+  luna_ctx *ctx[2] = {device_open(d, 1), device_open(d, 2)};
+  luna_lm lm[2];
+  float expected[COUNT] = {0}, got[2][COUNT] = {{0}};
+  if (device_run_start(&owner, d, 2, 5, "sharing")) {
+    const luna_params *from = owner.params;
+    for (int i = 0; i < 2; i++) {
+      luna_params *shared = luna_params_share(ctx[i], from);
+      CHECK(luna_lm_init(&lm[i], shared, &owner.lm.config) == LUNA_OK, "sharing: %s", luna_error(ctx[i]));
+      from = shared;
+    }
+    for (int step = 0; step < 3; step++) {
+      if (step > 0) device_step(&owner, step); /* the updates are queued, not waited for */
+      for (int i = 0; i < 2; i++) luna_read(device_infer(ctx[i], &lm[i]), got[i]);
+      luna_read(device_infer(owner.ctx, &owner.lm), expected);
+      for (int i = 0; i < 2; i++)
+        CHECK(memcmp(got[i], expected, sizeof expected) == 0,
+              "seed %u, step %d: sharer %d reads other values than its owner has", seed, step, i);
+    }
+    device_step(&owner, 3);
+    luna_stream *s[2] = {luna_stream_open(&lm[0], NULL),
+                         luna_stream_open(&owner.lm, NULL)}; /* with no begin before the first */
+    const float *logits[2] = {luna_stream_step(s[0], token), luna_stream_step(s[1], token)};
+    CHECK(logits[0] && logits[1] && memcmp(logits[0], logits[1], 31 * sizeof(float)) == 0,
+          "seed %u: a stream of a shared set has other logits", seed);
+    luna_stream_close(s[0]), luna_stream_close(s[1]);
+  }
+  luna_close(ctx[1]);
+  luna_close(ctx[0]);
+  luna_close(owner.ctx);
+}
+static void device_sharing(const device *d) {
+  for (unsigned seed = 1; seed <= (d->seed ? 12u : 1u); seed++) {
+    if (d->seed) d->seed(seed);
+    device_sharing_once(d, seed);
+  }
+}
+
+/* ---- a context that measures needs no device ---- */
+static void device_measures(const device *d) {
+  luna_options options = {0};
+  luna_lm_config config = {0};
+  luna_lm lm;
+  options.backend = d->backend;
+  options.measure = true;
+  options.threads = 1;
+  config.vocab = 31;
+  config.layer.dim = 16;
+  luna_ctx *ctx = luna_open(&options);
+  if (CHECK(ctx && luna_lm_init(&lm, luna_params_open(ctx), &config) == LUNA_OK, "measuring on a device: %s",
+            luna_error(ctx)))
+    CHECK(device_infer(ctx, &lm) && luna_memory(ctx).peak > 31 * 16 * sizeof(float), "measured are %zu bytes: %s",
+          luna_memory(ctx).peak, luna_error(ctx));
+  luna_close(ctx);
+}
+
 /* ---- reading, writing, and what a device refuses ---- */
 static void device_refusals(const device *d) {
   const int64_t shape[2] = {2, 3};
@@ -582,6 +647,8 @@ static void device_all(const device *d, const char *only) {
   device_checkpoints(d);
   device_skips(d);
   device_not_finite(d);
+  device_sharing(d);
+  device_measures(d);
   device_serving(d);
   device_refusals(d);
 }

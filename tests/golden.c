@@ -1,5 +1,6 @@
 /* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data), on every instruction set, in the plain and the
-   folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||).
+   folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is zero in
+   exact arithmetic, as key biases' and those of a softmax over one key: see golden_gradient_error).
    A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs x, p, context, lengths, outputs y,
    yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model (classifier, seq2seq)
    tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean cross-entropy. Included by cuda.c, it runs on a device. */
@@ -11,7 +12,7 @@
 
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
-#define FLOOR 5e-2 /* gradients of a smaller root mean square than this are true zeros: key biases */
+#define TRUE_ZERO 1e-5 /* of the file's largest gradient (root mean squares): below it the reference counts as zero */
 #define MOST_FILES 256
 
 typedef struct golden_worst {
@@ -27,7 +28,8 @@ typedef struct golden {
   int64_t dim, heads, pack_heads, ffn;
   bool tied, pre_norm;
   luna_activation activation, omega;
-  golden_worst output, gradient;
+  double largest;                        /* root mean square of the file's largest gradient */
+  golden_worst output, gradient, zero;   /* zero: gradients that are zero in exact arithmetic */
   const char *how; /* instruction set and form of the run */
 } golden;
 
@@ -99,6 +101,38 @@ static bool golden_open(golden *g) {
   g->activation = golden_is(g, "activation", "gelu") ? LUNA_GELU : LUNA_RELU;
   g->omega = golden_is(g, "pack_activation", "elu") || golden_is(g, "pack_activation", "elu1") ? LUNA_ELU1 : LUNA_SOFTPLUS2;
   return true;
+}
+
+/* ---- gradients: relative errors, except where the reference is a true zero ---- */
+static double golden_rms(const float *x, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+  return n ? sqrt(sum / (double)n) : 0;
+}
+static bool golden_is_zero(const float *expected, int64_t n, double largest) {
+  return golden_rms(expected, n) <= TRUE_ZERO * largest;
+}
+/* held to GRADIENT_LIMIT: ||got - expected|| / ||expected||, with no floor; of a true zero max |got - expected| / largest */
+static double golden_gradient_error(const float *got, const float *expected, int64_t n, double largest) {
+  double max = 0;
+  if (!golden_is_zero(expected, n, largest)) return common_error(got, expected, n, 0);
+  for (int64_t i = 0; i < n; i++) {
+    const double off = fabs((double)got[i] - (double)expected[i]);
+    if (off != off) return off;
+    if (off > max) max = off;
+  }
+  return max > 0 ? max / largest : 0; /* a file may have no gradient but zeros */
+}
+static double golden_largest(const golden *g) {
+  lunai_st_tensor t;
+  size_t cursor = 0;
+  double largest = 0;
+  while (lunai_st_next(&g->st, &cursor, &t)) {
+    float *values = t.name.size > 5 && memcmp(t.name.at, "grad.", 5) == 0 ? common_floats(t.count) : NULL;
+    if (values && lunai_st_floats(&t, values)) largest = fmax(largest, golden_rms(values, t.count));
+    free(values);
+  }
+  return largest;
 }
 
 /* ---- the layer of a file: parameters from it, then forward ---- */
@@ -186,7 +220,8 @@ static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
   }
   got = common_floats(found.count); /* zeros: of a parameter that backward did not reach (the folded form has no key bias) */
   if (CHECK(!t->grad || luna_read_grad(t, got) == LUNA_OK, "%s: no gradient for %s (%s)", g->name, name, g->how))
-    golden_note(g, &g->gradient, full, common_error(got, expected, found.count, FLOOR));
+    golden_note(g, golden_is_zero(expected, found.count, g->largest) ? &g->zero : &g->gradient, full,
+                golden_gradient_error(got, expected, found.count, g->largest));
   free(got);
   free(expected);
   return 1;
@@ -334,14 +369,19 @@ static int golden_file(golden *g) { /* 1 when it was compared */
     printf("golden: skipped %s, of the kind %s\n", g->name, g->kind);
     return 0;
   }
+  g->largest = golden_largest(g);
   for (int i = 0; i < COMMON_ISAS; i++) {
     if (!luna_isa_available(common_isas[i]) || (golden_backend && i > 0)) continue;
     for (int mode = 0; mode < 4; mode++) (known < 4 ? golden_run : golden_run_model)(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, mode < 2);
   }
-  printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)\n", g->name, g->output.error, g->output.where, g->gradient.error,
-         g->gradient.where);
+  printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)", g->name, g->output.error, g->output.where,
+         g->gradient.error, g->gradient.where);
+  if (g->zero.where[0]) printf(", true zeros %.2g of %.2g (%s)", g->zero.error, g->largest, g->zero.where);
+  printf("\n");
   CHECK(g->output.error <= OUTPUT_LIMIT, "%s: an output is off by %.3g", g->name, g->output.error);
   CHECK(g->gradient.error <= GRADIENT_LIMIT, "%s: a gradient is off by %.3g", g->name, g->gradient.error);
+  CHECK(g->zero.error <= GRADIENT_LIMIT, "%s: a gradient that is zero is %.3g of the file's largest", g->name,
+        g->zero.error);
   return 1;
 }
 
@@ -378,7 +418,41 @@ static int golden_folder(const char *folder) {
 }
 
 #ifndef GOLDEN_INCLUDED
+/* the rule on gradients made up for it, beside a largest of 1 */
+static void golden_check_rule(void) {
+  enum { COUNT = 64 };
+  static const struct { double size, off; bool good; const char *what; } cases[] = {
+    {1, 1e-6, true, "rounding of a large gradient"},
+    {1, 1e-3, false, "a large gradient off by 1e-3 of itself"},
+    {1e-3, 1e-9, true, "rounding of a small gradient"},
+    {1e-3, 1e-6, false, "a small gradient off by 1e-3 of itself"},
+    {3e-5, 3e-8, false, "a gradient just above a true zero, off by 1e-3 of itself"},
+    {1e-8, 1e-6, true, "rounding noise around a true zero"},
+    {0, 1e-6, true, "rounding noise around zeros"},
+    {0, 1e-4, false, "a gradient in place of zeros"},
+    {1e-8, 1e-4, false, "a gradient in place of a true zero"},
+  };
+  float expected[COUNT], got[COUNT];
+  for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
+    for (int i = 0; i < COUNT; i++) {
+      expected[i] = (float)(cases[c].size * common_number(1, (uint64_t)i));
+      got[i] = (float)((double)expected[i] + cases[c].off * common_number(2, (uint64_t)i));
+    }
+    const double error = golden_gradient_error(got, expected, COUNT, 1);
+    CHECK((error <= GRADIENT_LIMIT) == cases[c].good, "the rule: %s: error %.3g", cases[c].what, error);
+  }
+  memset(expected, 0, sizeof expected);
+  memset(got, 0, sizeof got);
+  CHECK(golden_gradient_error(got, expected, COUNT, 0) == 0, "the rule: zeros in a file of zeros");
+  got[5] = 1e-3f; /* one number of many */
+  CHECK(golden_gradient_error(got, expected, COUNT, 1) > GRADIENT_LIMIT,
+        "the rule: one number of a true zero is a gradient");
+  CHECK(golden_gradient_error(got, expected, COUNT, 0) > GRADIENT_LIMIT, "the rule: a gradient in a file of zeros");
+  got[5] = NAN;
+  CHECK(!(golden_gradient_error(got, expected, COUNT, 1) <= GRADIENT_LIMIT), "the rule: a NaN is zero");
+}
 int main(int argc, char **argv) {
+  golden_check_rule();
   if (golden_folder(argc > 1 && argv[1][0] ? argv[1] : "tests/data")) return 1;
   return test_report("golden");
 }
