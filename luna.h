@@ -236,7 +236,9 @@ typedef struct luna_options {
 /* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
    device, for instance). A backend whose device cannot be opened gives a context that refuses everything with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null is fine */
+/* Frees everything made from it; null is fine. At any time, and contexts in any order: what reads its parameters elsewhere (sets that share them, streams
+   on the CPU) can afterwards only be closed. */
+LUNA_API void luna_close(luna_ctx *ctx);
 
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);      /* training: tape and dropout on; activations freed; gradients kept */
@@ -843,7 +845,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
 /* Memory from the model's context's allocator, on a device from the device: all at once, a step takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
-LUNA_API void luna_stream_close(luna_stream *stream);
+LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; of a CPU's also after its model's context is closed */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const int32_t *tokens, int64_t n); /* tokens [batch, n] -> logits after the last */
@@ -2911,9 +2913,9 @@ LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attentio
   w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
   w->queries = a->query_offsets ? 0 : a->queries;
   w->keys = a->key_offsets ? 0 : a->keys;
-  for (b = 0; b < a->batch; b++) {
-    if (a->query_offsets) w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
-    if (a->key_offsets) w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
+  for (b = 0; a->query_offsets && b < a->batch; b++) {
+    w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
+    w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
   }
   if (a->causal) w->keys = lunai_min(w->keys, w->queries);
   w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
@@ -8631,7 +8633,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   if (copy && both[1]) both[1] = luna_scale(both[1], 1);
   if (both[1] && (both[0] || !second)) lunai_keep(ctx, mark, second ? both : both + 1, op->outputs);
   ctx->paused = false;
-  if (!both[1] || (second && !both[0])) return NULL;
+  if (!both[1] || (second && !both[0])) return lunai_null(ctx, "luna_recompute", "a result of the block");
   op->out[0] = both[1];
   op->out[1] = both[0];
   if (second) *second = both[0];
@@ -11997,9 +11999,9 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   int64_t at, i, rows = 0;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || !tokens || lunai_checked(n, s->batch) < 0) s->error = "luna_stream_prefill: there must be at least one token, and not too many";
-  for (i = 0; i < n * s->batch && !*s->error; i++)
+  for (i = 0; !*s->error && i < n * s->batch; i++)
     if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
-  if (s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
+  if (!*s->error && s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
   if (*s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
