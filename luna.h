@@ -2292,7 +2292,7 @@ LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t slots) {
 }
 LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
   LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->slots, 1) : 1);
-  p.scratch = (char *)scratch;
+  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (g->m > 0 && g->n > 0) lunai_run(parallel, LUNAI_K(gemm_task), &p);
 }
 
@@ -4558,6 +4558,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (g.m > 0 && g.n > 0 && (!g.c || (g.k > 0 && (!g.a || !g.b)))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (g.m == 0 || g.n == 0) return LUNA_OK;
+  if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.slots));
   if (scratch) kernels->gemm(&g, &parallel, scratch);
@@ -4717,6 +4718,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
+  if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.slots, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
@@ -7253,6 +7255,7 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   lunai_tensor_set(t, ctx, rank, shape);
   if (passing ? (t->data_spare = lunai_spare_take(ctx, bytes)) == NULL : !lunai_step(ctx, bytes, true, &data)) return NULL;
   t->data = (float *)(passing ? t->data_spare->at : data);
+  if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
   return t;
 }
 LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) { return lunai_tensor_make(ctx, rank, shape, false); }

@@ -338,11 +338,12 @@ static void two_shares(void *user, int64_t count, void (*task)(void *work, int64
   for (int64_t i = 0; i < count; i++) task(work, i);
 }
 static luna_run run_of(void) {
+  static float scratch[10000];
   luna_run run = {0};
   run.isa = ENUM(luna_isa, 2);
   if (coin()) {
-    run.scratch = room;
-    run.scratch_size = coin() ? 40000 : pick(3000);
+    run.scratch = (char *)scratch + pick(64);
+    run.scratch_size = coin() ? sizeof scratch - 64 : pick(3000);
   }
   if (coin()) run.parallel_for = two_shares;
   run.threads = number((int)pick(4));
