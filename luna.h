@@ -129,8 +129,9 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #ifndef LUNA_ONLY_STREAM
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for somebody's own engine; no context, no allocation
-   Strides are in floats, 0 = dense. Threads: the caller's alone, or `threads` shares through parallel_for; the bits do not
-   depend on it. Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower
+   Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array reaches over at most
+   2^47 floats; beyond that, and for arguments that are null or not finite: LUNA_BAD_ARGUMENT.
+   Threads: the caller's alone, or `threads` shares (at most 256) through parallel_for; the bits do not depend on it. Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower
    or, where that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_run {
@@ -149,7 +150,7 @@ typedef struct luna_gemm_args {
   int64_t m, n, k, batch;            /* batch 0 = 1 */
   bool transpose_a, transpose_b;     /* A stored [k, m]; B stored [n, k] */
   int64_t a_row, b_row, c_row;       /* floats from one stored row to the next */
-  int64_t a_batch, b_batch, c_batch; /* from one product to the next; LUNA_SHARED: the same for all */
+  int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_SHARED, the same for all */
   float alpha;                       /* 0 = 1 */
   luna_activation activation;
   bool accumulate;                   /* add to C */
@@ -158,7 +159,7 @@ typedef struct luna_gemm_args {
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
-#define LUNA_SHARED (-1)             /* a batch stride that shares one array among the batch; its gradient is the sum, in order */
+#define LUNA_SHARED (-1)             /* a batch stride of what is read: one array for the whole batch; its gradient is the sum, in order */
 
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
    k and v [batch, keys, heads, dim]; packed batches instead by row offsets. */
@@ -238,7 +239,9 @@ typedef struct luna_options {
 /* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
    device, for instance). A backend whose device cannot be opened gives a context that refuses everything with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-LUNA_API void luna_close(luna_ctx *ctx); /* frees everything made from it; null is fine */
+/* Frees everything made from it; null is fine. At any time, and contexts in any order: what reads its parameters elsewhere (sets that share them, streams
+   on the CPU) can afterwards only be closed. */
+LUNA_API void luna_close(luna_ctx *ctx);
 
 #ifndef LUNA_NO_TRAIN
 /* Training: tape and dropout on; activations freed; gradients kept. After a step that failed before its luna_backward was done this begins the same
@@ -774,7 +777,7 @@ typedef struct luna_schedule {
   int64_t milestone[4];              /* steps after each of which the factor is multiplied by gamma; 0 = no more */
   float gamma;                       /* 0 = 0.1 */
 } luna_schedule;
-LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step);
+LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step); /* null: constant, 1 */
 
 typedef struct luna_optimizer luna_optimizer;
 typedef struct luna_sgd_config {
@@ -870,7 +873,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
 /* Memory from the model's context's allocator, on a device from the device: all at once, a step takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
-LUNA_API void luna_stream_close(luna_stream *stream);
+LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; of a CPU's also after its model's context is closed */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const int32_t *tokens, int64_t n); /* tokens [batch, n] -> logits after the last */
@@ -889,7 +892,7 @@ typedef struct luna_sampling {
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
-LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling); /* -1 for null logits or NaN */
+LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling); /* -1 for null logits or NaN, and for a sampling that cannot be */
 
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
@@ -1051,6 +1054,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
 #define LUNAI_CHUNK 64             /* rows of a causal chunk */
+#define LUNAI_MOST_THREADS 256
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -1058,15 +1062,22 @@ LUNAI_INLINE int64_t lunai_max(int64_t a, int64_t b) { return a > b ? a : b; }
 LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
+LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
 LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_SOFTPLUS2; }
 
-/* a * b for sizes; -1 when either is negative or the product passes 2^47 elements (so that bytes and sums never wrap) */
-LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) {
-  const int64_t most = sizeof(size_t) < 8 ? (int64_t)1 << 28 : (int64_t)1 << 47;
+/* Elements of an array at most, so that bytes and sums never wrap; and of what a kernel keeps of one matrix in each thread's scratch. */
+#define LUNAI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
+#define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
+/* a * b for sizes; -1 when either is negative or the product passes the limit */
+LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
-  return a > most / b ? -1 : a * b;
+  return a > limit / b ? -1 : a * b;
 }
+LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+
+/* memcpy, but of nothing from or to anywhere, null too */
+LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
 
 /* the next `count` floats of a scratch area, kept aligned; the area was sized by the same calls on a null pointer */
 LUNAI_INLINE float *lunai_take(char **scratch, int64_t count) {
@@ -2316,7 +2327,7 @@ LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t slots) {
 }
 LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
   LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->slots, 1) : 1);
-  p.scratch = (char *)scratch;
+  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (g->m > 0 && g->n > 0) lunai_run(parallel, LUNAI_K(gemm_task), &p);
 }
 
@@ -2937,9 +2948,9 @@ LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attentio
   w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
   w->queries = a->query_offsets ? 0 : a->queries;
   w->keys = a->key_offsets ? 0 : a->keys;
-  for (b = 0; b < a->batch; b++) {
-    if (a->query_offsets) w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
-    if (a->key_offsets) w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
+  for (b = 0; a->query_offsets && b < a->batch; b++) {
+    w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
+    w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
   }
   if (a->causal) w->keys = lunai_min(w->keys, w->queries);
   w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
@@ -4467,13 +4478,13 @@ LUNA_API const char *luna_status_text(luna_status status) {
    >>functions: the context-free calls
    Each has a plain form of a few loops, which is the reference and what runs without scratch, and the kernel. Guarded by tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { lunai_philox(counter, key, out); }
+LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { if (counter && out) lunai_philox(counter, key, out); }
 
 LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
   lunai_parallel p;
   p.run = run->parallel_for;
   p.user = run->parallel_user;
-  p.slots = run->parallel_for && run->threads > 1 ? run->threads : 1;
+  p.slots = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MOST_THREADS) : 1;
   return p;
 }
 
@@ -4484,7 +4495,18 @@ LUNAI_FN void *lunai_scratch_of(const luna_run *run, size_t need) {
   return (void *)aligned;
 }
 
-LUNAI_INLINE int64_t lunai_stride(int64_t given, int64_t dense) { return given == LUNA_SHARED ? 0 : given == 0 ? dense : given; }
+/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach over together; -1 when a size or
+   a stride is negative, or a product too large. */
+LUNAI_FN int64_t lunai_extent(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
+  const int64_t last = lunai_checked(lunai_max(count, 1) - 1, *stride = given ? given : dense);
+  return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LUNAI_MAX_COUNT - last ? -1 : extent + last;
+}
+/* the same for the batch of what is read, which may share one part */
+LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
+  if (given != LUNA_SHARED) return lunai_extent(extent, count, given, dense, stride);
+  *stride = 0;
+  return lunai_checked(count, 1) < 0 ? -1 : extent;
+}
 
 LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
@@ -4511,21 +4533,23 @@ LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
 
 /* --- gemm --- */
 LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
+  const int64_t batch = args->batch ? args->batch : 1;
   const int64_t a_width = args->transpose_a ? args->m : args->k, b_width = args->transpose_b ? args->k : args->n;
   const int64_t a_height = args->transpose_a ? args->k : args->m, b_height = args->transpose_b ? args->n : args->k;
+  int64_t a, b, c;
   memset(g, 0, sizeof *g);
-  if (args->m < 0 || args->n < 0 || args->k < 0 || args->batch < 0) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_activation(args->activation)) return LUNA_BAD_ARGUMENT;
+  if (args->m < 0 || args->n < 0 || args->k < 0 || !lunai_is_activation(args->activation) || !lunai_is_finite(args->alpha)) return LUNA_BAD_ARGUMENT;
+  a = lunai_extent(a_width, a_height, args->a_row, a_width, &g->a_row);
+  b = lunai_extent(b_width, b_height, args->b_row, b_width, &g->b_row);
+  c = lunai_extent(args->n, args->m, args->c_row, args->n, &g->c_row);
+  a = lunai_extent_shared(a, batch, args->a_batch, lunai_checked(g->a_row, a_height), &g->a_batch[1]);
+  b = lunai_extent_shared(b, batch, args->b_batch, lunai_checked(g->b_row, b_height), &g->b_batch[1]);
+  c = lunai_extent(c, batch, args->c_batch, lunai_checked(g->c_row, args->m), &g->c_batch[1]);
+  if (a < 0 || b < 0 || c < 0) return LUNA_BAD_ARGUMENT;
   g->a = args->a; g->b = args->b; g->c = args->c; g->bias = args->bias;
   g->m = args->m; g->n = args->n; g->k = args->k;
-  g->a_row = lunai_stride(args->a_row, a_width);
-  g->b_row = lunai_stride(args->b_row, b_width);
-  g->c_row = lunai_stride(args->c_row, args->n);
   g->batch[0] = 1;
-  g->batch[1] = args->batch ? args->batch : 1;
-  g->a_batch[1] = lunai_stride(args->a_batch, g->a_row * a_height);
-  g->b_batch[1] = lunai_stride(args->b_batch, g->b_row * b_height);
-  g->c_batch[1] = lunai_stride(args->c_batch, g->c_row * args->m);
+  g->batch[1] = batch;
   g->a_column = args->transpose_a ? g->a_row : 1;
   if (args->transpose_a) g->a_row = 1;
   g->b_column = args->transpose_b ? g->b_row : 1;
@@ -4555,21 +4579,23 @@ LUNAI_FN void lunai_gemm_plain(const lunai_kernels *kernels, const lunai_gemm *g
 }
 
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
-  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   lunai_gemm g;
   if (!kernels || lunai_gemm_of(args, &g) != LUNA_OK) return 0;
   return kernels->gemm_scratch(&g, lunai_parallel_of(&args->run).slots) + LUNAI_ALIGN;
 }
 
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
-  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
-  const lunai_parallel parallel = lunai_parallel_of(&args->run);
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
+  lunai_parallel parallel;
   lunai_gemm g;
-  luna_status status = lunai_gemm_of(args, &g);
   void *scratch;
-  if (status != LUNA_OK) return status;
+  if (!args || lunai_gemm_of(args, &g) != LUNA_OK) return LUNA_BAD_ARGUMENT;
   if (g.m > 0 && g.n > 0 && (!g.c || (g.k > 0 && (!g.a || !g.b)))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
+  if (g.m == 0 || g.n == 0) return LUNA_OK;
+  if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
+  parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.slots));
   if (scratch) kernels->gemm(&g, &parallel, scratch);
   else lunai_gemm_plain(kernels, &g);
@@ -4577,32 +4603,48 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
 }
 
 /* --- softmax attention --- */
+/* rows of a packed batch; -1 when the offsets fall, or start below 0 */
+LUNAI_FN int64_t lunai_packed_rows(const int32_t *offsets, int64_t batch) {
+  int64_t b;
+  for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
+  return batch > 0 ? offsets[batch] : 0;
+}
+/* The strides of q, k, v or out, [batch, rows, heads, dim] or, packed, [rows, heads, dim]; false when there are no such. */
+LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool packed, bool shared, const int64_t given[3],
+                             int64_t *batch_stride, int64_t *row, int64_t *head) {
+  int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
+  extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
+  if (packed) *batch_stride = 0;
+  else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+  else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+  return extent >= 0;
+}
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
   const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  int64_t b;
+  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head }, k[3] = { args->k_batch, args->k_row, args->k_head };
+  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head }, out[3] = { args->out_batch, args->out_row, args->out_head };
+  const bool packed = args->query_offsets != NULL;
+  int64_t b, queries = args->queries, keys = args->keys;
   memset(a, 0, sizeof *a);
-  if (args->batch < 0 || args->heads < 1 || args->queries < 0 || args->keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
-  if (!(args->dropout >= 0 && args->dropout < 1) || !args->query_offsets != !args->key_offsets) return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < args->batch; b++) {
-    if (args->lengths && (args->lengths[b] < 0 || args->lengths[b] > args->keys)) return LUNA_BAD_ARGUMENT;
-    if (args->query_offsets && (args->query_offsets[b] < 0 || args->query_offsets[b + 1] < args->query_offsets[b] ||
-                                args->key_offsets[b] < 0 || args->key_offsets[b + 1] < args->key_offsets[b])) return LUNA_BAD_ARGUMENT;
+  if (lunai_checked(args->batch, args->heads) < 0 || args->heads < 1 || queries < 0 || keys < 0) return LUNA_BAD_ARGUMENT;
+  if (args->head_dim < 1 || value_dim < 1 || args->head_dim > LUNAI_MAX_SCRATCH || value_dim > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
+  if (packed != (args->key_offsets != NULL) || (packed && args->lengths)) return LUNA_BAD_ARGUMENT;
+  if (packed) {
+    queries = lunai_packed_rows(args->query_offsets, args->batch);
+    keys = lunai_packed_rows(args->key_offsets, args->batch);
   }
+  if (!lunai_heads_of(args->batch, queries, args->heads, args->head_dim, packed, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(args->batch, keys, args->heads, args->head_dim, packed, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(args->batch, keys, args->heads, value_dim, packed, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(args->batch, queries, args->heads, value_dim, packed, false, out, &a->out_batch, &a->out_row, &a->out_head))
+    return LUNA_BAD_ARGUMENT;
+  /* the number of a score is what dropout goes by */
+  if (lunai_product(lunai_product(lunai_checked(args->batch, args->heads), args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; args->lengths && b < args->batch; b++) if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
   a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
   a->head_dim = args->head_dim; a->value_dim = value_dim;
-  a->q_head = lunai_stride(args->q_head, args->head_dim);
-  a->k_head = lunai_stride(args->k_head, args->head_dim);
-  a->v_head = lunai_stride(args->v_head, value_dim);
-  a->out_head = lunai_stride(args->out_head, value_dim);
-  a->q_row = lunai_stride(args->q_row, args->heads * args->head_dim);
-  a->k_row = lunai_stride(args->k_row, args->heads * args->head_dim);
-  a->v_row = lunai_stride(args->v_row, args->heads * value_dim);
-  a->out_row = lunai_stride(args->out_row, args->heads * value_dim);
-  a->q_batch = lunai_stride(args->q_batch, args->queries * a->q_row);
-  a->k_batch = lunai_stride(args->k_batch, args->keys * a->k_row);
-  a->v_batch = lunai_stride(args->v_batch, args->keys * a->v_row);
-  a->out_batch = lunai_stride(args->out_batch, args->queries * a->out_row);
   a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
   a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
   a->causal = args->causal;
@@ -4688,27 +4730,32 @@ LUNAI_FN void lunai_attention_backward_plain(const lunai_kernels *kernels, const
 }
 
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
-  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
-  const int64_t slots = lunai_parallel_of(&args->run).slots;
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
+  int64_t slots;
   lunai_attention a;
   size_t forward, backward;
   if (!kernels || lunai_attention_of(args, &a) != LUNA_OK) return 0;
+  slots = lunai_parallel_of(&args->run).slots;
   forward = kernels->attention_scratch(&a, slots, false);
   backward = kernels->attention_scratch(&a, slots, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
 LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool backward) {
-  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
-  const lunai_parallel parallel = lunai_parallel_of(&args->run);
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
+  lunai_parallel parallel;
   lunai_attention a;
-  luna_status status = lunai_attention_of(args, &a);
+  int64_t queries, keys;
   void *scratch;
-  if (status != LUNA_OK) return status;
-  if (args->batch > 0 && args->queries > 0 && (!args->q || !args->out || (args->keys > 0 && (!args->k || !args->v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && (!args->grad_out || !args->log_sum_exp)) return LUNA_BAD_ARGUMENT;
-  if (backward && args->grad_sums && !args->sums) return LUNA_BAD_ARGUMENT;
+  if (!args || lunai_attention_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
+  queries = a.query_offsets ? lunai_packed_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
+  keys = a.key_offsets ? lunai_packed_rows(a.key_offsets, a.batch) : a.keys;
+  if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
+  if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
+  if (queries == 0) return LUNA_OK;
+  if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
+  parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.slots, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   else (backward ? lunai_attention_backward_plain : lunai_attention_plain)(kernels, &a);
@@ -4720,9 +4767,15 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
+/* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
+LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
+  return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
+}
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
+  const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
   memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || args->heads < 1 || args->dim < 1 || args->value_dim < 1) return LUNA_BAD_ARGUMENT;
+  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim)) return LUNA_BAD_ARGUMENT;
+  if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
   c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
   c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim; c->value_dim = args->value_dim;
   c->xy_head = args->dim;
@@ -4758,25 +4811,27 @@ LUNAI_FN void lunai_causal_plain(const lunai_kernels *kernels, const lunai_causa
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
-  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
-  const int64_t slots = lunai_parallel_of(&args->run).slots;
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
+  int64_t slots;
   lunai_causal c;
   size_t forward, backward;
   if (!kernels || lunai_causal_of(args, &c) != LUNA_OK) return 0;
+  slots = lunai_parallel_of(&args->run).slots;
   forward = kernels->causal_scratch(&c, slots, false);
   backward = kernels->causal_scratch(&c, slots, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
 LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backward) {
-  const lunai_kernels *kernels = lunai_kernels_of(args->run.isa);
-  const lunai_parallel parallel = lunai_parallel_of(&args->run);
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
+  lunai_parallel parallel;
   lunai_causal c;
-  luna_status status = lunai_causal_of(args, &c);
   void *scratch;
-  if (status != LUNA_OK) return status;
-  if (args->batch > 0 && args->rows > 0 && (!args->x || !args->y || !args->z || (backward ? !args->grad_out : !args->out))) return LUNA_BAD_ARGUMENT;
+  if (!args || lunai_causal_of(args, &c) != LUNA_OK) return LUNA_BAD_ARGUMENT;
+  if (c.batch > 0 && c.rows > 0 && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
+  if (c.batch == 0 || c.rows == 0) return LUNA_OK;
+  parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.slots, backward));
   if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
   else lunai_causal_plain(kernels, &c, backward);
@@ -5518,7 +5573,6 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_process() ((int64_t)getpid())
 #endif
 
-#define LUNAI_MOST_THREADS 256
 #ifdef LUNAI_NO_POOL
 LUNAI_FN int lunai_cores(void) { return 1; }
 #else
@@ -5879,7 +5933,7 @@ LUNAI_FN void lunai_chunk_close(lunai_chunk **list, luna_allocator allocator, co
 }
 
 LUNAI_FN bool lunai_room(const luna_ctx *ctx, size_t bytes) {
-  return bytes <= SIZE_MAX / 2 && (!ctx->options.block || bytes <= (size_t)(ctx->block_end - ctx->block_start) - lunai_used(ctx));
+  return bytes <= (ctx->options.block ? (size_t)(ctx->block_end - ctx->block_start) : SIZE_MAX / 2) - lunai_used(ctx);
 }
 LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
   const size_t used = lunai_used(ctx);
@@ -6119,7 +6173,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (options) first.options = *options;
   first.kernels = lunai_kernels_of(first.options.isa);
   first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
-  if (!first.kernels || first.options.threads < 0 || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
+  if (!first.kernels || first.options.threads < 0 || (unsigned)first.options.form > LUNA_FORM_FOLDED || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
   if (first.options.block && lunai_far(&first)) return NULL;
   if (first.options.block) {
@@ -6185,11 +6239,11 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, tr
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
 LUNA_API luna_status luna_state(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 LUNA_API const char *luna_error(const luna_ctx *ctx) { return ctx ? ctx->error : "there is no context: luna_open failed (no memory, a block too small, or options that contradict each other)"; }
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
-LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx->self; }
-LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx->state; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
+LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
+LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
-  lunai_fail(ctx, status, "%s", sentence);
+  if (ctx) lunai_fail(ctx, status, "%s", sentence ? sentence : luna_status_text(status));
   return status;
 }
 /* the state as it is now: waits for the device */
@@ -6231,7 +6285,12 @@ LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body
 
 LUNAI_INLINE const lunai_kernels *lunai_k(const luna_op *op) { return op->ctx->kernels; }
 LUNAI_INLINE int64_t lunai_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
-LUNAI_INLINE int64_t lunai_rows(const luna_tensor *t) { return lunai_last(t) ? luna_count(t) / lunai_last(t) : 0; }
+LUNAI_FN int64_t lunai_rows(const luna_tensor *t) { /* of the last axis, which may have no elements */
+  int64_t rows = 1;
+  int a;
+  for (a = 0; a + 1 < t->rank; a++) rows *= t->shape[a];
+  return rows;
+}
 LUNAI_INLINE const luna_tensor *lunai_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
 LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
@@ -6293,7 +6352,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
     lunai_axis_part(op->out[0], op->in[i], (int)op->size[0], &rows, &width, &stride);
     for (r = 0; r < rows; r++) {
       float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
-      if (!back) memcpy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
+      if (!back) lunai_copy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
       else if (op->in[i]->grad) lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
     }
     start += width;
@@ -6839,14 +6898,16 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t slot, int64_t slots) {
   int64_t part = lunai_share(LUNAI_FFN_PARTS, slot, slots);
   for (; part < lunai_share(LUNAI_FFN_PARTS, slot + 1, slots); part++) {
     float *sums = w->sums + part * (f + out), *dh;
-    int64_t at, n;
-    lunai_ffn_part(w, f, part, LUNAI_FFN_PARTS, &at, &n);
+    int64_t row, rows, at, n;
+    lunai_ffn_part(w, 1, part, LUNAI_FFN_PARTS, &row, &rows);
+    at = row * f;
+    n = rows * f;
     dh = w->dh + at;
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
     lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
     memset(sums, 0, (size_t)(f + out) * sizeof(float));
-    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(n / f, f, f, 0, f, 1.0f, dh, sums);
-    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(n / f, out, out, 0, out, 1.0f, w->dy + at / f * out, sums + f);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(rows, f, f, 0, f, 1.0f, dh, sums);
+    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(rows, out, out, 0, out, 1.0f, w->dy + row * out, sums + f);
   }
 }
 /* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
@@ -7302,7 +7363,7 @@ LUNA_API const char *luna_row_name(luna_row_id row) {
     LUNA_BACKEND_ROWS(LUNAI_ROW)
 #undef LUNAI_ROW
   };
-  return row < LUNA_ROWS ? names[row] : "unknown";
+  return (unsigned)row < LUNA_ROWS ? names[row] : "unknown";
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -7312,14 +7373,14 @@ LUNA_API const char *luna_row_name(luna_row_id row) {
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
 
-/* elements of a shape; -1 when it is none: rank, a negative size, too many */
+/* elements of a shape; -1 when it is none: rank, a negative size, too many. An axis of 0 counts as 1 among the too many: so no product of some axes overflows. */
 LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
-  int64_t count = 1;
+  int64_t count = 1, bound = 1;
   int a;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank > 0 && !shape)) return -1;
   for (a = 0; a < rank; a++) {
-    count = lunai_checked(count, shape[a]);
-    if (count < 0) return -1;
+    if (shape[a] < 0 || (bound = lunai_checked(bound, lunai_max(shape[a], 1))) < 0) return -1;
+    count *= shape[a];
   }
   return count;
 }
@@ -7344,6 +7405,7 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   lunai_tensor_set(t, ctx, rank, shape);
   if (passing ? (t->data_spare = lunai_spare_take(ctx, bytes)) == NULL : !lunai_step(ctx, bytes, true, &data)) return NULL;
   t->data = (float *)(passing ? t->data_spare->at : data);
+  if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
   return t;
 }
 LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) { return lunai_tensor_make(ctx, rank, shape, false); }
@@ -7364,7 +7426,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   luna_status status;
   size_t bytes;
   if (!ctx) return NULL;
-  if (count < 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_tensor_new: rank %d with these sizes is no shape (at most 4 axes, none negative)", (int64_t)rank);
+  if (count < 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_tensor_new: rank %d with these sizes is no shape (at most 4 axes, none negative, at most %d elements)", (int64_t)rank, LUNAI_MAX_COUNT);
   mark = lunai_step_mark(ctx);
   bytes = (size_t)count * sizeof(float);
   t = lunai_tensor_take(ctx, rank, shape);
@@ -7423,7 +7485,9 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
   if (t->borrowed || (!values && bytes)) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, t->borrowed ? "luna_write: tensor %t is borrowed" : "luna_write: there are no values for tensor %t", t);
-  return lunai_computes(t->ctx) ? t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1) : LUNA_OK;
+  if (!lunai_computes(t->ctx)) return LUNA_OK;
+  if (!t->data && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_write: the values of tensor %t have been freed", t);
+  return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
@@ -7458,6 +7522,18 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_row_id row, const char *name, int
   for (i = 0; i < inputs; i++)
     if (!s->op.in[i]) return lunai_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
+}
+/* Of an array of inputs: whether all are there. When not, or when there are too many, the context of the first that is hears of it. */
+LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
+  luna_ctx *ctx = NULL;
+  int i, missing = 0;
+  for (i = 0; x && i < count && i < LUNA_MAX_INPUTS; i++) {
+    missing += !x[i];
+    if (!ctx && x[i]) ctx = x[i]->ctx;
+  }
+  if (ctx && count > LUNA_MAX_INPUTS) lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %d tensors, but at most %d", name, (int64_t)count, (int64_t)LUNA_MAX_INPUTS);
+  else if (ctx && missing) lunai_null(ctx, name, "one of the tensors");
+  return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
 /* one more input, which may be null */
 LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
@@ -7503,17 +7579,21 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s) {
   return lunai_give_up(s);
 }
 
+/* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
+LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
+LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
+
 /* what an op of this step keeps for backward, or null when it could not be had */
 LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
   luna_ctx *ctx = op->ctx;
   const luna_row *row = &ctx->backend->row[op->row];
   lunai_mark mark;
   luna_status status = LUNA_OK;
-  row->query(op);
+  if (!lunai_is_empty(op)) row->query(op);
   if (!lunai_step(ctx, op->kept_size, true, &op->kept)) return NULL;
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return NULL;
-  if (lunai_computes(ctx)) status = row->forward(op);
+  if (lunai_is_run(op)) status = row->forward(op);
   lunai_step_rewind(ctx, mark);
   if (status == LUNA_OK) return op;
   lunai_fail(ctx, status, "%s: the backend failed: %s", s->name, luna_status_text(status));
@@ -7617,7 +7697,7 @@ LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *statu
     owner->remade = true;
     mark = lunai_step_mark(ctx);
     if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return false;
-    *status = lunai_computes(ctx) ? ctx->backend->row[op->row].forward(op) : LUNA_OK;
+    *status = lunai_is_run(op) ? ctx->backend->row[op->row].forward(op) : LUNA_OK;
     lunai_step_rewind(ctx, mark);
     if (*status != LUNA_OK) return false;
     *status = LUNA_OUT_OF_MEMORY;
@@ -7705,7 +7785,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   else {
     mark = lunai_step_mark(ctx);
     if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-    *status = lunai_computes(ctx) ? ctx->backend->row[op->row].backward(op) : LUNA_OK;
+    *status = lunai_is_run(op) ? ctx->backend->row[op->row].backward(op) : LUNA_OK;
     lunai_step_rewind(ctx, mark);
     good = *status == LUNA_OK;
   }
@@ -8110,7 +8190,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
     return NULL;
   }
-  if ((unsigned)init.kind > LUNA_PRESENT || !(init.scale - init.scale == 0)) {
+  if ((unsigned)init.kind > LUNA_PRESENT || !lunai_is_finite(init.scale)) {
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: init must be one of luna_init_kind, scale finite", name);
     return NULL;
   }
@@ -8344,12 +8424,10 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!x || count < 1 || !lunai_start(&s, LUNA_ROW_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
-  if (count > LUNA_MAX_INPUTS || axis < 0 || axis >= x[0]->rank)
-    return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %d tensors (at most 8) along axis %d of %t", (int64_t)count, (int64_t)axis, x[0]);
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_ROW_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
+  if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %t has no axis %d", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
   for (i = 1; i < count; i++) {
-    if (!x[i]) return lunai_null(x[0]->ctx, "luna_concat", "one of the tensors");
     for (a = 0; a < LUNA_MAX_RANK; a++)
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %t and %t differ besides axis %d", x[0], x[i], (int64_t)axis);
@@ -8504,7 +8582,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   if (!lunai_start(&s, LUNA_ROW_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_null(x->ctx, "luna_feed_forward", "w2");
   good = x->rank >= 1 && w1->rank == 2 && w2->rank == 2 && w1->shape[1] == lunai_last(x) && w2->shape[1] == w1->shape[0] && lunai_is_activation(activation);
-  good = good && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
+  good = good && lunai_checked(lunai_rows(x), w1->shape[0]) >= 0 && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
   memcpy(shape, x->shape, sizeof shape);
   if (good) shape[x->rank - 1] = w2->shape[0];
   if (!good || (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, shape, sizeof shape) != 0)))
@@ -8530,7 +8608,7 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_softmax: a tensor without axes");
+  if (x->rank < (lengths ? 2 : 1)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_softmax: %t; want [..., n], with lengths [batch, ..., n]", x);
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
 }
@@ -8540,9 +8618,9 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   bool failed = false, full = true;
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
+  if (lengths && x->rank < 2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_mask: %t has no rows; want [batch, n, ...]", x);
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
-  if (!lengths || (full && x->rank >= 2)) return x;
-  if (x->rank < 2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_mask: %t has no rows; want [batch, n, ...]", x);
+  if (full) return x;
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   s.op.size[0] = x->shape[2] * x->shape[3];
   s.op.number[0] = fill;
@@ -8637,6 +8715,11 @@ LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, in
   return kept;
 }
 
+LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
+  if (lunai_is_finite(scale)) return false;
+  lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: the scale must be finite", s->name);
+  return true;
+}
 LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool packed) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
   const int64_t heads = c->heads ? c->heads : 1;
@@ -8645,6 +8728,7 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   s->op.size[0] = heads;
   if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k)) return false;
   if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
+  if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
   if (packed) {
     for (b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
     s->op.size[1] = c->packed;
@@ -8669,7 +8753,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout)) return NULL;
+  if (!lunai_start(&s, LUNA_ROW_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (lunai_checked(c->packed, 1) < 0) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: %d packed sequences", c->packed);
   if (packed && (!c->query_offsets || !c->key_offsets || c->lengths))
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: packed sequences need query_offsets and key_offsets, and no lengths");
   if (!lunai_attention_shapes(&s, c, packed)) return lunai_attention_wrong(&s);
@@ -8698,6 +8783,7 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
   good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] && x->shape[1] == z->shape[1];
   good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 && z->shape[2] % heads == 0;
+  good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
   if (!good) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads: want [batch, n, h a] twice and [batch, n, h b]", x, y, z, heads);
   s.op.size[0] = heads;
   return lunai_finish_like(&s, z);
@@ -8719,7 +8805,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_ROW_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1)
+  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
     return lunai_fail(weights->ctx, LUNA_BAD_ARGUMENT, "luna_pack: weights %t and context %t: want [batch, r, d] and [batch, m, d]", weights, context);
   if (!lunai_has_row(weights, LUNA_ROW_PACK)) {
     luna_attention_config c;
@@ -8767,8 +8853,9 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   if (!v) return lunai_null(x->ctx, "luna_unpack", "v");
   good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
+  good = good && k->shape[1] > 0 && k->shape[2] > 0 && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0 && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
   if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d]", x, k, bias, v);
+    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d], at least one slot", x, k, bias, v);
   if (!lunai_has_row(x, LUNA_ROW_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
@@ -8808,6 +8895,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
   good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
+  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
   if (!good) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads: want [batch, n, h d] three times and [batch, n, h l]", q, k, v, s, heads);
   if (omega != LUNA_SOFTPLUS2 && omega != LUNA_SOFTPLUS && omega != LUNA_ELU1)
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1");
@@ -8825,13 +8913,10 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   void *memory;
   int i;
   lunai_build s;
-  if (!in || count < 1 || !lunai_start(&s, LUNA_ROW_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
-  if (count > LUNA_MAX_INPUTS || !custom || !custom->forward || !custom->backward)
-    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_custom_op: at most 8 inputs, and both a forward and a backward");
-  for (i = 1; i < count; i++) {
-    if (!in[i]) return lunai_null(in[0]->ctx, "luna_custom_op", "one of the inputs");
-    lunai_input(&s, in[i]);
-  }
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_ROW_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
+  if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
+    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_custom_op: there must be both a forward and a backward, and a state where it has a size");
+  for (i = 1; i < count; i++) lunai_input(&s, in[i]);
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory)) return lunai_op_no_memory(&s);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
   s.op.custom = *custom;
@@ -8871,7 +8956,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   if (copy && both[1]) both[1] = luna_scale(both[1], 1);
   if (both[1] && (both[0] || !second)) lunai_keep(ctx, mark, second ? both : both + 1, op->outputs);
   ctx->paused = false;
-  if (!both[1] || (second && !both[0])) return NULL;
+  if (!both[1] || (second && !both[0])) return lunai_null(ctx, "luna_recompute", "a result of the block");
   op->out[0] = both[1];
   op->out[1] = both[0];
   if (second) *second = both[0];
@@ -8883,11 +8968,9 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   return (ctx->tape = op)->out[0];
 }
 LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second) {
-  int i;
-  if (!in || count < 1 || !in[0]) return NULL;
-  if (count > LUNA_MAX_INPUTS || !block || (state_size && !state))
-    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_recompute: %d inputs (at most 8), a block, and a state of %d bytes", (int64_t)count, (int64_t)state_size);
-  for (i = 1; i < count; i++) if (!in[i]) return lunai_null(in[0]->ctx, "luna_recompute", "one of the inputs");
+  if (!lunai_all(in, count, "luna_recompute")) return NULL;
+  if (!block || (state_size && !state))
+    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_recompute: there must be a block, and a state where it has a size");
   return lunai_recompute_block(block, state, state_size, in, count, second, true);
 }
 
@@ -9431,7 +9514,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   *c = *config;
   if (c->heads == 0) c->heads = 1;
   if (c->pack_heads == 0) c->pack_heads = c->heads;
-  if (c->ffn == 0) c->ffn = 4 * c->dim;
+  if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_NONE) c->activation = LUNA_RELU;
   if (c->omega == LUNA_NONE) c->omega = LUNA_SOFTPLUS2;
   if (c->dim >= 1 && c->dim <= 1 << 24 && c->ffn >= 1 && c->ffn <= 1 << 26 && c->convolution >= 0 && c->convolution <= 1024 && c->dropout >= 0 && c->dropout < 1 &&
@@ -10386,9 +10469,9 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, int32_t *input, int32_t *labels) {
-  const double p = masking && masking->probability > 0 ? (double)masking->probability : 0.15;
+  const double p = masking && masking->probability != 0 ? (double)masking->probability : 0.15;
   int64_t b, i, count = 0;
-  if (!masking || !tokens || !input || !labels) return 0;
+  if (!masking || !tokens || !input || !labels || !(p >= 0 && p <= 1) || lunai_checked(batch, n) <= 0) return 0;
   for (b = 0; b < batch; b++)
     for (i = 0; i < n; i++) {
       const int64_t at = b * n + i;
@@ -10500,16 +10583,13 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int3
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifndef LUNA_NO_TRAIN
-LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
-  double t, warmup, total, floor, from, gamma, factor = 1, done;
+LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
+  static const luna_schedule constant = { LUNA_CONSTANT, 0, 0, 0, 0, { 0, 0, 0, 0 }, 0 };
+  const luna_schedule *s = schedule ? schedule : &constant;
+  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor, from = (double)s->warmup_from;
+  const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
+  double factor = 1, done;
   int i;
-  if (!s) return NAN;
-  t = (double)step;
-  warmup = (double)s->warmup;
-  total = (double)s->total;
-  floor = (double)s->floor;
-  from = (double)s->warmup_from;
-  gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
   if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
   done = total > warmup ? (t - warmup) / (total - warmup) : 1;
   if (done > 1) done = 1;
@@ -12393,7 +12473,8 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (!s->kernels) return "this machine does not have the instruction set asked for";
   if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "batch and chunk must be at least 1";
+  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "batch and chunk must be at least 1, and not too large";
+  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0) return "a stream of these sizes is too large";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
       lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, z->vocab) < 0) return "a stream of these sizes is too large";
   return NULL;
@@ -12747,9 +12828,9 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
   else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position)
     s->error = "luna_stream_prefill: too many tokens";
-  for (i = 0; i < n * s->batch && !*s->error; i++)
+  for (i = 0; !*s->error && i < n * s->batch; i++)
     if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
-  if (s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
+  if (!*s->error && s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
   if (*s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
@@ -12869,14 +12950,14 @@ LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
 }
 
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
-  const float temperature = sampling && sampling->temperature > 0 ? sampling->temperature : 1.0f;
-  const int64_t k = sampling && sampling->top_k > 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
+  const int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, most = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
-  if (!logits || vocab < 1) return -1;
+  if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   for (i = 0; i < vocab; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > most || chosen < 0) { most = logits[i]; chosen = (int32_t)i; }
@@ -13012,9 +13093,9 @@ LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search
   s.penalty = s.search.length_penalty == 0 ? 1 : s.search.length_penalty < 0 ? 0 : (double)s.search.length_penalty;
   s.out = out;
   s.out_lengths = out_lengths;
-  if (!search || !out || !out_lengths || batch < 1 || n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.most < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
+  if (!search || !out || !out_lengths || !lunai_is_finite(s.search.length_penalty) || batch < 1 || n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.most < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
       s.search.end < 0 || s.search.end >= s.vocab || lunai_checked(lunai_checked(batch, s.search.beam), s.search.most) < 0)
-    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: a search with begin and end among %d tokens, a beam of 1 to %d, at least one token, and places for the results", s.vocab, s.vocab);
+    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: a search with begin and end among %d tokens, a beam of 1 to %d, a finite length_penalty, at least one token, and places for the results", s.vocab, s.vocab);
   stream = luna_seq2seq_stream_open(model, source, lengths, batch, n, s.search.beam);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
   if (!lunai_beam_memory(ctx, &s)) status = lunai_no_memory(ctx, "luna_translate", (size_t)(batch * s.search.beam * s.search.most) * sizeof(int32_t));
