@@ -129,10 +129,11 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #ifndef LUNA_ONLY_STREAM
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for somebody's own engine; no context, no allocation
-   Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array reaches over at most
-   2^47 floats; beyond that, and for arguments that are null or not finite: LUNA_BAD_ARGUMENT.
-   Threads: the caller's alone, or `threads` shares (at most 256) through parallel_for; the bits do not depend on it. Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower
-   or, where that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
+   Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
+   reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
+   Threads: the caller's alone, or `threads` shares (at most 256) through parallel_for; the bits do not depend on it.
+   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where that
+   cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_run {
   luna_isa isa;                      /* 0: best */
@@ -159,7 +160,7 @@ typedef struct luna_gemm_args {
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
-#define LUNA_SHARED (-1)             /* a batch stride of what is read: one array for the whole batch; its gradient is the sum, in order */
+#define LUNA_SHARED (-1)             /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
    k and v [batch, keys, heads, dim]; packed batches instead by row offsets. */
@@ -239,8 +240,8 @@ typedef struct luna_options {
 /* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
    device, for instance). A backend whose device cannot be opened gives a context that refuses everything with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-/* Frees everything made from it; null is fine. At any time, and contexts in any order: what reads its parameters elsewhere (sets that share them, streams
-   on the CPU) can afterwards only be closed. */
+/* Frees everything made from it; null is fine. At any time, and contexts in any order: what reads its parameters elsewhere
+   (sets that share them, streams on the CPU) can afterwards only be closed. */
 LUNA_API void luna_close(luna_ctx *ctx);
 
 #ifndef LUNA_NO_TRAIN
@@ -873,7 +874,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
 /* Memory from the model's context's allocator, on a device from the device: all at once, a step takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
-LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; of a CPU's also after its model's context is closed */
+LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const int32_t *tokens, int64_t n); /* tokens [batch, n] -> logits after the last */
@@ -892,7 +893,8 @@ typedef struct luna_sampling {
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
-LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling); /* -1 for null logits or NaN, and for a sampling that cannot be */
+/* -1 for null logits or NaN, and where temperature or top_k is negative or not finite */
+LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
@@ -1065,7 +1067,7 @@ LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
 LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_SOFTPLUS2; }
 
-/* Elements of an array at most, so that bytes and sums never wrap; and of what a kernel keeps of one matrix in each thread's scratch. */
+/* Max elements of an array, so that bytes and sums never wrap; and of a matrix in each thread's scratch. */
 #define LUNAI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
@@ -4495,8 +4497,8 @@ LUNAI_FN void *lunai_scratch_of(const luna_run *run, size_t need) {
   return (void *)aligned;
 }
 
-/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach over together; -1 when a size or
-   a stride is negative, or a product too large. */
+/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach over
+   together; -1 when a size or a stride is negative, or a product too large. */
 LUNAI_FN int64_t lunai_extent(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   const int64_t last = lunai_checked(lunai_max(count, 1) - 1, *stride = given ? given : dense);
   return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LUNAI_MAX_COUNT - last ? -1 : extent + last;
@@ -4538,7 +4540,8 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   const int64_t a_height = args->transpose_a ? args->k : args->m, b_height = args->transpose_b ? args->n : args->k;
   int64_t a, b, c;
   memset(g, 0, sizeof *g);
-  if (args->m < 0 || args->n < 0 || args->k < 0 || !lunai_is_activation(args->activation) || !lunai_is_finite(args->alpha)) return LUNA_BAD_ARGUMENT;
+  if (args->m < 0 || args->n < 0 || args->k < 0) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_activation(args->activation) || !lunai_is_finite(args->alpha)) return LUNA_BAD_ARGUMENT;
   a = lunai_extent(a_width, a_height, args->a_row, a_width, &g->a_row);
   b = lunai_extent(b_width, b_height, args->b_row, b_width, &g->b_row);
   c = lunai_extent(args->n, args->m, args->c_row, args->n, &g->c_row);
@@ -4609,9 +4612,9 @@ LUNAI_FN int64_t lunai_packed_rows(const int32_t *offsets, int64_t batch) {
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, packed, [rows, heads, dim]; false when there are no such. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool packed, bool shared, const int64_t given[3],
-                             int64_t *batch_stride, int64_t *row, int64_t *head) {
+/* The strides of q, k, v or out, [batch, rows, heads, dim] or, packed, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool packed, bool shared,
+                             const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
   int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
   extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
   if (packed) *batch_stride = 0;
@@ -4622,26 +4625,29 @@ LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
   const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
   const int64_t q[3] = { args->q_batch, args->q_row, args->q_head }, k[3] = { args->k_batch, args->k_row, args->k_head };
-  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head }, out[3] = { args->out_batch, args->out_row, args->out_head };
+  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
+  const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
+  const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
   const bool packed = args->query_offsets != NULL;
   int64_t b, queries = args->queries, keys = args->keys;
   memset(a, 0, sizeof *a);
-  if (lunai_checked(args->batch, args->heads) < 0 || args->heads < 1 || queries < 0 || keys < 0) return LUNA_BAD_ARGUMENT;
-  if (args->head_dim < 1 || value_dim < 1 || args->head_dim > LUNAI_MAX_SCRATCH || value_dim > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
+  if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
   if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
   if (packed != (args->key_offsets != NULL) || (packed && args->lengths)) return LUNA_BAD_ARGUMENT;
   if (packed) {
     queries = lunai_packed_rows(args->query_offsets, args->batch);
     keys = lunai_packed_rows(args->key_offsets, args->batch);
   }
-  if (!lunai_heads_of(args->batch, queries, args->heads, args->head_dim, packed, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(args->batch, keys, args->heads, args->head_dim, packed, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(args->batch, keys, args->heads, value_dim, packed, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(args->batch, queries, args->heads, value_dim, packed, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  if (!lunai_heads_of(batch, queries, heads, args->head_dim, packed, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(batch, keys, heads, args->head_dim, packed, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(batch, keys, heads, value_dim, packed, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(batch, queries, heads, value_dim, packed, false, out, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
-  /* the number of a score is what dropout goes by */
-  if (lunai_product(lunai_product(lunai_checked(args->batch, args->heads), args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
-  for (b = 0; args->lengths && b < args->batch; b++) if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  /* dropout counts the scores */
+  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; args->lengths && b < batch; b++)
+    if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
   a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
   a->head_dim = args->head_dim; a->value_dim = value_dim;
@@ -6173,7 +6179,8 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (options) first.options = *options;
   first.kernels = lunai_kernels_of(first.options.isa);
   first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
-  if (!first.kernels || first.options.threads < 0 || (unsigned)first.options.form > LUNA_FORM_FOLDED || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
+  if (!first.kernels || first.options.threads < 0 || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
+  if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
   if (first.options.block && lunai_far(&first)) return NULL;
   if (first.options.block) {
@@ -7373,7 +7380,8 @@ LUNA_API const char *luna_row_name(luna_row_id row) {
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
 
-/* elements of a shape; -1 when it is none: rank, a negative size, too many. An axis of 0 counts as 1 among the too many: so no product of some axes overflows. */
+/* elements of a shape; -1 when it is none: rank, a negative size, or too many, counted with each 0 as 1, so that no product
+   of some of its axes overflows */
 LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
   int64_t count = 1, bound = 1;
   int a;
@@ -7523,7 +7531,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_row_id row, const char *name, int
     if (!s->op.in[i]) return lunai_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
-/* Of an array of inputs: whether all are there. When not, or when there are too many, the context of the first that is hears of it. */
+/* Whether an array's inputs are all there. When not, or when they are too many, the context of the first that is there fails. */
 LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
   int i, missing = 0;
@@ -7531,7 +7539,8 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
     missing += !x[i];
     if (!ctx && x[i]) ctx = x[i]->ctx;
   }
-  if (ctx && count > LUNA_MAX_INPUTS) lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %d tensors, but at most %d", name, (int64_t)count, (int64_t)LUNA_MAX_INPUTS);
+  if (ctx && count > LUNA_MAX_INPUTS)
+    lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %d tensors, but at most %d", name, (int64_t)count, (int64_t)LUNA_MAX_INPUTS);
   else if (ctx && missing) lunai_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
@@ -8582,7 +8591,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   if (!lunai_start(&s, LUNA_ROW_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_null(x->ctx, "luna_feed_forward", "w2");
   good = x->rank >= 1 && w1->rank == 2 && w2->rank == 2 && w1->shape[1] == lunai_last(x) && w2->shape[1] == w1->shape[0] && lunai_is_activation(activation);
-  good = good && lunai_checked(lunai_rows(x), w1->shape[0]) >= 0 && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
+  good = good && lunai_checked(lunai_rows(x), w1->shape[0]) >= 0;
+  good = good && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
   memcpy(shape, x->shape, sizeof shape);
   if (good) shape[x->rank - 1] = w2->shape[0];
   if (!good || (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, shape, sizeof shape) != 0)))
@@ -8853,7 +8863,8 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   if (!v) return lunai_null(x->ctx, "luna_unpack", "v");
   good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
-  good = good && k->shape[1] > 0 && k->shape[2] > 0 && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0 && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
+  good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
+  good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
   if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d], at least one slot", x, k, bias, v);
   if (!lunai_has_row(x, LUNA_ROW_UNPACK)) {
@@ -12474,7 +12485,8 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "batch and chunk must be at least 1, and not too large";
-  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0) return "a stream of these sizes is too large";
+  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
+    return "a stream of these sizes is too large";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
       lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, z->vocab) < 0) return "a stream of these sizes is too large";
   return NULL;
