@@ -9039,9 +9039,10 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MOST_NAME
 }
 
 /* whether a forward has its input and a layer whose init succeeded; `made`: what no such layer lacks */
-LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const void *made, const char *name) {
+LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
   if (x && !made)
     lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: the layer is null or zeroed: its init failed or was not called", name);
+  if (made && !x) lunai_null(made->ctx, name, "the input");
   return x && made;
 }
 
@@ -10384,7 +10385,7 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  if (!lunai_layer_made(x, model ? model->params : NULL, "luna_classifier_pool")) return NULL;
+  if (!lunai_layer_made(x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
   if (x->rank != 3)
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
   if (!p && (model->config.pooling == LUNA_POOL_MEMORY || model->config.pooling == LUNA_POOL_MEMORY_BATCH))
