@@ -387,7 +387,7 @@ static void check_borrowed(void) { /* a set that has been borrowed since */
   free(file.at), free(plain.at), free(copy.at), free(after.at);
 }
 
-/* ---- a file of another machine: tests/data/resume_before.safetensors, made on x86-64, goes on here with the bits it went on with there ---- */
+/* ---- a file of another machine: tests/data/resume/before.safetensors, made on x86-64, goes on here with the bits it went on with there ---- */
 static luna_tensor *fixed_loss(const luna_params *params) {
   luna_tensor *first = luna_params_find(params, "first"), *second = luna_params_find(params, "second");
   luna_tensor *a = luna_dropout(luna_mul(first, first), 0.5f), *b = luna_mul(second, second);
@@ -416,7 +416,7 @@ static buffer fixed_read(const char *name) {
   if (file) fclose(file);
   return b;
 }
-static const char *const fixed_files[2] = {"tests/data/resume_before.safetensors", "tests/data/resume_after.safetensors"};
+static const char *const fixed_files[2] = {"tests/data/resume/before.safetensors", "tests/data/resume/after.safetensors"};
 static void fixed_write(void) {
   small s;
   fixed_open(&s);
