@@ -11366,9 +11366,10 @@ LUNAI_FN uint64_t lunai_float_bits(float x) {
   return bits;
 }
 LUNAI_FN float lunai_bits_float(uint64_t value) {
-  const uint32_t bits = (uint32_t)value;
+  uint32_t bits;
   float x;
-  memcpy(&x, &bits, sizeof x);
+  bits = (uint32_t)(value & UINT32_MAX);
+  memcpy(&x, &bits, sizeof bits);
   return x;
 }
 LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
