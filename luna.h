@@ -118,10 +118,10 @@ LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
 
 /* Maps applied to single numbers. SOFTPLUS is ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), ELU1 elu(x) + 1, GELU the exact (erf) form. */
-typedef enum luna_activation { LUNA_NONE = 0, LUNA_RELU, LUNA_GELU, LUNA_ELU1, LUNA_SOFTPLUS, LUNA_SOFTPLUS2 } luna_activation;
+typedef enum luna_activation { LUNA_ACTIVATION_NONE = 0, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2 } luna_activation;
 
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
-typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_NO_POSITIONS, LUNA_SINUSOIDAL, LUNA_LEARNED } luna_positions;
+typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
 
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
@@ -219,7 +219,7 @@ typedef struct luna_allocator {      /* both or neither; allocate may return nul
   void *user;
 } luna_allocator;
 
-typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_PLAIN, LUNA_FORM_FOLDED } luna_form; /* of Luna attention: folded moves the long sequence's projections to the short memory */
+typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form; /* of Luna attention: folded moves the long sequence's projections to the short memory */
 
 typedef struct luna_options {
   int threads;                       /* 0 = one a core */
@@ -252,18 +252,18 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* Both report a failed init, load of a model, luna_params_open, luna_params_share or optimiser, and a luna_param
    without memory: the first, until the same call succeeds, with the same prefix, in that set or one opened since. */
-LUNA_API luna_status luna_state(const luna_ctx *ctx);     /* the first failure since begin */
+LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* the first failure since begin */
 LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" when there is none */
 
-typedef struct luna_memory_use { size_t current, peak; } luna_memory_use; /* bytes */
-LUNA_API luna_memory_use luna_memory(const luna_ctx *ctx);
+typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
+LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    Activations live until the next begin. Every op returns null on failure and for a null input; the context says why.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_MAX_RANK 4
-typedef enum luna_dtype { LUNA_F32 = 0, LUNA_F16, LUNA_BF16 } luna_dtype; /* F32 is implemented */
+typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
   float *data;                       /* null in a context that measures */
@@ -304,7 +304,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count); /* axis 0: view; others: copy */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);                      /* out axis i is x's axes[i]; copy */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
-LUNA_API luna_tensor *luna_repeat(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
+LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
 LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
 LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
@@ -315,7 +315,7 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
 /* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden], b1 and b2 or null */
 typedef struct luna_feed_forward_config {
-  luna_activation activation;        /* 0 = LUNA_RELU */
+  luna_activation activation;        /* 0 = LUNA_ACTIVATION_RELU */
   float activation_dropout, dropout; /* of the hidden layer; of the result */
   luna_tensor *residual;             /* [...,out], added to the result, or null */
   bool recompute;                    /* the hidden layer is computed again in backward, to the same bits, instead of kept */
@@ -388,8 +388,8 @@ LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t
    >>params: named parameters, what optimisers and checkpoints go by
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_params luna_params;
-typedef enum luna_init_kind { LUNA_ZEROS = 0, LUNA_ONES, LUNA_XAVIER, LUNA_NORMAL, LUNA_UNIFORM, LUNA_PRESENT } luna_init_kind;
-/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones. LUNA_PRESENT is for short convolutions:
+typedef enum luna_init_kind { LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY } luna_init_kind;
+/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones. LUNA_INIT_IDENTITY is for short convolutions:
    uniform, and 1 more in the last column, so that at first they pass on the present. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
@@ -402,9 +402,9 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
 /* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
 LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name); /* null when there is none */
-LUNA_API int64_t luna_params_size(const luna_params *params);        /* number of tensors */
+LUNA_API int64_t luna_params_tensor_count(const luna_params *params);        /* number of tensors */
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
-LUNA_API int64_t luna_params_count(const luna_params *params);       /* number of floats */
+LUNA_API int64_t luna_params_element_count(const luna_params *params);       /* number of floats */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 /* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with "luna." belong to luna.h. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
@@ -426,27 +426,27 @@ LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, siz
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
 /* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a classifier). Nothing
    matching is LUNA_MISMATCH. `tell`, if not null, is called for each parameter left as it was and each tensor left out, with a reason. */
-typedef struct luna_match {
+typedef struct luna_load_report {
   void (*tell)(void *user, const char *name, const char *why);
   void *user;
   int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
-} luna_match;
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match);
+} luna_load_report;
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match);
 /* What is in a safetensors file, whosever: each text pair, then each tensor, in the file's order. What is passed is valid during the call. */
-typedef struct luna_entry {
+typedef struct luna_file_tensor {
   const char *name, *dtype;          /* "F32", "I64", ... */
   int rank;
   int64_t shape[8], count;
   const void *data;                  /* within the file, at any alignment, little-endian */
   size_t bytes;
-} luna_entry;
+} luna_file_tensor;
 typedef struct luna_inspection {
   void (*pair)(void *user, const char *key, const char *value);
-  void (*tensor)(void *user, const luna_entry *entry);
+  void (*tensor)(void *user, const luna_file_tensor *entry);
   void *user;
 } luna_inspection;
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection);
-LUNA_API bool luna_entry_read(const luna_entry *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
+LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 /* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
@@ -454,7 +454,7 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    not a regular file is refused. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match);
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match);
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
-typedef enum luna_sharing { LUNA_TIED = 0, LUNA_FULL, LUNA_NO_KEY, LUNA_SHARED_QK } luna_sharing;
+typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
 
 /* Luna attention, eqs. 3-5 */
 typedef struct luna_nested_attention_config {
@@ -495,7 +495,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 typedef struct luna_causal_attention_config {
   int64_t dim, heads;                /* heads 0 = 1 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
-  luna_activation omega;             /* 0 = LUNA_SOFTPLUS2, the authors'; LUNA_SOFTPLUS or LUNA_ELU1 */
+  luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
 } luna_causal_attention_config;
@@ -510,8 +510,8 @@ LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_atte
 /* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear attention, elu(x)+1 features
    [arXiv 2006.16236]; Linformer, softmax attention over keys and values that a projection has shortened to k rows [arXiv 2006.04768]. */
 typedef enum luna_attention_kind { LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER } luna_attention_kind;
-typedef enum luna_linformer_sharing { LUNA_HEADWISE = 0, LUNA_KEY_VALUE, LUNA_LAYERWISE } luna_linformer_sharing; /* E and F; E = F; one E for all layers */
-typedef enum luna_linformer_projection { LUNA_PROJECT_LINEAR = 0, LUNA_PROJECT_MEAN, LUNA_PROJECT_MAX, LUNA_PROJECT_CONVOLUTION } luna_linformer_projection;
+typedef enum luna_linformer_sharing { LUNA_LINFORMER_SHARING_HEADWISE = 0, LUNA_LINFORMER_SHARING_KEY_VALUE, LUNA_LINFORMER_SHARING_LAYERWISE } luna_linformer_sharing; /* E and F; E = F; one E for all layers */
+typedef enum luna_linformer_projection { LUNA_LINFORMER_PROJECTION_LINEAR = 0, LUNA_LINFORMER_PROJECTION_MEAN, LUNA_LINFORMER_PROJECTION_MAX, LUNA_LINFORMER_PROJECTION_CONVOLUTION } luna_linformer_projection;
 typedef struct luna_linformer_config {
   int64_t k;                         /* projected length; 0 = 64, or max_length where that is less */
   int64_t k_last_layer, k_last_head; /* k falls (or rises) evenly to these; 0 = k */
@@ -545,7 +545,7 @@ typedef struct luna_attention_hook {
   void *user;
 } luna_attention_hook;
 
-typedef enum luna_recomputing { LUNA_KEEP_ALL = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER } luna_recomputing;
+typedef enum luna_recompute_kind { LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER } luna_recompute_kind;
 
 /* Encoder and decoder layers, eq. 6 */
 struct luna_layer_config {
@@ -553,8 +553,8 @@ struct luna_layer_config {
   int64_t pack_heads;                /* 0 = heads */
   int64_t ffn;                       /* 0 = 4 dim */
   luna_sharing sharing;
-  luna_activation activation;        /* of the feed-forward; 0 = LUNA_RELU */
-  luna_activation omega;             /* of causal attention; 0 = LUNA_SOFTPLUS2 */
+  luna_activation activation;        /* of the feed-forward; 0 = LUNA_ACTIVATION_RELU */
+  luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
   float dropout;                     /* after attention, activation and feed-forward */
@@ -565,7 +565,7 @@ struct luna_layer_config {
   luna_linformer_config linformer;
   const luna_attention_hook *hook;   /* or an attention of one's own; must outlive the layer */
   int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the one that comes in (the paper's non-contextual P); 0 = none */
-  luna_recomputing recompute;        /* training: what backward computes again instead of keeping it */
+  luna_recompute_kind recompute;        /* training: what backward computes again instead of keeping it */
 };
 
 typedef struct luna_encoder_layer {
@@ -632,7 +632,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n); /* logits [batch,n,vocab] */
 
 /* Encoder: embeddings and encoder layers; the ground of the models below */
-typedef enum luna_embedding_scale { LUNA_SCALE_DEFAULT = 0, LUNA_SCALE_ONE, LUNA_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
+typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
 typedef struct luna_encoder_config {
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
@@ -667,11 +667,11 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const in
 
 /* Classifier */
 typedef enum luna_pooling {
-  LUNA_POOL_DEFAULT = 0,             /* the memory, or without one the mean */
-  LUNA_POOL_CLS,                     /* X[0] */
-  LUNA_POOL_MEAN,                    /* mean of X over real tokens */
-  LUNA_POOL_MEMORY,                  /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
-  LUNA_POOL_MEMORY_BATCH             /* mean of P over the batch's min(l, longest) slots: the authors' */
+  LUNA_POOLING_DEFAULT = 0,             /* the memory, or without one the mean */
+  LUNA_POOLING_CLS,                     /* X[0] */
+  LUNA_POOLING_MEAN,                    /* mean of X over real tokens */
+  LUNA_POOLING_MEMORY,                  /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
+  LUNA_POOLING_MEMORY_BATCH             /* mean of P over the batch's min(l, longest) slots: the authors' */
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;                     /* 0 = 256, bytes */
@@ -689,9 +689,9 @@ typedef struct luna_classifier {
   luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
-/* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOL_MEMORY_BATCH) */
-LUNA_API luna_tensor *luna_classify(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n);
-LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
+/* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
+LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n);
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
                                          const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch);
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d] */
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
@@ -768,7 +768,7 @@ LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const cha
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 /* A factor on the learning rate, a pure function of the step (from 1): linear warm-up, then a decay. */
-typedef enum luna_decay { LUNA_CONSTANT = 0, LUNA_INVERSE_SQRT, LUNA_LINEAR, LUNA_COSINE, LUNA_MILESTONES } luna_decay;
+typedef enum luna_decay { LUNA_DECAY_CONSTANT = 0, LUNA_DECAY_INVERSE_SQRT, LUNA_DECAY_LINEAR, LUNA_DECAY_COSINE, LUNA_DECAY_MILESTONES } luna_decay;
 typedef struct luna_schedule {
   luna_decay decay;
   int64_t warmup;                    /* steps from warmup_from to 1 */
@@ -816,10 +816,10 @@ LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
-   { .most_axes = 1 }: no decay on norms and biases. */
+   { .max_rank = 1 }: no decay on norms and biases. */
 typedef struct luna_group {
   const char *name;                  /* whose name has this in it; null = any */
-  int most_axes;                     /* and of at most so many axes; 0 = any */
+  int max_rank;                     /* and of at most so many axes; 0 = any */
   float lr;                          /* factor on the learning rate; 0 = 1 */
   float weight_decay;                /* in place of the config's */
   bool frozen;                       /* not trained at all; their gradients count for nothing */
@@ -900,15 +900,15 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
    and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam);
-typedef struct luna_search {
+typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
   int64_t beam;                      /* 0 = 1, greedy */
-  int64_t most;                      /* tokens of a result, its end not counted; 0 = 2 n + 10 */
+  int64_t max_length;                      /* tokens of a result, its end not counted; 0 = 2 n + 10 */
   float length_penalty;              /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
   bool exhaustive;                   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
-} luna_search;
+} luna_beam_config;
 /* Greedy or beam search. source [batch,n], lengths or null -> out [batch,most] with out_lengths [batch], without begin and end; scores [batch] or null */
-LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
                                     int32_t *out, int32_t *out_lengths, float *scores);
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -917,20 +917,20 @@ LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search
    returns no host number that changes from step to step: those are in luna_step_state, in backend memory. Tier 2 rows may be null: the
    op is then composed from tier 1.
    ---------------------------------------------------------------------------------------------------------------------- */
-#define LUNA_BACKEND_ROWS(R) \
-  R(PERMUTE, 1) R(SLICE, 1) R(CONCAT, 1) R(REPEAT, 1) R(ADD, 1) R(MUL, 1) R(SCALE, 1) R(REDUCE, 1) R(MAX, 1) R(MATMUL, 1) R(LINEAR, 1) \
+#define LUNA_OPS(R) \
+  R(PERMUTE, 1) R(SLICE, 1) R(CONCAT, 1) R(EXPAND, 1) R(ADD, 1) R(MUL, 1) R(SCALE, 1) R(REDUCE, 1) R(MAX, 1) R(MATMUL, 1) R(LINEAR, 1) \
   R(ACTIVATION, 1) R(SOFTMAX, 1) R(MASK, 1) R(RATIO, 1) R(DROPOUT, 1) R(LAYER_NORM, 1) R(EMBEDDING, 1) R(CROSS_ENTROPY, 1) R(SOFTMAX_ATTENTION, 1) \
   R(CAUSAL_PRODUCT, 1) R(SHORT_CONVOLUTION, 1) R(CUSTOM, 1) R(PACK, 2) R(UNPACK, 2) R(CAUSAL_LUNA, 2) R(FEED_FORWARD, 2)
-typedef enum luna_row_id {
-#define LUNAI_ROW(name, tier) LUNA_ROW_##name,
-  LUNA_BACKEND_ROWS(LUNAI_ROW)
-#undef LUNAI_ROW
-  LUNA_ROWS
-} luna_row_id;
+typedef enum luna_op_kind {
+#define LUNAI_OP_KIND(name, tier) LUNA_OP_##name,
+  LUNA_OPS(LUNAI_OP_KIND)
+#undef LUNAI_OP_KIND
+  LUNA_OP_COUNT
+} luna_op_kind;
 
 #define LUNA_MAX_INPUTS 8
 typedef struct luna_op {
-  luna_row_id row;
+  luna_op_kind kind;
   int inputs, outputs;
   luna_tensor *in[LUNA_MAX_INPUTS];  /* null where an optional input is absent */
   luna_tensor *out[2];
@@ -961,12 +961,12 @@ typedef struct luna_op {
   struct luna_op *previous;          /* the tape */
 } luna_op;
 
-typedef struct luna_row {
+typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set`, `take` and `in_place` */
   luna_status (*forward)(luna_op *op);
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad; an input of `take` may have the
                                         very gradient of out[0], which is then already in it */
-} luna_row;
+} luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
   uint64_t seed;
@@ -977,7 +977,7 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
   uint64_t skipped_in_row;           /* an optimiser's: up to its last step */
 } luna_step_state;
 
-typedef enum luna_optimizer_kind { LUNA_SGD = 0, LUNA_ADAM, LUNA_ADAMW, LUNA_APOLLO } luna_optimizer_kind;
+typedef enum luna_optimizer_kind { LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO } luna_optimizer_kind;
 typedef struct luna_update {         /* one parameter's optimiser step; reads and writes step_state */
   luna_tensor *parameter;
   float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
@@ -1003,10 +1003,10 @@ struct luna_backend {
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
   luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
   luna_status (*update)(luna_ctx *ctx, const luna_update *update);
-  luna_row row[LUNA_ROWS];
+  luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
-LUNA_API const char *luna_row_name(luna_row_id row);
+LUNA_API const char *luna_op_name(luna_op_kind row);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
@@ -1056,7 +1056,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
 #define LUNAI_CHUNK 64             /* rows of a causal chunk */
-#define LUNAI_MOST_THREADS 256
+#define LUNAI_MAX_THREADS 256
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -1065,7 +1065,7 @@ LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) 
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
-LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_SOFTPLUS2; }
+LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_SOFTPLUS2; }
 
 /* Max elements of an array, so that bytes and sums never wrap; and of a matrix in each thread's scratch. */
 #define LUNAI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
@@ -1186,7 +1186,7 @@ typedef struct lunai_causal_luna {
   int64_t batch, rows, heads, head_dim, slots;
   const int32_t *lengths;            /* [batch] real memory slots; null: all */
   float scale;
-  int activation;                    /* omega: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1 */
+  int activation;                    /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   int64_t position;                  /* tokens before row 0 (streaming); 0 without a state */
   double *mean_ka, *mean_av;         /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]
                                         running means of k^T A and A^T v over the tokens so far; read and updated by forward */
@@ -1790,11 +1790,11 @@ LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_se
 LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
   const vf zero = vf_zero(), one = vf_set((float)1);
   switch (kind) {
-    case LUNA_RELU: return vf_max(zero, x);
-    case LUNA_GELU: return vf_mul(x, LUNAI_K(normal_cdf)(x, LUNAI_K(half_gauss)(x)));
-    case LUNA_ELU1: return vf_select(vf_gt(x, zero), vf_add(x, one), vf_exp(x));
-    case LUNA_SOFTPLUS: return vf_add(vf_max(zero, x), LUNAI_K(log1p)(vf_exp(vf_sub(zero, vf_abs(x)))));
-    case LUNA_SOFTPLUS2:
+    case LUNA_ACTIVATION_RELU: return vf_max(zero, x);
+    case LUNA_ACTIVATION_GELU: return vf_mul(x, LUNAI_K(normal_cdf)(x, LUNAI_K(half_gauss)(x)));
+    case LUNA_ACTIVATION_ELU1: return vf_select(vf_gt(x, zero), vf_add(x, one), vf_exp(x));
+    case LUNA_ACTIVATION_SOFTPLUS: return vf_add(vf_max(zero, x), LUNAI_K(log1p)(vf_exp(vf_sub(zero, vf_abs(x)))));
+    case LUNA_ACTIVATION_SOFTPLUS2:
       return vf_fma(LUNAI_K(log1p)(LUNAI_K(exp2)(vf_sub(zero, vf_abs(x)))), vf_set((float)1.44269504088896340736), vf_max(zero, x));
     default: return x;
   }
@@ -1802,14 +1802,14 @@ LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
 LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
   const vf zero = vf_zero(), one = vf_set((float)1);
   switch (kind) {
-    case LUNA_RELU: return vf_select(vf_gt(x, zero), one, vf_select(vf_le(x, zero), zero, x));
-    case LUNA_GELU: {
+    case LUNA_ACTIVATION_RELU: return vf_select(vf_gt(x, zero), one, vf_select(vf_le(x, zero), zero, x));
+    case LUNA_ACTIVATION_GELU: {
       const vf e = LUNAI_K(half_gauss)(x);
       return vf_fma(vf_mul(x, vf_set((float)0.39894228040143267794)), e, LUNAI_K(normal_cdf)(x, e));
     }
-    case LUNA_ELU1: return vf_select(vf_gt(x, zero), one, vf_exp(x));
-    case LUNA_SOFTPLUS: return vf_div(one, vf_add(one, vf_exp(vf_sub(zero, x))));
-    case LUNA_SOFTPLUS2: return vf_div(one, vf_add(one, LUNAI_K(exp2)(vf_sub(zero, x))));
+    case LUNA_ACTIVATION_ELU1: return vf_select(vf_gt(x, zero), one, vf_exp(x));
+    case LUNA_ACTIVATION_SOFTPLUS: return vf_div(one, vf_add(one, vf_exp(vf_sub(zero, x))));
+    case LUNA_ACTIVATION_SOFTPLUS2: return vf_div(one, vf_add(one, LUNAI_K(exp2)(vf_sub(zero, x))));
     default: return one;
   }
 }
@@ -2057,7 +2057,7 @@ LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t ro
   e.c = edge ? edge : t->sum + row * t->sum_row + j;
   e.c_row = edge ? LUNAI_NR : t->sum_row;
   e.alpha = t->alpha;
-  e.lowest = !edge && t->finish && t->activation == LUNA_RELU ? 0 : -(float)INFINITY;
+  e.lowest = !edge && t->finish && t->activation == LUNA_ACTIVATION_RELU ? 0 : -(float)INFINITY;
   e.from = !edge && t->from ? t->from + row * t->from_row + j : NULL;
   e.from_row = t->from_row;
   return e;
@@ -2067,7 +2067,7 @@ LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t ro
    rows stay in L1 while the panels stream by from L2, the next tile's are fetched meanwhile, and C is met row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_packed,
                               const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
-  const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_NONE || t->activation == LUNA_RELU));
+  const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
   const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
   float edge[2 * LUNAI_MR * LUNAI_NR];
@@ -2208,7 +2208,7 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
     p.column_parts = lunai_min(parts, panels);
     p.row_parts = lunai_min(parts / p.column_parts, tiles);
   }
-  p.late = g->accumulate && (g->activation != LUNA_NONE || g->pre);
+  p.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
   p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
   p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: what is packed is read at once, keep it near */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
@@ -2257,7 +2257,7 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
     t->from_row = t->sum_row;
   }
   if (plan->dots) {
-    t->finish = t->bias || t->pre || t->activation != LUNA_NONE || plan->late;
+    t->finish = t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late;
     LUNAI_K(dot_rows)(m, n, g->k, a, g->a_row, b, g->b_column, t);
     return;
   }
@@ -2268,7 +2268,7 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
     slot->held = from;
     slot->held_n = n;
     slot->held_k = k;
-    t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_NONE || plan->late);
+    t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late);
     LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? slot->a : NULL, panels, LUNAI_NR * k, LUNAI_NR, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
@@ -4486,7 +4486,7 @@ LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
   lunai_parallel p;
   p.run = run->parallel_for;
   p.user = run->parallel_user;
-  p.slots = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MOST_THREADS) : 1;
+  p.slots = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
   return p;
 }
 
@@ -4684,7 +4684,7 @@ LUNAI_FN float lunai_score(const lunai_kernels *kernels, const lunai_attention *
 
 LUNAI_FN float lunai_exp_plain(const lunai_kernels *kernels, float x) { /* elu(x) + 1 is exp(x) for x <= 0 */
   float y;
-  kernels->activate(LUNA_ELU1, 1, &x, &y);
+  kernels->activate(LUNA_ACTIVATION_ELU1, 1, &x, &y);
   return y;
 }
 
@@ -5614,7 +5614,7 @@ LUNAI_FN int lunai_cores(void) {
   return (int)info.dwNumberOfProcessors;
 #else
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  return cores < 1 ? 1 : cores > LUNAI_MOST_THREADS ? LUNAI_MOST_THREADS : (int)cores;
+  return cores < 1 ? 1 : cores > LUNAI_MAX_THREADS ? LUNAI_MAX_THREADS : (int)cores;
 #endif
 }
 
@@ -6115,8 +6115,8 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   }
 }
 
-LUNA_API luna_memory_use luna_memory(const luna_ctx *ctx) {
-  luna_memory_use use;
+LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
+  luna_memory_usage use;
   use.current = use.peak = 0;
   if (!ctx) return use;
   use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may start anywhere */
@@ -6151,7 +6151,7 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
   void *memory;
-  if (threads > LUNAI_MOST_THREADS) threads = LUNAI_MOST_THREADS;
+  if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
   ctx->parallel.run = o->parallel_for;
   ctx->parallel.user = o->parallel_user;
   ctx->parallel.slots = threads;
@@ -6244,7 +6244,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, true); }
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
-LUNA_API luna_status luna_state(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 LUNA_API const char *luna_error(const luna_ctx *ctx) { return ctx ? ctx->error : "there is no context: luna_open failed (no memory, a block too small, or options that contradict each other)"; }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
@@ -6369,13 +6369,13 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
 LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
 LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
 
-LUNAI_FN luna_status lunai_repeat_forward(luna_op *op) {
+LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   int64_t i;
   for (i = 0; i < op->size[0] && n > 0; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_repeat_backward(luna_op *op) {
+LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   lunai_k(op)->sum_rows(op->size[0], n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
@@ -6388,17 +6388,17 @@ LUNAI_FN void lunai_add_body(luna_op *op, int64_t first, int64_t last) {
   for (r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
     const float *a = op->in[0]->data + r * n;
-    if (op->row == LUNA_ROW_ADD) lunai_k(op)->add(n, a, op->in[1]->data, y);
+    if (op->kind == LUNA_OP_ADD) lunai_k(op)->add(n, a, op->in[1]->data, y);
     else lunai_k(op)->mul(n, a, op->in[1]->data, y);
   }
 }
 LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   const float *x = op->in[0]->data + first;
   float *y = op->out[0]->data + first;
-  switch (op->row) {
-    case LUNA_ROW_ADD: lunai_k(op)->add(last - first, x, op->in[1]->data + first, y); break;
-    case LUNA_ROW_MUL: lunai_k(op)->mul(last - first, x, op->in[1]->data + first, y); break;
-    case LUNA_ROW_SCALE: lunai_k(op)->scale(last - first, op->number[0], x, y); break;
+  switch (op->kind) {
+    case LUNA_OP_ADD: lunai_k(op)->add(last - first, x, op->in[1]->data + first, y); break;
+    case LUNA_OP_MUL: lunai_k(op)->mul(last - first, x, op->in[1]->data + first, y); break;
+    case LUNA_OP_SCALE: lunai_k(op)->scale(last - first, op->number[0], x, y); break;
     default: lunai_k(op)->activate((int)op->activation, last - first, x, y); break;
   }
 }
@@ -6674,7 +6674,7 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
   g->accumulate = which == 2 || (which == 1 && !(op->fresh & 1));
 }
 /* whether something comes between the product and y */
-LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_NONE || op->last_dropout > 0; }
+LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
@@ -6682,7 +6682,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   op->set = 1;
   op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
-  if (op->training && op->activation != LUNA_NONE) op->kept_size = slope;
+  if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
   for (which = 0; which < 3; which++) {
     size_t need;
     lunai_linear_product(op, which, NULL, &g);
@@ -6772,7 +6772,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
   if (which == 0) {
     g->activation = (int)op->activation;
-    g->pre = op->activation == LUNA_RELU ? NULL : w->given;
+    g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
   }
   if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
@@ -6787,7 +6787,7 @@ LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w; /* without one only distances count */
   char *const start = at;
-  const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_RELU;
+  const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   lunai_gemm g;
   int64_t size;
   int which;
@@ -6819,7 +6819,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
 /* to the block from row `first` on; false after the last */
 LUNAI_FN bool lunai_ffn_next(lunai_ffn_work *w, int64_t first) {
   const luna_op *op = w->op;
-  const bool relu = op->activation == LUNA_RELU;
+  const bool relu = op->activation == LUNA_ACTIVATION_RELU;
   float *kept = op->kept_size ? (float *)op->kept + first * w->hidden : NULL;
   w->first = first;
   w->rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]) - first);
@@ -6927,7 +6927,7 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
-    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_RELU)) lunai_run(parallel, lunai_ffn_before, &w);
+    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU)) lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
     if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
@@ -7074,7 +7074,7 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
 /* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
    pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
-  const bool pack = op->row == LUNA_ROW_PACK, packed = op->query_offsets != NULL;
+  const bool pack = op->kind == LUNA_OP_PACK, packed = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
@@ -7276,7 +7276,7 @@ LUNAI_FN void lunai_update_task(void *work, int64_t slot, int64_t slots) {
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
   const int64_t first = lunai_share(units, slot, slots) * LUNAI_SPLIT, last = lunai_min(lunai_share(units, slot + 1, slots) * LUNAI_SPLIT, w->update.count);
   const lunai_update u = lunai_update_part(&w->update, first, last);
-  if (first < last) (w->kind == LUNA_APOLLO ? w->kernels->apollo : w->kind == LUNA_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
+  if (first < last) (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
 }
 LUNAI_FN void lunai_apollo_task(void *work, int64_t slot, int64_t slots) { /* of a part of at most 64 blocks */
   lunai_update_work *w = (lunai_update_work *)work;
@@ -7319,13 +7319,13 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
   w.update.decay = update->decay;
   w.update.momentum = update->momentum;
   w.update.nesterov = update->nesterov;
-  w.update.coupled = update->kind == LUNA_ADAM;
+  w.update.coupled = update->kind == LUNA_OPTIMIZER_ADAM;
   w.update.beta1 = update->beta1;
   w.update.beta2 = update->beta2;
   w.update.epsilon = update->epsilon;
   w.update.correction1 = (float)(1 - pow((double)update->beta1, t));
   w.update.correction2 = (float)(1 - pow((double)update->beta2, t));
-  if (w.kind == LUNA_APOLLO) lunai_apollo_curvature(ctx, &w);
+  if (w.kind == LUNA_OPTIMIZER_APOLLO) lunai_apollo_curvature(ctx, &w);
   lunai_run(w.update.count > LUNAI_SPLIT ? &ctx->parallel : NULL, lunai_update_task, &w);
   return LUNA_OK;
 }
@@ -7336,7 +7336,7 @@ static const luna_backend lunai_cpu = {
     { lunai_query_nothing, lunai_permute_forward, LUNAI_TRAIN(lunai_permute_backward) },
     { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
     { lunai_query_nothing, lunai_concat_forward, LUNAI_TRAIN(lunai_concat_backward) },
-    { lunai_query_nothing, lunai_repeat_forward, LUNAI_TRAIN(lunai_repeat_backward) },
+    { lunai_query_nothing, lunai_expand_forward, LUNAI_TRAIN(lunai_expand_backward) },
     { lunai_add_query, lunai_binary_forward, LUNAI_TRAIN(lunai_add_backward) },
     { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_mul_backward) },
     { lunai_map_query, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
@@ -7364,13 +7364,13 @@ static const luna_backend lunai_cpu = {
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
-LUNA_API const char *luna_row_name(luna_row_id row) {
+LUNA_API const char *luna_op_name(luna_op_kind row) {
   static const char *const names[] = {
-#define LUNAI_ROW(name, tier) #name,
-    LUNA_BACKEND_ROWS(LUNAI_ROW)
-#undef LUNAI_ROW
+#define LUNAI_OP_KIND(name, tier) #name,
+    LUNA_OPS(LUNAI_OP_KIND)
+#undef LUNAI_OP_KIND
   };
-  return (unsigned)row < LUNA_ROWS ? names[row] : "unknown";
+  return (unsigned)row < LUNA_OP_COUNT ? names[row] : "unknown";
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -7513,14 +7513,14 @@ LUNAI_FN luna_tensor *lunai_null(luna_ctx *ctx, const char *name, const char *wh
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 /* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_row_id row, const char *name, int inputs, luna_tensor *a, luna_tensor *b, luna_tensor *c) {
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, int inputs, luna_tensor *a, luna_tensor *b, luna_tensor *c) {
   luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
   int i;
   memset(s, 0, sizeof *s);
   if (!ctx) return false;
   s->name = name;
   s->mark = lunai_step_mark(ctx);
-  s->op.row = row;
+  s->op.kind = row;
   s->op.ctx = ctx;
   s->op.inputs = inputs;
   s->op.in[0] = a;
@@ -7595,7 +7595,7 @@ LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) &
 /* what an op of this step keeps for backward, or null when it could not be had */
 LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
   luna_ctx *ctx = op->ctx;
-  const luna_row *row = &ctx->backend->row[op->row];
+  const luna_op_functions *row = &ctx->backend->op[op->kind];
   lunai_mark mark;
   luna_status status = LUNA_OK;
   if (!lunai_is_empty(op)) row->query(op);
@@ -7616,8 +7616,8 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   bool record = false;
   void *memory;
   int i;
-  if (!ctx->backend->row[op->row].forward) {
-    lunai_fail(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row %s", s->name, luna_row_name(op->row));
+  if (!ctx->backend->op[op->kind].forward) {
+    lunai_fail(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row %s", s->name, luna_op_name(op->kind));
     return lunai_give_up(s);
   }
   for (i = 0; i < op->inputs; i++) {
@@ -7706,7 +7706,7 @@ LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *statu
     owner->remade = true;
     mark = lunai_step_mark(ctx);
     if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return false;
-    *status = lunai_is_run(op) ? ctx->backend->row[op->row].forward(op) : LUNA_OK;
+    *status = lunai_is_run(op) ? ctx->backend->op[op->kind].forward(op) : LUNA_OK;
     lunai_step_rewind(ctx, mark);
     if (*status != LUNA_OK) return false;
     *status = LUNA_OUT_OF_MEMORY;
@@ -7794,7 +7794,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   else {
     mark = lunai_step_mark(ctx);
     if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-    *status = lunai_is_run(op) ? ctx->backend->row[op->row].backward(op) : LUNA_OK;
+    *status = lunai_is_run(op) ? ctx->backend->op[op->kind].backward(op) : LUNA_OK;
     lunai_step_rewind(ctx, mark);
     good = *status == LUNA_OK;
   }
@@ -7823,7 +7823,7 @@ LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
     if (!lunai_op_backward(op, &status))
       return ctx->status != LUNA_OK ? ctx->status :
              lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status),
-                          op->recompute ? "a block computed again" : luna_row_name(op->row));
+                          op->recompute ? "a block computed again" : luna_op_name(op->kind));
   return LUNA_OK;
 }
 
@@ -7934,7 +7934,7 @@ LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int
 /* ----------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-#define LUNAI_LONGEST_NAME 1024       /* with its end */
+#define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct lunai_param {
   struct lunai_param *next;          /* in the set */
   struct lunai_param *previous, *jump; /* the one before, and one further back: any is log n jumps from the last */
@@ -8038,14 +8038,14 @@ LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *na
   lunai_param *p = name ? lunai_param_find(params, name) : NULL;
   return p ? &p->tensor : NULL;
 }
-LUNA_API int64_t luna_params_size(const luna_params *params) { return params ? params->size : 0; }
+LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return params ? params->size : 0; }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
   lunai_param *p = params && index >= 0 && index < params->size ? params->last : NULL;
   while (p && p->index > index) p = p->jump->index >= index ? p->jump : p->previous;
   if (p && name) *name = p->name;
   return p ? &p->tensor : NULL;
 }
-LUNA_API int64_t luna_params_count(const luna_params *params) {
+LUNA_API int64_t luna_params_element_count(const luna_params *params) {
   int64_t count = 0;
   lunai_param *p;
   for (p = params ? params->first : NULL; p; p = p->next) count += luna_count(&p->tensor);
@@ -8083,12 +8083,12 @@ LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
     counter[2] = (uint32_t)hash;
     counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_ZEROS || init.kind == LUNA_ONES) out[i] = init.kind == LUNA_ONES ? bound : 0.0f;
-    else if (init.kind == LUNA_NORMAL) out[i] = bound * lunai_normal(counter, seed);
+    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES) out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
+    else if (init.kind == LUNA_INIT_NORMAL) out[i] = bound * lunai_normal(counter, seed);
     else {
       lunai_philox(counter, seed, word);
       out[i] = bound * (2 * lunai_unit(word[0]) - 1);
-      if (init.kind == LUNA_PRESENT && (first + i + 1) % width == 0) out[i] += 1.0f;
+      if (init.kind == LUNA_INIT_IDENTITY && (first + i + 1) % width == 0) out[i] += 1.0f;
     }
   }
 }
@@ -8097,7 +8097,7 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   float block[1024], bound = init.scale == 0 ? 1.0f : init.scale;
   int64_t at;
   luna_status status = LUNA_OK;
-  if (init.kind == LUNA_XAVIER) {
+  if (init.kind == LUNA_INIT_XAVIER) {
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
     bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
@@ -8199,13 +8199,13 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
     return NULL;
   }
-  if ((unsigned)init.kind > LUNA_PRESENT || !lunai_is_finite(init.scale)) {
+  if ((unsigned)init.kind > LUNA_INIT_IDENTITY || !lunai_is_finite(init.scale)) {
     lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: init must be one of luna_init_kind, scale finite", name);
     return NULL;
   }
-  if (strlen(name) >= LUNAI_LONGEST_NAME || !lunai_is_text(name) || lunai_is_ours(name) ||
+  if (strlen(name) >= LUNAI_MAX_PARAM_NAME || !lunai_is_text(name) || lunai_is_ours(name) ||
       strcmp(name, "__metadata__") == 0) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_LONGEST_NAME - 1));
+    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_MAX_PARAM_NAME - 1));
     return NULL;
   }
   if (lunai_param_find(params, name)) {
@@ -8378,7 +8378,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int a, open = -1;
   lunai_build s;
   luna_tensor asked;
-  if (!lunai_start(&s, LUNA_ROWS, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_reshape: rank %d is not in 0..4, or there is no shape", (int64_t)rank);
   for (a = 0; a < rank; a++) {
     full[a] = shape[a];
@@ -8394,7 +8394,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_ROWS, "luna_detach", 1, x, NULL, NULL) ? lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ? lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
 }
@@ -8402,7 +8402,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x->rank || start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_slice: %t has no %d elements from %d on along axis %d", x, count, start, (int64_t)axis);
   memcpy(shape, x->shape, sizeof shape);
@@ -8417,7 +8417,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int a, seen = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
   if (!axes) return lunai_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
@@ -8433,7 +8433,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_ROW_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %t has no axis %d", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
   for (i = 1; i < count; i++) {
@@ -8447,12 +8447,12 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return lunai_finish(&s, x[0]->rank, shape);
 }
 
-LUNA_API luna_tensor *luna_repeat(luna_tensor *x, int64_t count) {
+LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_REPEAT, "luna_repeat", 1, x, NULL, NULL)) return NULL;
-  if (x->rank == LUNA_MAX_RANK || count < 0) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_repeat: %t %d times", x, count);
+  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
+  if (x->rank == LUNA_MAX_RANK || count < 0) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_expand: %t %d times", x, count);
   shape[0] = count;
   for (a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
   s.op.size[0] = count;
@@ -8467,34 +8467,34 @@ LUNAI_FN bool lunai_suffix(const luna_tensor *a, const luna_tensor *b) {
   for (i = 1; i <= b->rank; i++) if (a->shape[a->rank - i] != b->shape[b->rank - i]) return false;
   return true;
 }
-LUNAI_FN luna_tensor *lunai_binary(luna_row_id row, const char *name, luna_tensor *a, luna_tensor *b) {
+LUNAI_FN luna_tensor *lunai_binary(luna_op_kind row, const char *name, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
   if (!lunai_start(&s, row, name, 2, a, b, NULL)) return NULL;
   if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first", name, a, b);
   s.op.size[0] = luna_count(b);
   return lunai_finish_like(&s, a);
 }
-LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_ROW_ADD, "luna_add", a, b); }
-LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_ROW_MUL, "luna_mul", a, b); }
+LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_ADD, "luna_add", a, b); }
+LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_MUL, "luna_mul", a, b); }
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
   s.op.number[0] = factor;
   return lunai_finish_like(&s, x);
 }
 
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_ACTIVATION, "luna_activate", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, "luna_activate", 1, x, NULL, NULL)) return NULL;
   if (!lunai_is_activation(activation)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_activate: there is no activation %d", (int64_t)activation);
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
-LUNA_API luna_tensor *luna_relu(luna_tensor *x) { return luna_activate(x, LUNA_RELU); }
-LUNA_API luna_tensor *luna_gelu(luna_tensor *x) { return luna_activate(x, LUNA_GELU); }
-LUNA_API luna_tensor *luna_elu1(luna_tensor *x) { return luna_activate(x, LUNA_ELU1); }
-LUNA_API luna_tensor *luna_softplus(luna_tensor *x) { return luna_activate(x, LUNA_SOFTPLUS); }
+LUNA_API luna_tensor *luna_relu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_RELU); }
+LUNA_API luna_tensor *luna_gelu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_GELU); }
+LUNA_API luna_tensor *luna_elu1(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_ELU1); }
+LUNA_API luna_tensor *luna_softplus(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_SOFTPLUS); }
 
 LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
   if (probability >= 0 && probability < 1) return false;
@@ -8503,14 +8503,14 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability)) return NULL;
   if (probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
   return lunai_finish_like(&s, x);
 }
 
 /* --- reductions --- */
-LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_row_id row, int axis, bool mean, const char *name) {
+LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind row, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
@@ -8525,9 +8525,9 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_row_id row, int axis, bo
   s.op.number[0] = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
   return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
 }
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_ROW_REDUCE, axis, false, "luna_sum"); }
-LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_ROW_REDUCE, axis, true, "luna_mean"); }
-LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_ROW_MAX, axis, false, "luna_max"); }
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum"); }
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean"); }
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
 
 /* --- products --- */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
@@ -8535,7 +8535,7 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   int i;
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
   good = a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank;
   for (i = 3; good && i <= b->rank; i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
   if (!good) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of the first", a, b);
@@ -8563,7 +8563,7 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_LINEAR, "luna_linear", 2, x, weight, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL)) return NULL;
   if (x->rank < 1 || weight->rank != 2 || lunai_last(x) != weight->shape[1])
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_linear: input %t and weight %t: the weight must be [out, %d]", x, weight, lunai_last(x));
   if (bias && (bias->rank != 1 || bias->shape[0] != weight->shape[0]))
@@ -8579,16 +8579,16 @@ LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, lun
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
   return lunai_linear_with(x, weight, bias, activation, NULL, 0);
 }
-LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_NONE); }
+LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
 
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
-  static const luna_feed_forward_config plain = { LUNA_NONE, 0, 0, NULL, false };
+  static const luna_feed_forward_config plain = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false };
   const luna_feed_forward_config *c = config ? config : &plain;
-  const luna_activation activation = c->activation == LUNA_NONE ? LUNA_RELU : c->activation;
+  const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
   int64_t shape[LUNA_MAX_RANK];
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_null(x->ctx, "luna_feed_forward", "w2");
   good = x->rank >= 1 && w1->rank == 2 && w2->rank == 2 && w1->shape[1] == lunai_last(x) && w2->shape[1] == w1->shape[0] && lunai_is_activation(activation);
   good = good && lunai_checked(lunai_rows(x), w1->shape[0]) >= 0;
@@ -8597,7 +8597,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   if (good) shape[x->rank - 1] = w2->shape[0];
   if (!good || (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, shape, sizeof shape) != 0)))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_feed_forward: x %t, w1 %t, w2 %t: want [..., in], [hidden, in], [out, hidden], biases [hidden] and [out], a residual [..., out]", x, w1, w2);
-  if (!x->ctx->backend->row[LUNA_ROW_FEED_FORWARD].forward) {
+  if (!x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     x = luna_dropout(lunai_linear_activated(x, w1, b1, activation), c->activation_dropout);
     x = luna_dropout(luna_linear(x, w2, b2), c->dropout);
     return c->residual ? luna_add(c->residual, x) : x;
@@ -8617,7 +8617,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
   if (x->rank < (lengths ? 2 : 1)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_softmax: %t; want [..., n], with lengths [batch, ..., n]", x);
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
@@ -8627,7 +8627,7 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   int64_t b;
   bool failed = false, full = true;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
   if (lengths && x->rank < 2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_mask: %t has no rows; want [batch, n, ...]", x);
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
@@ -8641,7 +8641,7 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
   if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_ratio: %t has no last element to divide by", x);
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
@@ -8651,7 +8651,7 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   lunai_build s;
   luna_tensor *wrong;
-  if (!lunai_start(&s, LUNA_ROW_LAYER_NORM, "luna_layer_norm", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, "luna_layer_norm", 1, x, NULL, NULL)) return NULL;
   if (x->rank < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_layer_norm: a tensor without axes");
   wrong = weight && (weight->rank != 1 || weight->shape[0] != lunai_last(x)) ? weight : bias && (bias->rank != 1 || bias->shape[0] != lunai_last(x)) ? bias : NULL;
   if (wrong) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_layer_norm: weight or bias %t must be [%d], the last axis of %t", wrong, lunai_last(x), x);
@@ -8664,7 +8664,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   int64_t shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
   if (table->rank != 2 || batch < 0 || n < 0 || lunai_checked(batch, n) < 0 || (!tokens && batch * n > 0))
     return lunai_fail(table->ctx, LUNA_BAD_ARGUMENT, "luna_embedding: table %t must be [vocabulary, dim]; %d sequences of %d tokens", table, batch, n);
   s.op.index = lunai_numbers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
@@ -8683,7 +8683,7 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
   void *memory;
   int32_t *kept;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
   if (logits->rank < 1 || !labels || !(c->smoothing >= 0 && c->smoothing <= 1))
     return lunai_fail(logits->ctx, LUNA_BAD_ARGUMENT, "luna_cross_entropy: logits %t need labels, and smoothing lies in 0..1", logits);
   rows = lunai_rows(logits);
@@ -8763,7 +8763,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->packed, 1) < 0) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: %d packed sequences", c->packed);
   if (packed && (!c->query_offsets || !c->key_offsets || c->lengths))
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: packed sequences need query_offsets and key_offsets, and no lengths");
@@ -8789,7 +8789,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
   lunai_build s;
   bool good;
-  if (!lunai_start(&s, LUNA_ROW_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
   good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
   good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] && x->shape[1] == z->shape[1];
   good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 && z->shape[2] % heads == 0;
@@ -8801,23 +8801,23 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
 
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
   if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1 || (bias && (bias->rank != 1 || bias->shape[0] != x->shape[2])))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_short_convolution: input %t must be [batch, n, d], weight %t [d, width], the bias [d]", x, weight);
   lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
 
-LUNAI_FN bool lunai_has_row(const luna_tensor *t, luna_row_id row) { return t->ctx->backend->row[row].forward != NULL; }
+LUNAI_FN bool lunai_has_row(const luna_tensor *t, luna_op_kind row) { return t->ctx->backend->op[row].forward != NULL; }
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
   if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
     return lunai_fail(weights->ctx, LUNA_BAD_ARGUMENT, "luna_pack: weights %t and context %t: want [batch, r, d] and [batch, m, d]", weights, context);
-  if (!lunai_has_row(weights, LUNA_ROW_PACK)) {
+  if (!lunai_has_row(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
     c.lengths = lengths;
@@ -8859,7 +8859,7 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   bool good, failed = false;
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_ROW_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
   if (!v) return lunai_null(x->ctx, "luna_unpack", "v");
   good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
@@ -8867,7 +8867,7 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
   if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d], at least one slot", x, k, bias, v);
-  if (!lunai_has_row(x, LUNA_ROW_UNPACK)) {
+  if (!lunai_has_row(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
@@ -8901,17 +8901,17 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   float scale;
   int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_ROW_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout)) return NULL;
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout)) return NULL;
   if (!s) return lunai_null(q->ctx, "luna_causal_nested_attention", "s");
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
   good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
   good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
   if (!good) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads: want [batch, n, h d] three times and [batch, n, h l]", q, k, v, s, heads);
-  if (omega != LUNA_SOFTPLUS2 && omega != LUNA_SOFTPLUS && omega != LUNA_ELU1)
-    return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or LUNA_ELU1");
+  if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
+    return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: omega must not be negative: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1");
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!lunai_has_row(q, LUNA_ROW_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
+  if (!lunai_has_row(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
   build.op.lengths = lunai_numbers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
   build.op.size[0] = heads;
@@ -8924,7 +8924,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   void *memory;
   int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_ROW_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_custom_op: there must be both a forward and a backward, and a state where it has a size");
   for (i = 1; i < count; i++) lunai_input(&s, in[i]);
@@ -8955,7 +8955,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   again->state = kept;
   again->dropout_ops = ctx->dropout_ops;
   again->copy = copy;
-  op->row = LUNA_ROWS;
+  op->kind = LUNA_OP_COUNT;
   op->ctx = ctx;
   op->recompute = again;
   op->outputs = second ? 2 : 1;
@@ -8988,11 +8988,11 @@ LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-#define LUNAI_MOST_NAME 192
+#define LUNAI_MAX_NAME 192
 /* prefix + name as one parameter name; false when too long */
-LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MOST_NAME], const char *prefix, const char *name) {
+LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
   const size_t a = prefix ? strlen(prefix) : 0, b = strlen(name);
-  if (a + b >= LUNAI_MOST_NAME) {
+  if (a + b >= LUNAI_MAX_NAME) {
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "the parameter name %s%s is longer than 191 characters", prefix, name);
     return false;
   }
@@ -9007,7 +9007,7 @@ LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
   return init;
 }
 LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a, int64_t b, luna_init init) {
-  char full[LUNAI_MOST_NAME];
+  char full[LUNAI_MAX_NAME];
   int64_t shape[2];
   shape[0] = a;
   shape[1] = b;
@@ -9016,23 +9016,23 @@ LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const
 
 /* "prefix" + "name" + ".weight" and ".bias" */
 LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t in, int64_t out, luna_init init) {
-  char full[LUNAI_MOST_NAME];
+  char full[LUNAI_MAX_NAME];
   if (!lunai_name(params, full, prefix, name)) return false;
   layer->weight = lunai_named(params, full, ".weight", 2, out, in, init);
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_ZEROS, 0)) : NULL;
+  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
   return layer->bias != NULL;
 }
 LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t dim) {
-  char full[LUNAI_MOST_NAME];
+  char full[LUNAI_MAX_NAME];
   if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_ONES, 0));
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_ZEROS, 0)) : NULL;
+  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_INIT_ONES, 0));
+  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
   return layer->bias != NULL;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
-LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MOST_NAME]) {
+LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]) {
   const size_t size = prefix ? strlen(prefix) : 0;
-  if (size == 0 || size >= LUNAI_MOST_NAME) return prefix ? prefix : "";
+  if (size == 0 || size >= LUNAI_MAX_NAME) return prefix ? prefix : "";
   memcpy(out, prefix, size + 1);
   if (out[size - 1] == '.') out[size - 1] = 0;
   return out;
@@ -9047,7 +9047,7 @@ LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, co
 }
 
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
-  char name[LUNAI_MOST_NAME];
+  char name[LUNAI_MAX_NAME];
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, &init);
   return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
@@ -9058,7 +9058,7 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
 }
 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
-  char name[LUNAI_MOST_NAME];
+  char name[LUNAI_MAX_NAME];
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, &dim);
   return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
@@ -9070,8 +9070,8 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
-  if (bert) return lunai_init(LUNA_NORMAL, 0.02f);
-  return lunai_init(LUNA_XAVIER, output ? 1.0f : 0.70710678f);
+  if (bert) return lunai_init(LUNA_INIT_NORMAL, 0.02f);
+  return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config) {
@@ -9085,7 +9085,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   if (c.heads == 0) c.heads = 1;
   if (c.pack_heads == 0) c.pack_heads = c.heads;
   if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads ||
-      (unsigned)c.sharing > LUNA_SHARED_QK || !(c.dropout >= 0 && c.dropout < 1)) {
+      (unsigned)c.sharing > LUNA_SHARING_QK || !(c.dropout >= 0 && c.dropout < 1)) {
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout "
                  "below 1", c.dim, c.heads, c.pack_heads);
@@ -9094,14 +9094,14 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   layer->pk = layer->k = none;
-  if (c.sharing == LUNA_FULL) good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_TIED ? "pc_proj" : "pv_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_SHARING_TIED ? "pc_proj" : "pv_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
-  if (c.sharing == LUNA_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
-  if (c.sharing == LUNA_SHARED_QK) { layer->pk = layer->pq; layer->k = layer->q; }
+  if (c.sharing == LUNA_SHARING_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
+  if (c.sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
   layer->config = c;
   return lunai_setup_end(&s, good);
 }
@@ -9182,7 +9182,7 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
 /* the first half: Y_P */
 LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_config *c = &layer->config;
-  const int key = c->sharing == LUNA_FULL || c->sharing == LUNA_SHARED_QK;
+  const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
   luna_attention_config a;
   if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key)) return lunai_pack_folded(layer, pq, context, lengths);
@@ -9191,7 +9191,7 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   a.heads = c->pack_heads;
   a.lengths = lengths;
   pv = luna_linear_layer_forward(&layer->pv, context);
-  return luna_softmax_attention(pq, c->sharing == LUNA_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
+  return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
 /* Y_X + residual, or null, after a dropout */
@@ -9223,8 +9223,8 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], residual, dropout, memory_lengths);
   else {
     v = luna_linear_layer_forward(&layer->v, both[0]);
-    k = c->sharing == LUNA_TIED ? v : lunai_project(&layer->k, both[0]);
-    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_NONE, residual, dropout);
+    k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, both[0]);
+    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
   }
   if (!both[1]) return NULL;
   lunai_keep(ctx, mark, both, 2);
@@ -9244,27 +9244,27 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   c = *config;
   if (c.heads == 0) c.heads = 1;
-  if (c.omega == LUNA_NONE) c.omega = LUNA_SOFTPLUS2;
-  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_TIED && c.sharing != LUNA_FULL) ||
+  if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
+  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_SHARING_TIED && c.sharing != LUNA_SHARING_FULL) ||
       !(c.dropout >= 0 && c.dropout < 1)) {
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, "
                  "dropout below 1", c.dim, c.heads);
     return lunai_setup_end(&s, false);
   }
-  if (c.omega != LUNA_SOFTPLUS2 && c.omega != LUNA_SOFTPLUS && c.omega != LUNA_ELU1) {
+  if (c.omega != LUNA_ACTIVATION_SOFTPLUS2 && c.omega != LUNA_ACTIVATION_SOFTPLUS && c.omega != LUNA_ACTIVATION_ELU1) {
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
-                 "luna_causal_attention_layer_init: omega must not be negative: LUNA_SOFTPLUS2, LUNA_SOFTPLUS or "
-                 "LUNA_ELU1");
+                 "luna_causal_attention_layer_init: omega must not be negative: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or "
+                 "LUNA_ACTIVATION_ELU1");
     return lunai_setup_end(&s, false);
   }
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_TIED) layer->k = layer->v;
+  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
   good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
   layer->config = c;
   return lunai_setup_end(&s, good);
@@ -9316,8 +9316,8 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   s = lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
-  k = c->sharing == LUNA_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  y = lunai_linear_with(luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout), layer->out.weight, layer->out.bias, LUNA_NONE, residual, dropout);
+  k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
+  y = lunai_linear_with(luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
   if (y) lunai_keep(x->ctx, mark, &y, 1);
   return y;
 }
@@ -9336,8 +9336,8 @@ LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, cons
   const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
   const int64_t most = lunai_max(c->k, lunai_max(head, layer)), widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
   *e = NULL;
-  if (c->projection == LUNA_PROJECT_LINEAR) *e = lunai_named(params, prefix, name, 2, most, c->max_length, lunai_init(LUNA_XAVIER, 1));
-  else if (c->projection == LUNA_PROJECT_CONVOLUTION) *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_ONES, 1.0f / (float)widest));
+  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) *e = lunai_named(params, prefix, name, 2, most, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
+  else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION) *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
   else return true;
   return *e != NULL;
 }
@@ -9345,7 +9345,7 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
   if (c->max_length == 0) c->max_length = 512;
   if (c->k == 0) c->k = lunai_min(64, c->max_length);
   if (c->k >= 1 && c->k_last_layer >= 0 && c->k_last_head >= 0 && c->max_length >= 1 && c->max_length <= 1 << 26 && c->k <= c->max_length && c->k_last_layer <= c->max_length &&
-      c->k_last_head <= c->max_length && (unsigned)c->sharing <= LUNA_LAYERWISE && (unsigned)c->projection <= LUNA_PROJECT_CONVOLUTION) return true;
+      c->k_last_head <= c->max_length && (unsigned)c->sharing <= LUNA_LINFORMER_SHARING_LAYERWISE && (unsigned)c->projection <= LUNA_LINFORMER_PROJECTION_CONVOLUTION) return true;
   lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "Linformer: k %d, in the last layer %d, in the last head %d must be at most max_length %d", c->k, c->k_last_layer, c->k_last_head, c->max_length);
   return false;
 }
@@ -9378,10 +9378,10 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
-  if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LAYERWISE) {
+  if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE) {
     good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, 0, &layer->e);
     layer->f = layer->e;
-    if (c.linformer.sharing == LUNA_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
+    if (c.linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
   }
   layer->config = c;
   return lunai_setup_end(&s, good);
@@ -9420,10 +9420,10 @@ LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengt
 /* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
 LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k, const int32_t *lengths) {
   const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k), windows = lunai_divide_up(n, w);
-  const float fill = c->projection == LUNA_PROJECT_MAX ? -3.402823466e+38f : 0;
+  const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
   luna_tensor *both[2];
   int64_t shape[3];
-  if (c->projection == LUNA_PROJECT_LINEAR) {
+  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) {
     x = luna_matmul(luna_mask(x, lengths), luna_slice(luna_slice(e, 0, 0, k), 1, 0, n), true, true);
     return lunai_permute(x, 0, 2, 1, 3);
   }
@@ -9435,8 +9435,8 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
   }
   if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL) return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
-  if (c->projection == LUNA_PROJECT_MAX) return luna_max(x, 2);
-  if (c->projection == LUNA_PROJECT_MEAN) return luna_mean(x, 2);
+  if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
+  if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_mean(x, 2);
   return lunai_reshape(luna_matmul(x, luna_slice(e, 1, 0, w), true, true), 3, batch, windows, width, 1);
 }
 
@@ -9455,7 +9455,7 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
     v = luna_slice(v, 2, from, width);
   }
   if (!q || !k || !v) return NULL;
-  if (c->projection != LUNA_PROJECT_LINEAR && lengths && (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
+  if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths && (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths), lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
 LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, const int32_t *lengths) {
@@ -9464,7 +9464,7 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
   int64_t h;
   if (!q || !k || !v) return NULL;
   if (k->shape[1] > c->max_length) return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a sequence of %d, but max_length is %d", k->shape[1], c->max_length);
-  if ((!layer->e || !layer->f) && (c->projection == LUNA_PROJECT_LINEAR || c->projection == LUNA_PROJECT_CONVOLUTION))
+  if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a layer that shares layerwise has been given no projection");
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
@@ -9513,11 +9513,11 @@ LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const
 typedef enum lunai_layer_kind { LUNAI_ENCODER_LAYER, LUNAI_DECODER_LAYER, LUNAI_CAUSAL_LAYER } lunai_layer_kind;
 LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, lunai_layer_kind kind) {
   const bool causal = kind == LUNAI_CAUSAL_LAYER, encoder = kind == LUNAI_ENCODER_LAYER;
-  const bool tied = causal && lunai_is_luna(c) && c->sharing != LUNA_FULL;
+  const bool tied = causal && lunai_is_luna(c) && c->sharing != LUNA_SHARING_FULL;
   return (!c->hook || lunai_agrees(ctx, "layer.attention", c->attention, "a hook's", LUNA_ATTENTION_LUNA)) &&
          (causal || lunai_agrees(ctx, "layer.convolution", c->convolution, "an encoder or decoder layer's", 0)) &&
          (encoder || lunai_agrees(ctx, "layer.own_memory", c->own_memory, "a causal or decoder layer's", 0)) &&
-         (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_TIED));
+         (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_SHARING_TIED));
 }
 /* fills in the defaults; false with a sentence when the config cannot be */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
@@ -9527,8 +9527,8 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->heads == 0) c->heads = 1;
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
-  if (c->activation == LUNA_NONE) c->activation = LUNA_RELU;
-  if (c->omega == LUNA_NONE) c->omega = LUNA_SOFTPLUS2;
+  if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
+  if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
   if (c->dim >= 1 && c->dim <= 1 << 24 && c->ffn >= 1 && c->ffn <= 1 << 26 && c->convolution >= 0 && c->convolution <= 1024 && c->dropout >= 0 && c->dropout < 1 &&
       c->attention_dropout >= 0 && c->attention_dropout < 1 && c->activation_dropout >= 0 && c->activation_dropout < 1 && lunai_is_activation(c->activation) &&
       (unsigned)c->attention <= LUNA_ATTENTION_LINFORMER && (unsigned)c->recompute <= LUNA_RECOMPUTE_LAYER && c->own_memory >= 0 && c->own_memory <= 1 << 20 &&
@@ -9551,7 +9551,7 @@ LUNAI_FN luna_causal_attention_config lunai_causal_config(const luna_layer_confi
   luna_causal_attention_config a;
   a.dim = c->dim;
   a.heads = c->heads;
-  a.sharing = c->sharing == LUNA_FULL ? LUNA_FULL : LUNA_TIED;
+  a.sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   a.omega = c->omega;
   a.dropout = c->attention_dropout;
   a.bert_init = c->bert_init;
@@ -9592,7 +9592,7 @@ LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, cons
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
-  f.recompute = c->recompute != LUNA_KEEP_ALL; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
+  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
   sum = luna_feed_forward(in, fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
   lunai_drop(in);
   return lunai_sum_normed(c, sum, norm);
@@ -9635,11 +9635,11 @@ LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block blo
 
 /* a learned P */
 LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix, int64_t slots, int64_t dim) {
-  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim, lunai_init(LUNA_NORMAL, (float)(1.0 / sqrt((double)dim))));
+  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim, lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))));
 }
 
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
-  char name[LUNAI_MOST_NAME];
+  char name[LUNAI_MAX_NAME];
   luna_nested_attention_config attention;
   lunai_setup s;
   bool good, is_luna;
@@ -9679,7 +9679,7 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   luna_tensor *both[2] = { NULL, NULL }, *x;
   const int had = second ? 2 : 1;      /* both: P when there is one, then X */
   if (second) {
-    both[0] = layer->memory ? luna_repeat(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
+    both[0] = layer->memory ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
     both[1] = lunai_nested_half(c, &layer->attention, in[0], &both[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
     if (!both[0]) return NULL;
     x = both[0];                       /* made after X: older first */
@@ -9710,7 +9710,7 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
 }
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
-  char name[LUNAI_MOST_NAME];
+  char name[LUNAI_MAX_NAME];
   luna_nested_attention_config cross;
   luna_causal_attention_config self;
   lunai_setup s;
@@ -9772,7 +9772,7 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
 }
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
-  char name[LUNAI_MOST_NAME];
+  char name[LUNAI_MAX_NAME];
   luna_causal_attention_config attention;
   lunai_setup s;
   bool good, is_luna;
@@ -9789,8 +9789,8 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   attention = lunai_causal_config(&layer->config);
   if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, config->dim)) != NULL;
   if (good && config->convolution) {
-    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, config->dim, config->convolution, lunai_init(LUNA_PRESENT, 0.1f));
-    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, config->dim, 1, lunai_init(LUNA_ZEROS, 0)) : NULL;
+    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, config->dim, config->convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f));
+    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, config->dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
     good = layer->kernel_bias != NULL;
   }
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
@@ -9886,9 +9886,9 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
 /* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
-  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
+  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
   if (!lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim)) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
-  if (s->positions == LUNA_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
+  if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
   if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
   if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
   if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim)) return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
@@ -9975,15 +9975,15 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
 
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
-  if (!x || positions == LUNA_NO_POSITIONS || positions == LUNA_POSITIONS_DEFAULT) return x;
-  if (positions == LUNA_SINUSOIDAL) return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
+  if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
+  if (positions == LUNA_POSITIONS_SINUSOIDAL) return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "a sequence of %d, but there are learned positions for %d (max_length)", x->shape[1], table->shape[0] - first);
   return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
 }
 
 /* --- what all models' inits have in common --- */
-LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) { return lunai_init(LUNA_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim))); }
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) { return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim))); }
 
 LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const char *name, const lunai_field *fields, int count, void *sizes) {
   int f;
@@ -10065,7 +10065,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->vocab == 0) c->vocab = 256;
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
-  if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_NO_POSITIONS;
+  if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
   if (c->layer.dim == 0) c->layer.dim = 128;
   if (c->layer.heads == 0) c->layer.heads = 4;
@@ -10088,7 +10088,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   memset(model, 0, sizeof *model);
   model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
   good = model->embedding != NULL;
-  if (good && c.positions == LUNA_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
+  if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   good = good && lunai_layers_memory(params, "luna_lm_init", c.layers, sizeof(luna_causal_layer), &memory);
   model->layers = (luna_causal_layer *)memory;
   for (i = 0; i < c.layers && good; i++) {
@@ -10187,9 +10187,9 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   if (c->dim == 0) c->dim = 128;
   if (c->heads == 0) c->heads = 4;
   if (c->memory == 0) c->memory = 16;
-  if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_SINUSOIDAL;
+  if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
-  if (c->embedding_scale == LUNA_SCALE_DEFAULT) c->embedding_scale = c->positions == LUNA_LEARNED ? LUNA_SCALE_ONE : LUNA_SCALE_SQRT_DIM;
+  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE : LUNA_EMBEDDING_SCALE_SQRT_DIM;
   layer = c->layer;
   layer.dim = c->dim;
   layer.heads = c->heads;
@@ -10214,17 +10214,17 @@ LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, con
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
   if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
   if ((e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
-  if (c->positions == LUNA_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
+  if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
   if (!c->norm_embedding) return true;
   return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) && (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
 }
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
   const int64_t count = c->tied_layers ? 1 : c->layers;
-  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook && c->layer.linformer.sharing == LUNA_LAYERWISE;
+  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook && c->layer.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
   luna_layer_config layer = c->layer;
   luna_tensor *shared = NULL;
-  char name[LUNAI_MOST_NAME], number[32];
+  char name[LUNAI_MAX_NAME], number[32];
   void *memory;
   int64_t i;
   if (!lunai_layers_memory(params, "luna_encoder_init", count, sizeof(luna_encoder_layer), &memory)) return false;
@@ -10260,7 +10260,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   return lunai_setup_end(&setup, good);
 }
 
-LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
+LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
 /* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   const float factor = lunai_embedding_factor(c);
@@ -10297,9 +10297,9 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const int32_t *t
   if (e->memory && !(p && *p)) {
     memory = luna_slice(memory, 0, 0, slots);
     if (factor != 1) memory = luna_scale(memory, factor);
-    if (c->positions == LUNA_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
+    if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
-    memory = luna_dropout(luna_repeat(memory, batch), c->layer.dropout);
+    memory = luna_dropout(luna_expand(memory, batch), c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, lengths);
     if (!memory) return NULL;
   }
@@ -10350,8 +10350,8 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   is_luna = lunai_is_luna(&c.encoder.layer);
   if (c.vocab == 0) c.vocab = 256;
   if (c.classes == 0) c.classes = 2;
-  if (c.pooling == LUNA_POOL_DEFAULT) c.pooling = is_luna ? LUNA_POOL_MEMORY : LUNA_POOL_MEAN;
-  if (!is_luna && (c.pooling == LUNA_POOL_MEMORY || c.pooling == LUNA_POOL_MEMORY_BATCH)) {
+  if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
+  if (!is_luna && (c.pooling == LUNA_POOLING_MEMORY || c.pooling == LUNA_POOLING_MEMORY_BATCH)) {
     lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_classifier_init: to pool the memory takes Luna attention, which has one");
     return lunai_setup_end(&setup, false);
@@ -10388,13 +10388,13 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   if (!lunai_layer_made(x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
   if (x->rank != 3)
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
-  if (!p && (model->config.pooling == LUNA_POOL_MEMORY || model->config.pooling == LUNA_POOL_MEMORY_BATCH))
+  if (!p && (model->config.pooling == LUNA_POOLING_MEMORY || model->config.pooling == LUNA_POOLING_MEMORY_BATCH))
     return lunai_null(x->ctx, "luna_classifier_pool", "p");
   switch (model->config.pooling) {
-    case LUNA_POOL_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %t has no first row", x)
+    case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %t has no first row", x)
                                                : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
-    case LUNA_POOL_MEMORY: return lunai_mean_rows(p, lengths);
-    case LUNA_POOL_MEMORY_BATCH: return luna_mean(p, 1);
+    case LUNA_POOLING_MEMORY: return lunai_mean_rows(p, lengths);
+    case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
     default: return lunai_mean_rows(x, lengths);
   }
 }
@@ -10403,23 +10403,23 @@ LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, co
   return lunai_instead(x, luna_classifier_pool(model, x, p, lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
-  if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_GELU);
+  if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_ACTIVATION_GELU);
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
-LUNA_API luna_tensor *luna_classify(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
+LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
   if (!ctx) return NULL;
   if (model->config.pair)
-    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify: this model compares two sequences: luna_classify_pair");
+    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classifier_forward: this model compares two sequences: luna_classifier_forward_pair");
   return lunai_classifier_logits(model, lunai_classifier_features(model, tokens, lengths, batch, n));
 }
-LUNA_API luna_tensor *luna_classify_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
                                          const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch) {
   luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
   luna_tensor *part[4];
   if (!ctx) return NULL;
   if (!model->config.pair)
-    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classify_pair: this model reads one sequence: luna_classify");
+    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classifier_forward_pair: this model reads one sequence: luna_classifier_forward");
   part[0] = lunai_classifier_features(model, tokens, lengths, batch, n);
   part[1] = lunai_classifier_features(model, tokens2, lengths2, batch, n2);
   part[2] = luna_mul(part[0], part[1]);
@@ -10443,7 +10443,7 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
-  if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_ZEROS, 0));
+  if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   good = good && model->bias && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
@@ -10451,7 +10451,7 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
 }
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
-  x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_GELU);
+  x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
   return luna_linear(luna_norm_layer_forward(&model->norm, x), model->encoder.embedding, model->bias);
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
@@ -10515,7 +10515,7 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
   lunai_model_sizes s;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
-  if (c->encoder.embedding_scale == LUNA_SCALE_DEFAULT) c->encoder.embedding_scale = LUNA_SCALE_SQRT_DIM;
+  if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
     lunai_refuse(ctx, LUNA_UNSUPPORTED, "luna_seq2seq_init: an encoder-decoder has Luna attention whose memory goes from the encoder to the decoder");
     return false;
@@ -10538,7 +10538,7 @@ LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const
   int64_t i;
   model->embedding = c->share_embeddings ? model->encoder.embedding : lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
   if (!model->embedding) return false;
-  if (c->encoder.positions == LUNA_LEARNED && (model->positions = lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d, init)) == NULL) return false;
+  if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions = lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d, init)) == NULL) return false;
   if (!lunai_layers_memory(params, "luna_seq2seq_init", c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
   model->layers = (luna_decoder_layer *)memory;
   for (i = 0; i < c->decoder_layers; i++) {
@@ -10596,7 +10596,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int3
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
-  static const luna_schedule constant = { LUNA_CONSTANT, 0, 0, 0, 0, { 0, 0, 0, 0 }, 0 };
+  static const luna_schedule constant = { LUNA_DECAY_CONSTANT, 0, 0, 0, 0, { 0, 0, 0, 0 }, 0 };
   const luna_schedule *s = schedule ? schedule : &constant;
   const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor, from = (double)s->warmup_from;
   const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
@@ -10605,10 +10605,10 @@ LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
   if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
   done = total > warmup ? (t - warmup) / (total - warmup) : 1;
   if (done > 1) done = 1;
-  if (s->decay == LUNA_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
-  if (s->decay == LUNA_LINEAR) factor = 1 - done * (1 - floor);
-  if (s->decay == LUNA_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
-  for (i = 0; s->decay == LUNA_MILESTONES && i < 4; i++) if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
+  if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
+  if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
+  if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
+  for (i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++) if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   return (float)(factor > floor ? factor : floor);
 }
 
@@ -10640,7 +10640,7 @@ struct luna_optimizer {
 
 LUNAI_FN bool lunai_group_fits(const luna_group *group, const lunai_trained *t) {
   return (!group->name || strstr(t->name, group->name)) &&
-         (group->most_axes <= 0 || t->tensor->rank <= group->most_axes);
+         (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
 }
 LUNAI_FN void lunai_group_set(const luna_group *group, lunai_trained *t) {
   if (!lunai_group_fits(group, t)) return;
@@ -10683,7 +10683,7 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   }
   if (!good) {
     lunai_persistent_rewind(ctx, mark);
-    return lunai_no_memory(ctx, name, (size_t)luna_params_count(o->params) * sizeof(float));
+    return lunai_no_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
   }
   o->trained = (lunai_trained *)trained;
   o->parameters = (luna_tensor **)parameters;
@@ -10704,8 +10704,8 @@ LUNAI_FN const char *lunai_optimizer_wrong(const luna_optimizer *o) {
   if (o->nesterov && o->momentum == 0) return "nesterov needs a momentum";
   if (!(lunai_is_rate(s->floor) && lunai_is_rate(s->warmup_from) && lunai_is_rate(s->gamma)))
     return "the schedule's floor, warmup_from and gamma must be finite and not negative";
-  if ((unsigned)s->decay > LUNA_MILESTONES) return "the schedule's decay must be one of luna_decay";
-  if ((s->decay == LUNA_LINEAR || s->decay == LUNA_COSINE) && s->total < 1) return "this schedule needs a total";
+  if ((unsigned)s->decay > LUNA_DECAY_MILESTONES) return "the schedule's decay must be one of luna_decay";
+  if ((s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE) && s->total < 1) return "this schedule needs a total";
   return NULL;
 }
 
@@ -10769,8 +10769,8 @@ LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config
   o.moments = 2;
   return lunai_optimizer_open(params, &o, name);
 }
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_ADAM, "luna_adam"); }
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_ADAMW, "luna_adamw"); }
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam"); }
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw"); }
 
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
   luna_optimizer o;
@@ -10789,7 +10789,7 @@ LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_conf
   if (o.config.epsilon == 0) o.config.epsilon = 1e-4f;
   if (o.config.schedule.warmup == 0) o.config.schedule.warmup = 100;
   if (o.config.schedule.warmup_from == 0) o.config.schedule.warmup_from = 0.01f;
-  o.kind = LUNA_APOLLO;
+  o.kind = LUNA_OPTIMIZER_APOLLO;
   o.moments = 3;
   return lunai_optimizer_open(params, &o, "luna_apollo");
 }
@@ -10801,7 +10801,7 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_group *group) {
   const char *name = group->name ? group->name : "";
   lunai_group **at = &o->groups, *kept;
   void *memory;
-  while (*at && ((*at)->group.most_axes != group->most_axes || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
+  while (*at && ((*at)->group.max_rank != group->max_rank || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
   kept = *at;
   if (kept) {
     *at = kept->next;
@@ -10868,7 +10868,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->look = true;
-  at = o->attempts++ + (o->kind != LUNA_APOLLO);
+  at = o->attempts++ + (o->kind != LUNA_OPTIMIZER_APOLLO);
   lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_did(ctx, "luna_optimizer_advance", status);
@@ -11005,7 +11005,7 @@ LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) 
 
 /* the parameter a tensor of a file belongs to, or null */
 LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_tensor *t) {
-  char name[LUNAI_LONGEST_NAME];
+  char name[LUNAI_MAX_PARAM_NAME];
   const size_t size = lunai_st_decode(t->name, name, sizeof name);
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL; /* a name may have a zero in it, and is then none of ours */
 }
@@ -11135,7 +11135,7 @@ LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, 
   return status == LUNA_OK ? lunai_file_close(&file, lunai_load_borrowed(params, &file.st)) : status;
 }
 
-LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_entry *entry) {
+LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_file_tensor *entry) {
   int a;
   memset(entry, 0, sizeof *entry);
   entry->name = name;
@@ -11146,7 +11146,7 @@ LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_en
   entry->data = t->data;
   entry->bytes = t->bytes;
 }
-LUNA_API bool luna_entry_read(const luna_entry *entry, float *out) {
+LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
   lunai_st_tensor t;
   memset(&t, 0, sizeof t);
   if (!entry || !entry->dtype || !out) return false;
@@ -11169,7 +11169,7 @@ LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
   lunai_st_text key, value;
-  luna_entry entry;
+  luna_file_tensor entry;
   size_t cursor = 0;
   while (status == LUNA_OK && inspection->pair && lunai_st_meta_next(st, &cursor, &key, &value)) {
     const char *k = lunai_step_text(ctx, key), *v = k ? lunai_step_text(ctx, value) : NULL;
@@ -11196,8 +11196,8 @@ LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t
   return status == LUNA_OK ? lunai_file_close(&file, lunai_inspect(ctx, &file.st, inspection)) : status;
 }
 
-LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st, luna_match *m) {
-  char name[LUNAI_LONGEST_NAME];
+LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st, luna_load_report *m) {
+  char name[LUNAI_MAX_PARAM_NAME];
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
   lunai_param *p;
@@ -11220,8 +11220,8 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   }
   return m->loaded ? LUNA_OK : lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
 }
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_match *match) {
-  luna_match none;
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match) {
+  luna_load_report none;
   lunai_file file;
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
@@ -11438,7 +11438,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
 
 /* finds a moment; *wrong says why there is none */
 LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int moment, lunai_st_tensor *out) {
-  char name[LUNAI_LONGEST_NAME + LUNAI_MOMENT_NAME];
+  char name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
   lunai_moment_name(name, moment, t->name);
   return lunai_st_find(st, name, out) && lunai_st_like(out, t->tensor) && out->dtype == LUNAI_ST_F32;
 }
@@ -11525,7 +11525,7 @@ LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const
   (void)params;
   return luna_inspect_bytes(((lunai_inspect_call *)call)->ctx, bytes, size, ((lunai_inspect_call *)call)->inspection);
 }
-LUNAI_FN luna_status lunai_load_matched(void *match, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_match *)match); }
+LUNAI_FN luna_status lunai_load_matched(void *match, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)match); }
 
 LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const luna_io *io) {
   const lunai_mark mark = lunai_step_mark(ctx);
@@ -11816,8 +11816,8 @@ LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, con
   const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
   return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_any, model, params, path) == LUNA_OK);
 }
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_match *match) {
-  luna_match none;
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match) {
+  luna_load_report none;
   memset(&none, 0, sizeof none);
   return lunai_load_path(lunai_ctx_of(params), lunai_load_matched, match ? match : &none, params, path);
 }
@@ -11908,9 +11908,9 @@ LUNAI_FN void lunai_far_zero(luna_stream *s, void *at, size_t bytes) {
   const luna_status before = s->ctx->status;
   lunai_far_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
 }
-LUNAI_FN void lunai_far_start(const luna_stream *s, lunai_far_op *f, luna_row_id row) {
+LUNAI_FN void lunai_far_start(const luna_stream *s, lunai_far_op *f, luna_op_kind row) {
   memset(f, 0, sizeof *f);
-  f->op.row = row;
+  f->op.kind = row;
   f->op.ctx = s->ctx;
 }
 LUNAI_FN luna_tensor *lunai_far_tensor(lunai_far_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -11927,7 +11927,7 @@ LUNAI_FN void lunai_far_in(lunai_far_op *f, const float *data, int rank, int64_t
 }
 /* the result: runs the op, or finds what it needs */
 LUNAI_FN void lunai_far_out(luna_stream *s, lunai_far_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  const luna_row *row = &s->ctx->backend->row[f->op.row];
+  const luna_op_functions *row = &s->ctx->backend->op[f->op.kind];
   const luna_status before = s->ctx->status;
   if (s->failed != LUNA_OK) return;
   if (data == s->x && f->op.in[0]->data == s->x) { /* in place of x */
@@ -11945,7 +11945,7 @@ LUNAI_FN void lunai_far_out(luna_stream *s, lunai_far_op *f, float *data, int ra
 
 LUNAI_FN void lunai_far_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_LINEAR);
+  lunai_far_start(s, &f, LUNA_OP_LINEAR);
   f.op.activation = (luna_activation)activation;
   lunai_far_in(&f, x, 2, rows, in, 1, 1);
   lunai_far_in(&f, weight, 2, out, in, 1, 1);
@@ -11955,7 +11955,7 @@ LUNAI_FN void lunai_far_linear(luna_stream *s, const float *x, int64_t rows, int
 /* x [batch, m, k] times w [batch, n, k] transposed */
 LUNAI_FN void lunai_far_matmul(luna_stream *s, const float *x, const float *w, int64_t batch, int64_t m, int64_t n, int64_t k, float *y) {
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_MATMUL);
+  lunai_far_start(s, &f, LUNA_OP_MATMUL);
   f.op.size[0] = 1; f.op.size[1] = batch; f.op.size[2] = m; f.op.size[3] = n; f.op.size[4] = k;
   f.op.flag[1] = true;
   lunai_far_in(&f, x, 3, batch, m, k, 1);
@@ -11965,7 +11965,7 @@ LUNAI_FN void lunai_far_matmul(luna_stream *s, const float *x, const float *w, i
 /* [a, b, c, d] -> [a, c, b, d] */
 LUNAI_FN void lunai_far_swap(luna_stream *s, const float *x, int64_t a, int64_t b, int64_t c, int64_t d, float *y) {
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_PERMUTE);
+  lunai_far_start(s, &f, LUNA_OP_PERMUTE);
   f.op.size[1] = 2; f.op.size[2] = 1; f.op.size[3] = 3;
   lunai_far_in(&f, x, 4, a, b, c, d);
   lunai_far_out(s, &f, y, 4, a, c, b, d);
@@ -11973,7 +11973,7 @@ LUNAI_FN void lunai_far_swap(luna_stream *s, const float *x, int64_t a, int64_t 
 /* b [each] is added to every `each` of a */
 LUNAI_FN void lunai_far_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_ADD);
+  lunai_far_start(s, &f, LUNA_OP_ADD);
   f.op.size[0] = each;
   lunai_far_in(&f, a, 2, count / each, each, 1, 1);
   lunai_far_in(&f, b, 1, each, 1, 1, 1);
@@ -11982,7 +11982,7 @@ LUNAI_FN void lunai_far_add(luna_stream *s, int64_t count, const float *a, const
 LUNAI_FN void lunai_far_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
   const int64_t d = s->sizes.dim;
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_LAYER_NORM);
+  lunai_far_start(s, &f, LUNA_OP_LAYER_NORM);
   lunai_far_in(&f, x, 2, rows, d, 1, 1);
   lunai_far_in(&f, norm->weight, 1, d, 1, 1, 1);
   lunai_far_in(&f, norm->bias, 1, d, 1, 1, 1);
@@ -11991,7 +11991,7 @@ LUNAI_FN void lunai_far_norm(luna_stream *s, const float *x, int64_t rows, const
 /* rows of a table [from, width] by the numbers in s->tokens */
 LUNAI_FN void lunai_far_rows(luna_stream *s, const float *table, int64_t from, int64_t width, int64_t rows, float *y) {
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_EMBEDDING);
+  lunai_far_start(s, &f, LUNA_OP_EMBEDDING);
   f.op.index = s->tokens;
   lunai_far_in(&f, table, 2, from, width, 1, 1);
   lunai_far_out(s, &f, y, 2, rows, width, 1, 1);
@@ -11999,7 +11999,7 @@ LUNAI_FN void lunai_far_rows(luna_stream *s, const float *table, int64_t from, i
 LUNAI_FN void lunai_far_convolve(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim;
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_SHORT_CONVOLUTION);
+  lunai_far_start(s, &f, LUNA_OP_SHORT_CONVOLUTION);
   f.op.history = layer->history;
   lunai_far_in(&f, in, 3, s->batch, rows, d, 1);
   lunai_far_in(&f, layer->conv.weight, 2, d, s->sizes.convolution, 1, 1);
@@ -12009,7 +12009,7 @@ LUNAI_FN void lunai_far_convolve(luna_stream *s, const lunai_stream_layer *layer
 LUNAI_FN void lunai_far_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads;
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_CAUSAL_LUNA);
+  lunai_far_start(s, &f, LUNA_OP_CAUSAL_LUNA);
   f.op.size[0] = h;
   f.op.number[0] = (float)(1.0 / sqrt((double)(d / h)));
   f.op.activation = (luna_activation)s->sizes.omega;
@@ -12026,7 +12026,7 @@ LUNAI_FN void lunai_far_attend(luna_stream *s, const lunai_stream_layer *layer, 
 LUNAI_FN void lunai_far_cross(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, queries = s->batch / s->sources * rows;
   lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_ROW_SOFTMAX_ATTENTION);
+  lunai_far_start(s, &f, LUNA_OP_SOFTMAX_ATTENTION);
   f.op.size[0] = h; f.op.size[1] = s->sources; f.op.size[2] = queries; f.op.size[3] = l;
   f.op.number[0] = (float)(1.0 / sqrt((double)(d / h)));
   f.op.lengths = s->source_slots;
@@ -12040,11 +12040,11 @@ LUNAI_FN void lunai_far_scores(luna_stream *s, const lunai_stream_layer *layer, 
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, n = s->sources, each = rows / n;
   const bool one = each == 1;        /* then by rows is by heads */
   if (!lunai_stream_folds(&s->sizes)) {
-    lunai_far_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
+    lunai_far_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
     if (!one) lunai_far_swap(s, s->y, n, each, h, d / h, s->q);
     lunai_far_matmul(s, one ? s->y : s->q, layer->folded, n * h, each, l, d / h, one ? s->s : s->heads);
     if (!one) lunai_far_swap(s, s->heads, n, h, each, l, s->s);
-  } else if (n == 1) lunai_far_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_NONE, s->s);
+  } else if (n == 1) lunai_far_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_ACTIVATION_NONE, s->s);
   else {
     lunai_far_matmul(s, in, layer->folded, n, each, h * l, d, s->heads);
     lunai_far_add(s, rows * h * l, s->heads, layer->folded_bias, rows * h * l, s->s);
@@ -12055,7 +12055,7 @@ LUNAI_FN void lunai_far_last(luna_stream *s, int64_t rows) {
   const int64_t d = s->sizes.dim;
   lunai_far_op f;
   if (rows == 1) return;
-  lunai_far_start(s, &f, LUNA_ROW_SLICE);
+  lunai_far_start(s, &f, LUNA_OP_SLICE);
   f.op.size[0] = 1; f.op.size[1] = rows - 1;
   lunai_far_in(&f, s->x, 3, s->batch, rows, d, 1);
   lunai_far_out(s, &f, s->x, 3, s->batch, 1, d, 1);
@@ -12063,14 +12063,14 @@ LUNAI_FN void lunai_far_last(luna_stream *s, int64_t rows) {
 /* tokens: the next `rows` of each sequence of n, or null where nothing is computed */
 LUNAI_FN void lunai_far_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
   const int64_t d = s->sizes.dim, all = s->batch * rows, first = s->first_position + s->position;
-  const float *positions = s->sizes.positions == LUNA_LEARNED ? s->positions + first * d : s->sizes.positions == LUNA_SINUSOIDAL ? s->angles : NULL;
+  const float *positions = s->sizes.positions == LUNA_POSITIONS_LEARNED ? s->positions + first * d : s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? s->angles : NULL;
   int64_t i;
   for (i = 0; tokens && i < all; i++) s->near_tokens[i] = tokens[i / rows * n + i % rows];
   lunai_far_copy(s, s->tokens, s->near_tokens, (size_t)all * sizeof(int32_t), 1);
   lunai_far_rows(s, s->embedding, s->sizes.vocab, d, all, s->x);
   if (s->scale != 1) {
     lunai_far_op f;
-    lunai_far_start(s, &f, LUNA_ROW_SCALE);
+    lunai_far_start(s, &f, LUNA_OP_SCALE);
     f.op.number[0] = s->scale;
     lunai_far_in(&f, s->x, 2, all, d, 1, 1);
     lunai_far_out(s, &f, s->x, 2, all, d, 1, 1);
@@ -12125,7 +12125,7 @@ LUNAI_FN void lunai_stream_attention_args(const luna_stream *s, const lunai_stre
 /* scores of one chunk without folding: k_p = x Wpc^T + b, then each head against its part of the scaled pq */
 LUNAI_FN void lunai_stream_head_scores(const luna_stream *s, const float *keys, int64_t rows, const float *pq, float *scores, lunai_gemm *g) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory;
-  lunai_stream_product(g, keys, rows, d / h, pq, NULL, l, LUNA_NONE, scores);
+  lunai_stream_product(g, keys, rows, d / h, pq, NULL, l, LUNA_ACTIVATION_NONE, scores);
   g->a_row = g->b_column = d;
   g->c_row = h * l;
   g->batch[1] = h;
@@ -12171,10 +12171,10 @@ LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
   for (i = 0; i < 8; i++) {
     const int64_t in[4] = { z->dim, widest, z->dim, z->dim }, out[4] = { widest, z->dim, z->heads * z->memory, z->vocab };
     rows = i < 4 ? s->batch * s->chunk : s->batch;
-    lunai_stream_product(&g, NULL, rows, in[i % 4], NULL, NULL, out[i % 4], LUNA_NONE, NULL);
+    lunai_stream_product(&g, NULL, rows, in[i % 4], NULL, NULL, out[i % 4], LUNA_ACTIVATION_NONE, NULL);
     need = s->kernels->gemm_scratch(&g, 1);
     if (need > most) most = need;
-    lunai_stream_product(&g, NULL, i < 4 ? z->memory : rows, z->dim, NULL, NULL, z->dim, LUNA_NONE, NULL);
+    lunai_stream_product(&g, NULL, i < 4 ? z->memory : rows, z->dim, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
     need = s->kernels->gemm_scratch(&g, 1);
     if (need > most) most = need;
   }
@@ -12182,7 +12182,7 @@ LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
     lunai_stream_head_scores(s, NULL, s->batch / s->sources * (i ? 1 : s->chunk), NULL, NULL, &g);
     need = s->kernels->gemm_scratch(&g, 1);
     if (need > most) most = need;
-    lunai_stream_product(&g, NULL, s->batch / s->sources * (i ? 1 : s->chunk), z->dim, NULL, NULL, z->heads * z->memory, LUNA_NONE, NULL);
+    lunai_stream_product(&g, NULL, s->batch / s->sources * (i ? 1 : s->chunk), z->dim, NULL, NULL, z->heads * z->memory, LUNA_ACTIVATION_NONE, NULL);
     need = s->kernels->gemm_scratch(&g, 1);
     if (need > most) most = need;
 #ifndef LUNA_ONLY_STREAM
@@ -12194,7 +12194,7 @@ LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
     }
 #endif
   }
-  lunai_stream_product(&g, NULL, z->memory, z->dim / z->heads, NULL, NULL, z->dim, LUNA_NONE, NULL);
+  lunai_stream_product(&g, NULL, z->memory, z->dim / z->heads, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
   g.b_row = z->dim; g.b_column = 1; g.a_row = z->dim; /* the folding itself */
   need = s->kernels->gemm_scratch(&g, 1);
   return lunai_round(need > most ? need : most);
@@ -12212,7 +12212,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   size_t used = lunai_round(sizeof(luna_stream)), state;
   int64_t i;
 #ifndef LUNA_ONLY_STREAM
-  const int64_t angles = z->positions == LUNA_SINUSOIDAL ? s->chunk * z->dim : 0;
+  const int64_t angles = z->positions == LUNA_POSITIONS_SINUSOIDAL ? s->chunk * z->dim : 0;
   size_t here;
 #endif
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
@@ -12280,14 +12280,14 @@ LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   float *folded = layer->folded + source * lunai_stream_fold_size(&s->sizes), *bias = layer->folded_bias + source * h * l;
   int64_t head, i, j;
   lunai_gemm g;
-  lunai_stream_linear_run(s, memory, l, d, layer->pq.weight, layer->pq.bias, d, LUNA_NONE, s->y);
+  lunai_stream_linear_run(s, memory, l, d, layer->pq.weight, layer->pq.bias, d, LUNA_ACTIVATION_NONE, s->y);
   for (i = 0; i < l * d; i++) s->y[i] *= scale;
   if (!lunai_stream_folds(&s->sizes)) {
     memcpy(folded, s->y, (size_t)(l * d) * sizeof(float));
     return;
   }
   for (head = 0; head < h; head++) {
-    lunai_stream_product(&g, s->y + head * hd, l, hd, layer->pc.weight + head * hd * d, NULL, d, LUNA_NONE, folded + head * l * d);
+    lunai_stream_product(&g, s->y + head * hd, l, hd, layer->pc.weight + head * hd * d, NULL, d, LUNA_ACTIVATION_NONE, folded + head * l * d);
     g.a_row = g.b_row = d;
     g.b_column = 1;
     s->kernels->gemm(&g, NULL, s->scratch);
@@ -12319,13 +12319,13 @@ LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *laye
   lunai_gemm g;
   LUNAI_STREAM_FAR(s, lunai_far_scores(s, layer, in, rows))
   if (!lunai_stream_folds(&s->sizes)) {
-    lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_NONE, s->y);
+    lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
     in = s->y;
   }
   for (i = 0; i < s->sources; i++) {
     const float *x = in + i * each * d, *folded = layer->folded + i * lunai_stream_fold_size(&s->sizes);
     if (lunai_stream_folds(&s->sizes)) {
-      lunai_stream_linear_run(s, x, each, d, folded, layer->folded_bias + i * hl, hl, LUNA_NONE, s->s + i * each * hl);
+      lunai_stream_linear_run(s, x, each, d, folded, layer->folded_bias + i * hl, hl, LUNA_ACTIVATION_NONE, s->s + i * each * hl);
       continue;
     }
     lunai_stream_head_scores(s, x, each, folded, s->s + i * each * hl, &g);
@@ -12368,9 +12368,9 @@ LUNAI_FN void lunai_stream_cross_attend(luna_stream *s, const lunai_stream_layer
 }
 LUNAI_FN const float *lunai_stream_cross(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, all = s->batch * rows;
-  lunai_stream_linear_run(s, in, all, d, layer->cross_q.weight, layer->cross_q.bias, d, LUNA_NONE, s->q);
+  lunai_stream_linear_run(s, in, all, d, layer->cross_q.weight, layer->cross_q.bias, d, LUNA_ACTIVATION_NONE, s->q);
   lunai_stream_cross_attend(s, layer, rows);
-  lunai_stream_linear_run(s, s->y, all, d, layer->cross_out.weight, layer->cross_out.bias, d, LUNA_NONE, s->q);
+  lunai_stream_linear_run(s, s->y, all, d, layer->cross_out.weight, layer->cross_out.bias, d, LUNA_ACTIVATION_NONE, s->q);
   return lunai_stream_residual(s, all, s->q, &layer->cross_norm, &layer->final_norm);
 }
 #endif
@@ -12384,17 +12384,17 @@ LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, 
   if (z->convolution) lunai_stream_convolve(s, layer, in, rows);
   if (z->convolution) in = s->conv;
   lunai_stream_scores(s, layer, in, all);
-  lunai_stream_linear_run(s, in, all, d, layer->q.weight, layer->q.bias, d, LUNA_NONE, s->q);
-  lunai_stream_linear_run(s, in, all, d, layer->v.weight, layer->v.bias, d, LUNA_NONE, s->v);
-  if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_NONE, s->k);
+  lunai_stream_linear_run(s, in, all, d, layer->q.weight, layer->q.bias, d, LUNA_ACTIVATION_NONE, s->q);
+  lunai_stream_linear_run(s, in, all, d, layer->v.weight, layer->v.bias, d, LUNA_ACTIVATION_NONE, s->v);
+  if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_ACTIVATION_NONE, s->k);
   lunai_stream_attend(s, layer, rows);
-  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_NONE, s->q);
+  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_ACTIVATION_NONE, s->q);
   in = lunai_stream_residual(s, all, s->q, &layer->attention_norm, s->cross ? &layer->cross_norm : &layer->final_norm);
 #ifndef LUNA_ONLY_STREAM
   if (s->cross) in = lunai_stream_cross(s, layer, in, rows);
 #endif
   lunai_stream_linear_run(s, in, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
-  lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_NONE, s->y);
+  lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_ACTIVATION_NONE, s->y);
   lunai_stream_residual(s, all, s->y, &layer->final_norm, NULL);
 }
 
@@ -12403,8 +12403,8 @@ LUNAI_FN void lunai_stream_embed_one(luna_stream *s, int32_t token, int64_t posi
   const int64_t d = s->sizes.dim, row = s->first_position + position;
   int64_t i;
   for (i = 0; i < d; i++) x[i] = s->scale * s->embedding[token * d + i];
-  if (s->sizes.positions == LUNA_LEARNED) s->kernels->add(d, x, s->positions + row * d, x);
-  if (s->sizes.positions != LUNA_SINUSOIDAL) return;
+  if (s->sizes.positions == LUNA_POSITIONS_LEARNED) s->kernels->add(d, x, s->positions + row * d, x);
+  if (s->sizes.positions != LUNA_POSITIONS_SINUSOIDAL) return;
   lunai_sinusoid(row, d, s->y);
   s->kernels->add(d, x, s->y, x);
 }
@@ -12427,7 +12427,7 @@ LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
   s->single = true;
   lunai_stream_last(s, rows);
   if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
-  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_NONE, s->logits);
+  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_ACTIVATION_NONE, s->logits);
 #ifndef LUNA_ONLY_STREAM
   if (s->ctx) lunai_far_copy(s, s->near_logits, s->logits, (size_t)(s->batch * s->sizes.vocab) * sizeof(float), 2);
   if (s->ctx) return s->failed == LUNA_OK ? s->near_logits : NULL;
@@ -12572,7 +12572,7 @@ LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
   if (!lunai_stream_weight(st, "", "embed_tokens.weight", 2, z->vocab, z->dim, &s->embedding))
     return "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
   s->output = s->embedding;
-  if (z->positions == LUNA_LEARNED &&
+  if (z->positions == LUNA_POSITIONS_LEARNED &&
       !lunai_stream_weight(st, "", "embed_positions.weight", 2, z->max_length, z->dim, &s->positions))
     return "embed_positions.weight is missing or of another shape";
   if (z->pre_norm && !lunai_stream_pair(st, "", "layer_norm.weight", "layer_norm.bias", 1, z->dim, 1, &s->norm))
@@ -12658,7 +12658,7 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   if (ctx->options.measure) wrong = "a context that measures has no weights";
   if (!wrong) wrong = lunai_stream_config(first, &own);
   if (wrong) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong) == LUNA_OK;
-  if (!first->ctx || ctx->backend->row[LUNA_ROW_CAUSAL_LUNA].forward) return true;
+  if (!first->ctx || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
   return lunai_refuse(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row CAUSAL_LUNA, which streams are made of", name) == LUNA_OK;
 }
 /* memory from the context's allocator, laid out but for what lies on a device */
@@ -12713,7 +12713,7 @@ LUNAI_FN bool lunai_far_fold(luna_stream *s, lunai_stream_layer *w, const luna_c
   ctx->paused = true;
   folded = lunai_causal_queries(layer, p);
   if (folds) folded = lunai_causal_folded(layer, folded, &bias);
-  if (s->cross) bias = lunai_permute(luna_repeat(lunai_reshape(bias, 3, s->sources, hl, 1, 1), s->batch / s->sources), 1, 0, 2, 3);
+  if (s->cross) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, s->sources, hl, 1, 1), s->batch / s->sources), 1, 0, 2, 3);
   if (folded) lunai_far_copy(s, w->folded, folded->data, (size_t)luna_count(folded) * sizeof(float), 0);
   if (bias) lunai_far_copy(s, w->folded_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0);
   ctx->paused = paused;
@@ -12763,7 +12763,7 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   if (s->ctx && !lunai_far_fold(s, w, &layer->self_attention, *p)) return false;
   for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
   v = luna_linear_layer_forward(&cross->v, packed);
-  k = cross->config.sharing == LUNA_TIED || !packed ? v : lunai_project(&cross->k, packed);
+  k = cross->config.sharing == LUNA_SHARING_TIED || !packed ? v : lunai_project(&cross->k, packed);
   *p = lunai_residual(c, *p, packed, &layer->memory_norm);
   if (!k || !v || !*p) return false;
   lunai_stream_move(s, w->keys, k->data, bytes);
@@ -12800,7 +12800,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   config.chunk = 1;
   first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
-  first.sizes.sharing = c->encoder.layer.sharing == LUNA_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.omega = c->encoder.layer.omega;
+  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
   if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
   first.sources = batch;
@@ -12844,7 +12844,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
     s->error = "luna_stream_prefill: too many tokens";
   for (i = 0; !*s->error && i < n * s->batch; i++)
     if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
-  if (!*s->error && s->sizes.positions == LUNA_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
+  if (!*s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
   if (*s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
@@ -13001,7 +13001,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 /* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first `beam` is a result --- */
 typedef struct lunai_candidate { double score; int64_t row; int32_t token; } lunai_candidate;
 typedef struct lunai_beam {
-  luna_search search;
+  luna_beam_config search;
   int64_t batch, vocab, stride;      /* stride: of the caller's rows */
   double penalty;
   double *score, *best;              /* [batch beam] of the unfinished; [batch] best results, normalised */
@@ -13027,7 +13027,7 @@ LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *lo
     const double base = s->score[row] - lunai_log_sum(x, s->vocab);
     for (token = 0; token < s->vocab; token++) {
       const double score = base + (double)x[token];
-      if (!(score > (double)-INFINITY) || (length == s->search.most && token != s->search.end) || (count == room && score <= s->candidates[count - 1].score)) continue;
+      if (!(score > (double)-INFINITY) || (length == s->search.max_length && token != s->search.end) || (count == room && score <= s->candidates[count - 1].score)) continue;
       if (count < room) count++;
       for (at = count - 1; at > 0 && s->candidates[at - 1].score < score; at--) s->candidates[at] = s->candidates[at - 1];
       s->candidates[at].score = score;
@@ -13042,11 +13042,11 @@ LUNAI_FN void lunai_beam_finish(lunai_beam *s, int64_t b, const lunai_candidate 
   if (s->finished[b]++ && score <= s->best[b]) return;
   s->best[b] = score;
   s->out_lengths[b] = (int32_t)length;
-  memcpy(s->out + b * s->stride, s->tokens + c->row * s->search.most, (size_t)length * sizeof(int32_t));
+  memcpy(s->out + b * s->stride, s->tokens + c->row * s->search.max_length, (size_t)length * sizeof(int32_t));
 }
 /* one step of source b; false when it goes on no more */
 LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
-  const int64_t beam = s->search.beam, most = s->search.most, count = lunai_beam_candidates(s, b, logits, length);
+  const int64_t beam = s->search.beam, most = s->search.max_length, count = lunai_beam_candidates(s, b, logits, length);
   int64_t i, kept = 0;
   for (i = 0; i < count && kept < beam; i++) {
     const lunai_candidate *c = &s->candidates[i];
@@ -13067,7 +13067,7 @@ LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int
 }
 
 LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
-  const size_t rows = (size_t)(s->batch * s->search.beam), most = (size_t)s->search.most, batch = (size_t)s->batch;
+  const size_t rows = (size_t)(s->batch * s->search.beam), most = (size_t)s->search.max_length, batch = (size_t)s->batch;
   void *at[8];
   int i;
   size_t size[8];
@@ -13086,7 +13086,7 @@ LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
   return true;
 }
 
-LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
                                     int32_t *out, int32_t *out_lengths, float *scores) {
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   luna_stream *stream;
@@ -13099,30 +13099,30 @@ LUNA_API luna_status luna_translate(const luna_seq2seq *model, const luna_search
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
-  if (s.search.most == 0) s.search.most = n < INT64_MAX / 4 ? 2 * n + 10 : -1;
-  s.stride = s.search.most;
-  if (model->positions) s.search.most = lunai_min(s.search.most, model->config.max_target_length - 1);
+  if (s.search.max_length == 0) s.search.max_length = n < INT64_MAX / 4 ? 2 * n + 10 : -1;
+  s.stride = s.search.max_length;
+  if (model->positions) s.search.max_length = lunai_min(s.search.max_length, model->config.max_target_length - 1);
   s.batch = batch;
   s.vocab = model->config.target_vocab;
   s.penalty = s.search.length_penalty == 0 ? 1 : s.search.length_penalty < 0 ? 0 : (double)s.search.length_penalty;
   s.out = out;
   s.out_lengths = out_lengths;
-  if (!search || !out || !out_lengths || !lunai_is_finite(s.search.length_penalty) || batch < 1 || n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.most < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
-      s.search.end < 0 || s.search.end >= s.vocab || lunai_checked(lunai_checked(batch, s.search.beam), s.search.most) < 0)
-    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: a search with begin and end among %d tokens, a beam of 1 to %d, a finite length_penalty, at least one token, and places for the results", s.vocab, s.vocab);
+  if (!search || !out || !out_lengths || !lunai_is_finite(s.search.length_penalty) || batch < 1 || n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.max_length < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
+      s.search.end < 0 || s.search.end >= s.vocab || lunai_checked(lunai_checked(batch, s.search.beam), s.search.max_length) < 0)
+    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: a search with begin and end among %d tokens, a beam of 1 to %d, a finite length_penalty, at least one token, and places for the results", s.vocab, s.vocab);
   stream = luna_seq2seq_stream_open(model, source, lengths, batch, n, s.search.beam);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
-  if (!lunai_beam_memory(ctx, &s)) status = lunai_no_memory(ctx, "luna_translate", (size_t)(batch * s.search.beam * s.search.most) * sizeof(int32_t));
+  if (!lunai_beam_memory(ctx, &s)) status = lunai_no_memory(ctx, "luna_seq2seq_generate", (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
   for (i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
-  for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.most; length++) {
+  for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
     logits = luna_stream_step(stream, s.last);
-    if (!logits) status = lunai_refuse(ctx, stream->failed != LUNA_OK ? stream->failed : LUNA_BAD_ARGUMENT, "luna_translate: %s", luna_stream_error(stream));
+    if (!logits) status = lunai_refuse(ctx, stream->failed != LUNA_OK ? stream->failed : LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: %s", luna_stream_error(stream));
     for (going = 0, b = 0; b < batch && logits; b++) {
       const int64_t first = b * s.search.beam;
       for (i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;
       if (s.finished[b] >= 0 && !lunai_beam_step(&s, b, logits, length)) {
-        if (s.finished[b] == 0) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_translate: the model's numbers for source %d are not finite", b);
+        if (s.finished[b] == 0) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: the model's numbers for source %d are not finite", b);
         s.finished[b] = -1;
       }
       going += s.finished[b] >= 0;

@@ -21,7 +21,7 @@
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
                The same program gives the same bits on the same device: no kernel adds floats in an order that can change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
-   Streams     (luna_stream, luna_translate's decoder) lie and run on the device; a step takes tokens there and waits for its logits. They are used by the
+   Streams     (luna_stream, luna_seq2seq_generate's decoder) lie and run on the device; a step takes tokens there and waits for its logits. They are used by the
                thread of their context.
    Graphs      A step can be captured once and replayed. What changes from step to step lies in device memory, so between
                    cudaStreamBeginCapture(luna_cuda_stream(ctx), cudaStreamCaptureModeThreadLocal) and cudaStreamEndCapture
@@ -191,7 +191,7 @@ template <luna_status (*entry)(luna_op *)> struct lunacu_entered<entry> {
     return error == cudaSuccess ? entry(op) : lunacu_check(op->ctx, error, "cudaSetDevice");
   }
 };
-static luna_status lunacu_row_done(luna_op *op) { return lunacu_done(op->ctx, luna_row_name(op->row)); }
+static luna_status lunacu_row_done(luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
 
 static inline int64_t lunacu_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /* blocks along x for `count` units of work, a block doing `unit` of them: kernels stride by gridDim.x, so it may be fewer */
@@ -297,21 +297,21 @@ __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return 
 /* --- activations, and their slopes: a NaN stays one --- */
 __device__ __forceinline__ float lunacu_activation(int kind, float x) {
   switch (kind) {
-    case LUNA_RELU: return x <= 0 ? 0.0f : x;
-    case LUNA_GELU: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
-    case LUNA_ELU1: return x > 0 ? x + 1 : expf(x);
-    case LUNA_SOFTPLUS: return (x <= 0 ? 0.0f : x) + log1pf(expf(-fabsf(x)));
-    case LUNA_SOFTPLUS2: return (x <= 0 ? 0.0f : x) + 1.44269504088896341f * log1pf(exp2f(-fabsf(x)));
+    case LUNA_ACTIVATION_RELU: return x <= 0 ? 0.0f : x;
+    case LUNA_ACTIVATION_GELU: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
+    case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : expf(x);
+    case LUNA_ACTIVATION_SOFTPLUS: return (x <= 0 ? 0.0f : x) + log1pf(expf(-fabsf(x)));
+    case LUNA_ACTIVATION_SOFTPLUS2: return (x <= 0 ? 0.0f : x) + 1.44269504088896341f * log1pf(exp2f(-fabsf(x)));
     default: return x;
   }
 }
 __device__ __forceinline__ float lunacu_slope(int kind, float x) {
   switch (kind) {
-    case LUNA_RELU: return x > 0 ? 1.0f : x <= 0 ? 0.0f : x;
-    case LUNA_GELU: return 0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * expf(-0.5f * x * x);
-    case LUNA_ELU1: return x > 0 ? 1.0f : expf(x);
-    case LUNA_SOFTPLUS: return 1 / (1 + expf(-x));
-    case LUNA_SOFTPLUS2: return 1 / (1 + exp2f(-x));
+    case LUNA_ACTIVATION_RELU: return x > 0 ? 1.0f : x <= 0 ? 0.0f : x;
+    case LUNA_ACTIVATION_GELU: return 0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * expf(-0.5f * x * x);
+    case LUNA_ACTIVATION_ELU1: return x > 0 ? 1.0f : expf(x);
+    case LUNA_ACTIVATION_SOFTPLUS: return 1 / (1 + expf(-x));
+    case LUNA_ACTIVATION_SOFTPLUS2: return 1 / (1 + exp2f(-x));
     default: return 1.0f;
   }
 }
@@ -727,16 +727,16 @@ static luna_status lunacu_concat_forward(luna_op *op) { return lunacu_concat_run
 static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_run(op, true); }
 
 /* repeat: size count */
-static void lunacu_repeat_query(luna_op *op) {
+static void lunacu_expand_query(luna_op *op) {
   op->set = 1;
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->size[0], luna_count(op->in[0]), true), 1) * sizeof(float);
 }
-static luna_status lunacu_repeat_forward(luna_op *op) {
+static luna_status lunacu_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   lunacu_part(op, op->size[0], n, op->in[0]->data, 0, op->out[0]->data, n, false);
   return lunacu_row_done(op);
 }
-static luna_status lunacu_repeat_backward(luna_op *op) {
+static luna_status lunacu_expand_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   const lunacu_column f = {op->out[0]->grad, op->size[0], n};
   const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 0)};
@@ -1260,12 +1260,12 @@ static luna_status lunacu_matmul_backward(luna_op *op) {
 }
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation --- */
-static bool lunacu_linear_changes(const luna_op *op) { return op->activation != LUNA_NONE || op->last_dropout > 0; }
+static bool lunacu_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
 static void lunacu_linear_query(luna_op *op) {
   char *at = NULL;
   op->set = 1;
   op->take = lunacu_owner(op->in[3]) != lunacu_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
-  if (op->training && op->activation != LUNA_NONE) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
+  if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
   (void)lunacu_take(&at, lunacu_columns_floats(lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
   op->backward_workspace_size = (size_t)(uintptr_t)at;
@@ -1287,7 +1287,7 @@ static luna_status lunacu_linear_backward(luna_op *op) {
   luna_status status;
   if (lunacu_linear_changes(op)) {
     dy = lunacu_take(&at, luna_count(y));
-    lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_NONE ? (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
+    lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_NONE ? (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
   }
   status = lunacu_gemm(op->ctx, lunacu_matrix(dy, out, 1, w->data, in, 1, x->grad, rows, in, out, !lunacu_fresh(op, 0)));
   if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, out, x->data, in, 1, w->grad, out, in, rows, true));
@@ -1315,7 +1315,7 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
   f->out = lunacu_last(op->out[0]);
   f->block = f->rows < LUNACU_FFN_ROWS ? f->rows : LUNACU_FFN_ROWS;
   if (op->kept_size == 0) f->given = lunacu_take(&at, f->block * f->hidden);
-  if (op->activation != LUNA_RELU || op->dropout > 0) f->a = lunacu_take(&at, f->block * f->hidden);
+  if (op->activation != LUNA_ACTIVATION_RELU || op->dropout > 0) f->a = lunacu_take(&at, f->block * f->hidden);
   if (backward) f->dh = lunacu_take(&at, f->block * f->hidden);
   if (backward && op->last_dropout > 0) f->dy = lunacu_take(&at, f->block * f->out);
   for (int i = 0; backward && i < 4; i++) { /* of a whole block and of the last */
@@ -1335,13 +1335,13 @@ static void lunacu_feed_forward_query(luna_op *op) {
 }
 /* the hidden layer of `rows` rows from `first` on: given, and a; `again`: given is there already */
 static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, int64_t first, int64_t rows, float *given, float *a, bool again) {
-  const bool relu = op->activation == LUNA_RELU;
+  const bool relu = op->activation == LUNA_ACTIVATION_RELU;
   const lunacu_dropout drop = lunacu_op_dropout(op);
   if (!again) {
     const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(op->in[0]->data + first * f.in, f.in, 1, op->in[1]->data, 1, f.in, given, rows, f.hidden, f.in, false));
     if (status != LUNA_OK) return status;
     lunacu_end(op, rows * f.hidden, a, {given, lunacu_data(op, 2), NULL, given, f.hidden, first * f.hidden, (int)op->activation, relu, drop});
-  } else if (a != given) lunacu_end(op, rows * f.hidden, a, {given, NULL, NULL, NULL, f.hidden, first * f.hidden, relu ? LUNA_NONE : (int)op->activation, false, drop});
+  } else if (a != given) lunacu_end(op, rows * f.hidden, a, {given, NULL, NULL, NULL, f.hidden, first * f.hidden, relu ? LUNA_ACTIVATION_NONE : (int)op->activation, false, drop});
   return LUNA_OK;
 }
 static luna_status lunacu_feed_forward_forward(luna_op *op) {
@@ -1355,7 +1355,7 @@ static luna_status lunacu_feed_forward_forward(luna_op *op) {
     status = lunacu_ffn_hidden(op, f, first, rows, given, a, false);
     if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(a, f.hidden, 1, op->in[3]->data, 1, f.hidden, to, rows, f.out, f.hidden, false));
     if (status == LUNA_OK && (op->in[4] || op->in[5] || op->last_dropout > 0))
-      lunacu_end(op, rows * f.out, to, {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out, first * f.out, LUNA_NONE, false, lunacu_last_dropout(op)});
+      lunacu_end(op, rows * f.out, to, {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out, first * f.out, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -1373,7 +1373,7 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
     const float *x = op->in[0]->data + first * f.in;
     status = lunacu_ffn_hidden(op, f, first, rows, given, a, op->kept_size > 0);
     if (op->last_dropout > 0) {
-      lunacu_begin_back(op, rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_NONE, lunacu_last_dropout(op)});
+      lunacu_begin_back(op, rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_ACTIVATION_NONE, lunacu_last_dropout(op)});
       dy = f.dy;
     }
     if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, f.out, a, f.hidden, 1, lunacu_grad(op, 3), f.out, f.hidden, rows, true));       /* dW2 = dy^T a */
@@ -1395,7 +1395,7 @@ static luna_status lunacu_custom_done(luna_op *op, cudaError_t before) {
   const cudaError_t after = cudaPeekAtLastError();
   const luna_status status = lunacu_row_done(op);
   if (status != LUNA_OK || after == before || after == cudaErrorNotReady) return status;
-  return lunacu_check(op->ctx, after, luna_row_name(op->row));
+  return lunacu_check(op->ctx, after, luna_op_name(op->kind));
 }
 static luna_status lunacu_custom_forward(luna_op *op) {
   const cudaError_t before = cudaPeekAtLastError();
@@ -2536,7 +2536,7 @@ __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w
    pack is the same with in weights, context; one head, scale 1, keys = values --- */
 static lunacu_attention lunacu_attention_of(const luna_op *op) {
   const bool packed = op->query_offsets != NULL;
-  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->row == LUNA_ROW_PACK ? 1 : 2];
+  const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->kind == LUNA_OP_PACK ? 1 : 2];
   lunacu_attention a = {};
   a.q = q->data; a.k = k->data; a.v = v->data; a.out = op->out[0]->data;
   a.lse = op->kept_size ? (float *)op->kept : NULL;
@@ -2980,7 +2980,7 @@ static luna_status lunacu_unpack_forward(luna_op *op) {
   }
   const luna_status status = lunacu_unpack_waves(op, u, lunacu_unpack_forward_wave);
   if (status != LUNA_OK || !(out_bias || residual || op->last_dropout > 0)) return status;
-  lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_NONE, false, lunacu_last_dropout(op)});
+  lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
   return lunacu_row_done(op);
 }
 /* to[items, width] += the sums of x [items, rows, width] over its rows */
@@ -2993,7 +2993,7 @@ static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack 
   const float *x = op->in[0]->data + first, *dy = op->out[0]->grad + first;
   float *dx = lunacu_grad(op, 0), *dk = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2), *dv = lunacu_grad(op, 3);
   if (op->last_dropout > 0) {        /* from a multiple of 8 on */
-    lunacu_begin_back(op, w.items * w.rows * d + early, u.dy, {dy - early, NULL, first - early, LUNA_NONE, lunacu_last_dropout(op)});
+    lunacu_begin_back(op, w.items * w.rows * d + early, u.dy, {dy - early, NULL, first - early, LUNA_ACTIVATION_NONE, lunacu_last_dropout(op)});
     dy = u.dy + early;
   }
   luna_status status = lunacu_unpack_scores(op, u, w, x, u.k, u.p);
@@ -3859,18 +3859,18 @@ struct lunacu_moving { float lr, factor, shared[2]; };
 
 /* W elements from i on, and as many of each moment there is */
 template <luna_optimizer_kind kind, int W> __device__ __forceinline__ void lunacu_move(const lunacu_updating &u, const lunacu_moving &s, int64_t i) {
-  constexpr int moments = kind == LUNA_SGD ? 1 : kind == LUNA_ADAM ? 2 : 3;
-  const bool moving = kind != LUNA_SGD || u.momentum != 0;
+  constexpr int moments = kind == LUNA_OPTIMIZER_SGD ? 1 : kind == LUNA_OPTIMIZER_ADAM ? 2 : 3;
+  const bool moving = kind != LUNA_OPTIMIZER_SGD || u.momentum != 0;
   float v[W], g[W], m[moments][W] = {}, zero[W] = {};
   lunacu_get(u.value + i, v);
   lunacu_get(u.grad + i, g);
   LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_get(u.moment[q] + i, m[q]);
   LUNACU_UNROLL for (int k = 0; k < W; k++) {
     g[k] = g[k] * s.factor + (u.coupled ? u.decay * v[k] : 0);
-    if constexpr (kind == LUNA_SGD) {
+    if constexpr (kind == LUNA_OPTIMIZER_SGD) {
       m[0][k] = u.momentum * m[0][k] + g[k];
       v[k] -= s.lr * (u.nesterov ? u.momentum * m[0][k] + g[k] : m[0][k]);
-    } else if constexpr (kind == LUNA_ADAM) {
+    } else if constexpr (kind == LUNA_OPTIMIZER_ADAM) {
       m[0][k] = u.beta1 * m[0][k] + (1 - u.beta1) * g[k];
       m[1][k] = u.beta2 * m[1][k] + (1 - u.beta2) * (g[k] * g[k]);
       v[k] -= (u.coupled ? 0 : s.lr * u.decay * v[k]) + s.shared[0] * m[0][k] / (sqrtf(m[1][k]) * s.shared[1] + u.epsilon);
@@ -3892,9 +3892,9 @@ template <luna_optimizer_kind kind, int W> __global__ void lunacu_update_kernel(
     for (int64_t i = lunacu_index(); i < u.count; i += lunacu_stride()) u.grad[i] = 0;
     return;
   }
-  if (kind != LUNA_SGD) {            /* two warps find one each */
-    if (threadIdx.x == 0) shared[0] = kind == LUNA_ADAM ? (float)((double)s.lr / (double)lunacu_correction(u.beta1, u.state->updates)) : (float)apollo[0];
-    if (threadIdx.x == LUNACU_WARP) shared[1] = kind == LUNA_ADAM ? (float)(1 / sqrt((double)lunacu_correction(u.beta2, u.state->updates))) : (float)apollo[1];
+  if (kind != LUNA_OPTIMIZER_SGD) {            /* two warps find one each */
+    if (threadIdx.x == 0) shared[0] = kind == LUNA_OPTIMIZER_ADAM ? (float)((double)s.lr / (double)lunacu_correction(u.beta1, u.state->updates)) : (float)apollo[0];
+    if (threadIdx.x == LUNACU_WARP) shared[1] = kind == LUNA_OPTIMIZER_ADAM ? (float)(1 / sqrt((double)lunacu_correction(u.beta2, u.state->updates))) : (float)apollo[1];
     __syncthreads();
     s.shared[0] = shared[0];
     s.shared[1] = shared[1];
@@ -3936,17 +3936,17 @@ template <luna_optimizer_kind kind> static void lunacu_update_run(cudaStream_t s
 static luna_status lunacu_update(luna_ctx *ctx, const luna_update *update) {
   const luna_tensor *p = update->parameter;
   const lunacu_updating u = {p->data, p->grad, {update->moment[0], update->moment[1], update->moment[2]}, luna_count(p), update->momentum, update->beta1,
-                             update->beta2, update->epsilon, update->decay, update->lr, update->nesterov, update->kind != LUNA_ADAMW, update->state};
+                             update->beta2, update->epsilon, update->decay, update->lr, update->nesterov, update->kind != LUNA_OPTIMIZER_ADAMW, update->state};
   const cudaStream_t stream = lunacu_stream_of(ctx);
   double *partials = lunacu_self(ctx)->partials, *apollo = partials + 3 * LUNACU_SLOTS;
   if (u.count == 0) return LUNA_OK;
-  if (update->kind == LUNA_SGD) lunacu_update_run<LUNA_SGD>(stream, u, NULL);
-  else if (update->kind != LUNA_APOLLO) lunacu_update_run<LUNA_ADAM>(stream, u, NULL);
+  if (update->kind == LUNA_OPTIMIZER_SGD) lunacu_update_run<LUNA_OPTIMIZER_SGD>(stream, u, NULL);
+  else if (update->kind != LUNA_OPTIMIZER_APOLLO) lunacu_update_run<LUNA_OPTIMIZER_ADAM>(stream, u, NULL);
   else {
     const unsigned blocks = lunacu_blocks(u.count, 4 * LUNACU_BLOCK), slots = blocks < LUNACU_SLOTS ? blocks : LUNACU_SLOTS;
     LUNACU_LAUNCH(lunacu_apollo_kernel, slots, LUNACU_BLOCK, 0, stream, u, partials);
     LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, u, partials, (int)slots, apollo);
-    lunacu_update_run<LUNA_APOLLO>(stream, u, apollo);
+    lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(stream, u, apollo);
   }
   return lunacu_done(ctx, "an optimiser's update");
 }
@@ -3975,17 +3975,17 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->check = lunacu_entered<lunacu_loss_check>::call;
         b->norm = lunacu_entered<lunacu_norm>::call;
         b->update = lunacu_entered<lunacu_update>::call;
-#define LUNACU_ROW(NAME, name) \
-  b->row[LUNA_ROW_##NAME] = {lunacu_##name##_query, lunacu_entered<lunacu_##name##_forward>::call, \
+#define LUNACU_OP(NAME, name) \
+  b->op[LUNA_OP_##NAME] = {lunacu_##name##_query, lunacu_entered<lunacu_##name##_forward>::call, \
                              lunacu_entered<lunacu_##name##_backward>::call};
-        LUNACU_ROW(PERMUTE, permute) LUNACU_ROW(SLICE, slice) LUNACU_ROW(CONCAT, concat) LUNACU_ROW(REPEAT, repeat)
-        LUNACU_ROW(ADD, add) LUNACU_ROW(MUL, mul) LUNACU_ROW(SCALE, scale) LUNACU_ROW(REDUCE, reduce) LUNACU_ROW(MAX, max)
-        LUNACU_ROW(MATMUL, matmul) LUNACU_ROW(LINEAR, linear) LUNACU_ROW(ACTIVATION, activation) LUNACU_ROW(SOFTMAX, softmax)
-        LUNACU_ROW(MASK, mask) LUNACU_ROW(RATIO, ratio) LUNACU_ROW(DROPOUT, dropout) LUNACU_ROW(LAYER_NORM, layer_norm)
-        LUNACU_ROW(EMBEDDING, embedding) LUNACU_ROW(CROSS_ENTROPY, cross_entropy) LUNACU_ROW(SOFTMAX_ATTENTION, attention)
-        LUNACU_ROW(CAUSAL_PRODUCT, causal_product) LUNACU_ROW(SHORT_CONVOLUTION, short_convolution) LUNACU_ROW(CUSTOM, custom)
-        LUNACU_ROW(PACK, attention) LUNACU_ROW(UNPACK, unpack) LUNACU_ROW(CAUSAL_LUNA, causal_luna) LUNACU_ROW(FEED_FORWARD, feed_forward)
-#undef LUNACU_ROW
+        LUNACU_OP(PERMUTE, permute) LUNACU_OP(SLICE, slice) LUNACU_OP(CONCAT, concat) LUNACU_OP(EXPAND, expand)
+        LUNACU_OP(ADD, add) LUNACU_OP(MUL, mul) LUNACU_OP(SCALE, scale) LUNACU_OP(REDUCE, reduce) LUNACU_OP(MAX, max)
+        LUNACU_OP(MATMUL, matmul) LUNACU_OP(LINEAR, linear) LUNACU_OP(ACTIVATION, activation) LUNACU_OP(SOFTMAX, softmax)
+        LUNACU_OP(MASK, mask) LUNACU_OP(RATIO, ratio) LUNACU_OP(DROPOUT, dropout) LUNACU_OP(LAYER_NORM, layer_norm)
+        LUNACU_OP(EMBEDDING, embedding) LUNACU_OP(CROSS_ENTROPY, cross_entropy) LUNACU_OP(SOFTMAX_ATTENTION, attention)
+        LUNACU_OP(CAUSAL_PRODUCT, causal_product) LUNACU_OP(SHORT_CONVOLUTION, short_convolution) LUNACU_OP(CUSTOM, custom)
+        LUNACU_OP(PACK, attention) LUNACU_OP(UNPACK, unpack) LUNACU_OP(CAUSAL_LUNA, causal_luna) LUNACU_OP(FEED_FORWARD, feed_forward)
+#undef LUNACU_OP
       }
   }
 };

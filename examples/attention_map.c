@@ -54,7 +54,7 @@ static bool look(const luna_encoder *e, const int32_t *tokens, int64_t n, luna_t
     layer = &e->layers[e->config.tied_layers ? 0 : i];
   }
   const luna_nested_attention_layer *a = &layer->attention;
-  if (layer->memory) p = luna_repeat(layer->memory, 1);
+  if (layer->memory) p = luna_expand(layer->memory, 1);
   if (layer->config.pre_norm) x = luna_norm_layer_forward(&layer->attention_norm, x), p = luna_norm_layer_forward(&layer->memory_norm, p);
   luna_nested_attention_layer_forward(a, x, p, NULL, NULL, &packed);
   *pack = matrix(projected(&a->pq, p), projected(&a->pk, x), a->config.pack_heads ? a->config.pack_heads : a->config.heads);

@@ -53,7 +53,7 @@ TOOL luna_tensor *pool_classify(const pool *p, const task *t, const luna_classif
     memcpy(p->batch + i * n, p->tokens + p->order[at + i] * t->longest, (size_t)length * sizeof(int32_t));
     memset(p->batch + i * n + length, 0, (size_t)(n - length) * sizeof(int32_t));
   }
-  return luna_classify(model, p->batch, p->sorted_lengths + at, rows, n);
+  return luna_classifier_forward(model, p->batch, p->sorted_lengths + at, rows, n);
 }
 
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
@@ -112,14 +112,14 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const task *t) {
   luna_classifier_config config = { .vocab = t->vocab, .classes = t->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = t->longest,
-    .layer = { .activation = LUNA_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+    .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = t->longest < 64 ? t->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   if (!adam) return failed(ctx);
   printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", t->title, (long long)t->classes, (long long)t->held,
-         (long long)luna_params_count(params));
+         (long long)luna_params_element_count(params));
   fflush(stdout);
 
   bool room = pool_open(&p, t) && pool_open(&held, t);
@@ -148,7 +148,7 @@ TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const task
   pool p;
   double loss, share = pool_open(&p, t) ? accuracy(ctx, model, t, &p, 0, t->training + t->held, &loss) : -1;
   pool_close(&p);
-  if (share < 0) return luna_state(ctx) == LUNA_OK ? fail("out of memory") : failed(ctx);
+  if (share < 0) return luna_ctx_status(ctx) == LUNA_OK ? fail("out of memory") : failed(ctx);
   printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f)\n", t->title, (long long)(t->training + t->held), 100 * share, loss);
   return 0;
 }

@@ -247,7 +247,7 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
   if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
 #endif
   luna_ctx *ctx = luna_open(&options);
-  int status = !ctx ? fail("out of memory") : luna_state(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
+  int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
   luna_close(ctx);
   return status;
 }

@@ -43,7 +43,7 @@ static void make_batch(void) {
 
 static luna_optimizer *optimizer(luna_params *params) {
   return luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_LINEAR, .warmup = set.steps / 20 + 1, .total = set.steps + 1 } });
+    .schedule = { .decay = LUNA_DECAY_LINEAR, .warmup = set.steps / 20 + 1, .total = set.steps + 1 } });
 }
 
 static int keep(luna_ctx *ctx, const luna_params *params) { /* 0, or 2 after a sentence */
@@ -77,10 +77,10 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   luna_params *params = luna_params_open(ctx);
   luna_masked_lm model;
   luna_masked_lm_config config = { .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-    .layer = { .attention = (luna_attention_kind)set.attention, .activation = LUNA_GELU, .dropout = (float)set.dropout, .pre_norm = true } } };
+    .layer = { .attention = (luna_attention_kind)set.attention, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout, .pre_norm = true } } };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);
-  printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size, (long long)luna_params_count(params));
+  printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size, (long long)luna_params_element_count(params));
   double first = mean_loss(ctx, &model, held);
   if (!adam || !(first >= 0)) return failed(ctx);
   progress_start(&bar, 0);
@@ -145,7 +145,7 @@ static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *
     int32_t best = 0;
     put(&d->rows[i], 0, lengths);
     luna_begin_inference(ctx);
-    if (luna_read(luna_classify(model, tokens, lengths, 1, lengths[0]), logits) != LUNA_OK) return -1;
+    if (luna_read(luna_classifier_forward(model, tokens, lengths, 1, lengths[0]), logits) != LUNA_OK) return -1;
     for (int32_t c = 1; c < d->classes; c++) if (logits[c] > logits[best]) best = c;
     right += best == d->rows[i].label;
   }
@@ -158,11 +158,11 @@ static void tell(void *user, const char *name, const char *why) { printf("  %s %
 static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path, const data *d, double *right) {
   int64_t rows = d->count - d->count / 10, used = own.rows && own.rows < rows ? own.rows : rows;
   luna_classifier model;
-  luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOL_MEAN, .encoder = *encoder };
-  luna_match match = { .tell = tell };
+  luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN, .encoder = *encoder };
+  luna_load_report match = { .tell = tell };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (path && luna_load_matching(params, path, &match) != LUNA_OK) return failed(ctx);
-  if (path) printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_size(params), path);
+  if (path) printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_tensor_count(params), path);
   luna_optimizer *adam = optimizer(params);
   if (!adam) return failed(ctx);
   int32_t *lengths = (int32_t *)grow(NULL, set.batch, sizeof(int32_t));
@@ -174,7 +174,7 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
       put(&d->rows[k + k / 9], i, lengths);                /* k / 9 rows before it are for the test */
     }
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classify(&model, tokens, lengths, set.batch, own.window), labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, tokens, lengths, set.batch, own.window), labels);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) status = failed(ctx);
     else progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));

@@ -63,7 +63,7 @@ static void print_bytes(double bytes) {
   printf(*unit == 'B' ? "%5.0f %-2s" : "%5.1f %-2s", bytes, unit);
 }
 
-static void measure_tensor(void *user, const luna_entry *t) {
+static void measure_tensor(void *user, const luna_file_tensor *t) {
   totals *sum = (totals *)user;
   if (starts(t->name, "luna.moment")) {
     sum->moments++, sum->moment_bytes += (double)t->bytes;
@@ -73,7 +73,7 @@ static void measure_tensor(void *user, const luna_entry *t) {
   if ((int)strlen(t->name) > sum->width) sum->width = (int)strlen(t->name);
 }
 
-static void print_tensor(void *user, const luna_entry *t) {
+static void print_tensor(void *user, const luna_file_tensor *t) {
   char shape[160] = "";
   double low = HUGE_VAL, high = -HUGE_VAL, mean = 0, squares = 0;
   int64_t count = 0;
@@ -83,7 +83,7 @@ static void print_tensor(void *user, const luna_entry *t) {
   printf("%*s %-4s %16s ", ((const totals *)user)->width - print_text(t->name, INT32_MAX), "", t->dtype, shape);
   print_bytes((double)t->bytes);
   float *values = (float *)grow(NULL, t->count + 1, sizeof(float));
-  bool real = luna_entry_read(t, values);
+  bool real = luna_file_tensor_read(t, values);
   for (int64_t i = 0; real && i < t->count; i++) {
     double value = (double)values[i], off = value - mean;
     if (!isfinite(value)) continue;

@@ -235,11 +235,11 @@ static const batch *fill(data *d, int64_t first, int64_t rows) {
 /* Translates the sources of `rows` pairs and hands each pair with its translation to `take`. Returns 0, or 2 after a sentence. */
 static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t first, int64_t rows, void (*take)(const pair *p, line t)) {
   const batch *b = fill(d, first, rows);
-  luna_search search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .most = 2 * b->n + 10, .length_penalty = (float)own.length };
-  int32_t *out = (int32_t *)grow(NULL, rows * (search.most + 1), sizeof(int32_t)), *lengths = out + rows * search.most;
-  unsigned char *text = (unsigned char *)grow(NULL, search.most * UNIT + 1, 1);
-  int status = luna_translate(model, &search, b->source, b->lengths[0], rows, b->n, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
-  for (int64_t r = 0; r < rows && !status; r++) take(d->pairs + first + r, decode(&d->v, out + r * search.most, lengths[r], text));
+  luna_beam_config search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .max_length = 2 * b->n + 10, .length_penalty = (float)own.length };
+  int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)), *lengths = out + rows * search.max_length;
+  unsigned char *text = (unsigned char *)grow(NULL, search.max_length * UNIT + 1, 1);
+  int status = luna_seq2seq_generate(model, &search, b->source, b->lengths[0], rows, b->n, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
+  for (int64_t r = 0; r < rows && !status; r++) take(d->pairs + first + r, decode(&d->v, out + r * search.max_length, lengths[r], text));
   free(out), free(text);
   return status;
 }
@@ -301,9 +301,9 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
     .ffn = set.ffn, .memory = set.memory, .layer = { .dropout = (float)set.dropout, .attention_dropout = (float)set.dropout } } };
   if (luna_seq2seq_init(&model, params, &config) != LUNA_OK || keep_vocab(params, &d->v) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .beta2 = 0.98f, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_INVERSE_SQRT, .warmup = set.steps < 4000 ? set.steps / 10 : 400 } });
+    .schedule = { .decay = LUNA_DECAY_INVERSE_SQRT, .warmup = set.steps < 4000 ? set.steps / 10 : 400 } });
   if (!adam) return failed(ctx);
-  printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held), (long long)held, (int)d->v.end + 1, (long long)luna_params_count(params));
+  printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held), (long long)held, (int)d->v.end + 1, (long long)luna_params_element_count(params));
   if (learn(ctx, &model, adam, d, held)) return 2;
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);

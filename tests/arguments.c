@@ -167,7 +167,7 @@ static bool models_open(void) {
   return status == LUNA_OK && w->adam;
 }
 static bool layers_open(void) {
-  const luna_init init = {LUNA_XAVIER, 0};
+  const luna_init init = {LUNA_INIT_XAVIER, 0};
   luna_nested_attention_config nested = {0};
   luna_causal_attention_config causal = {0};
   luna_layer_config layer = small_layer();
@@ -196,7 +196,7 @@ static bool layers_open(void) {
 static uint64_t world_sum(void) {
   uint64_t sum = 0;
   for (int i = 0; i < 7 && !w->measure; i++)
-    for (int64_t p = 0; p < luna_params_size(w->set[i]); p++) {
+    for (int64_t p = 0; p < luna_params_tensor_count(w->set[i]); p++) {
       const luna_tensor *t = luna_params_at(w->set[i], p, NULL);
       for (int64_t e = 0; e < luna_count(t); e++) {
         uint32_t bits;
@@ -284,9 +284,9 @@ static const int32_t *lengths_of(int64_t batch, int64_t most) {
 }
 
 /* ---- what came of a call ---- */
-static bool sentence(void) { return (luna_state(w->ctx) != LUNA_OK && *luna_error(w->ctx)) || (luna_state(w->other) != LUNA_OK && *luna_error(w->other)); }
+static bool sentence(void) { return (luna_ctx_status(w->ctx) != LUNA_OK && *luna_error(w->ctx)) || (luna_ctx_status(w->other) != LUNA_OK && *luna_error(w->other)); }
 static void got(bool good, bool reached) {
-  if (good) expect(hostile || luna_state(w->ctx) == LUNA_OK, "it succeeded, but the context has an error");
+  if (good) expect(hostile || luna_ctx_status(w->ctx) == LUNA_OK, "it succeeded, but the context has an error");
   else expect(hostile, luna_error(w->ctx)[0] ? luna_error(w->ctx) : "a valid call failed");
   if (!good && reached) expect(sentence(), "it failed without a sentence");
 }
@@ -301,11 +301,11 @@ static void got_tensor(luna_tensor *y, bool any) {
   got(y != NULL, any || hostile == 0);
   if (!y || y->ctx != w->ctx) return;
   expect(count >= 0 && y->rank >= 0 && y->rank <= LUNA_MAX_RANK && (y->data || count == 0 || w->measure), "a tensor that is none");
-  if (count <= ROOM && luna_state(w->ctx) == LUNA_OK) expect(luna_read(y, room) == LUNA_OK, "the result cannot be read");
-  if (!w->training || luna_state(w->ctx) != LUNA_OK) return;
+  if (count <= ROOM && luna_ctx_status(w->ctx) == LUNA_OK) expect(luna_read(y, room) == LUNA_OK, "the result cannot be read");
+  if (!w->training || luna_ctx_status(w->ctx) != LUNA_OK) return;
   y = luna_sum(luna_reshape(y, 2, flat), 1);
   expect(y != NULL || sentence(), "no sum of the result");
-  if (y && luna_backward(y) != LUNA_OK) expect(!y->needs_grad || luna_state(w->ctx) == LUNA_OUT_OF_MEMORY, luna_error(w->ctx));
+  if (y && luna_backward(y) != LUNA_OK) expect(!y->needs_grad || luna_ctx_status(w->ctx) == LUNA_OUT_OF_MEMORY, luna_error(w->ctx));
 }
 
 /* whether a call of it, or in its case, makes something whose failure stays */
@@ -323,10 +323,10 @@ static void begin(void) {
 static bool still_works(void) {
   const float two[2] = {1, 2};
   const int64_t shape[1] = {2};
-  const luna_status failed = luna_state(w->ctx), begun = luna_begin_inference(w->ctx);
+  const luna_status failed = luna_ctx_status(w->ctx), begun = luna_begin_inference(w->ctx);
   float out[2] = {0, 0};
   luna_tensor *x;
-  expect(begun == luna_state(w->ctx) && (begun == LUNA_OK) == !*luna_error(w->ctx), "what begin returns is not what the context says");
+  expect(begun == luna_ctx_status(w->ctx) && (begun == LUNA_OK) == !*luna_error(w->ctx), "what begin returns is not what the context says");
   if (begun != LUNA_OK) {
     expect(hostile && failed != LUNA_OK && makes(function), "begin does not clear the error");
     return false;
@@ -551,7 +551,7 @@ static void case_luna_close(void) {
   heap h;
   luna_ctx *ctx = turn() ? NULL : heap_open(&h, coin(), ENUM(luna_form, 3), 1 + (int)pick(3));
   luna_params *params = luna_params_open(ctx);
-  if (ctx && coin()) luna_linear_layer_init(&w->linear, params, "x", small(), small(), (luna_init){LUNA_XAVIER, 0});
+  if (ctx && coin()) luna_linear_layer_init(&w->linear, params, "x", small(), small(), (luna_init){LUNA_INIT_XAVIER, 0});
   if (ctx && coin()) tensor_in(ctx, 2, (int64_t[]){3, 4});
   luna_close(ctx);
   expect(!ctx || h.used == 0, "closing did not give everything back");
@@ -564,7 +564,7 @@ static void case_luna_begin_inference(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   got_status(luna_begin_inference(ctx), false);
 }
-static void case_luna_state(void) { expect((luna_state(turn() ? NULL : w->ctx) == LUNA_OK) == (hostile == 0), "the state"); }
+static void case_luna_ctx_status(void) { expect((luna_ctx_status(turn() ? NULL : w->ctx) == LUNA_OK) == (hostile == 0), "the state"); }
 static void case_luna_error(void) { expect((*luna_error(turn() ? NULL : w->ctx) == 0) == (hostile == 0), "the sentence"); }
 static void case_luna_memory(void) { expect((luna_memory(turn() ? NULL : w->ctx).peak > 0) == (hostile == 0), "the memory in use"); }
 
@@ -642,9 +642,9 @@ static void case_luna_concat(void) {
   if (turn()) got_tensor(luna_concat(NULL, count, axis), false);
   else if (count <= 9) got_tensor(luna_concat(x, count, axis), count > 0 && any_of(x, count < 8 ? count : 8));
 }
-static void case_luna_repeat(void) {
+static void case_luna_expand(void) {
   luna_tensor *x = tensor((int)pick(4), small(), small(), small(), 1);
-  got_tensor(luna_repeat(x, size(3)), x != NULL);
+  got_tensor(luna_expand(x, size(3)), x != NULL);
 }
 static void binary(luna_tensor *(*op)(luna_tensor *a, luna_tensor *b)) {
   const int64_t s[3] = {small(), small(), small()};
@@ -784,7 +784,7 @@ static void case_luna_unpack(void) {
 static void case_luna_causal_nested_attention(void) {
   const int64_t b = small(), n = small(), h = size(1 + pick(2)), d = product(h, small()), l = product(h, small());
   luna_tensor *q = tensor(3, b, n, d, 1), *k = tensor(3, b, n, d, 1), *v = tensor(3, b, n, d, 1), *s = tensor(3, b, n, l, 1);
-  const luna_activation omega = turn() ? (luna_activation)number(1) : (luna_activation)(LUNA_ELU1 + pick(3));
+  const luna_activation omega = turn() ? (luna_activation)number(1) : (luna_activation)(LUNA_ACTIVATION_ELU1 + pick(3));
   got_tensor(luna_causal_nested_attention(q, k, v, s, h, omega, lengths_of(q ? q->shape[0] : b, l), probability()), q || k || v);
 }
 static void double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
@@ -849,15 +849,15 @@ static void case_luna_param(void) {
   const char *name = turn() ? (coin() ? NULL : coin() ? "luna.x" : "\xff") : "x";
   const int rank = number((int)pick(5));
   if (set) got_tensor(luna_param(set, name, rank, turn() ? NULL : shape, an_init()), true);
-  if (set && hostile == 0) expect(!luna_param(set, "x", 0, NULL, (luna_init){LUNA_ZEROS, 0}) && sentence(), "a name twice");
+  if (set && hostile == 0) expect(!luna_param(set, "x", 0, NULL, (luna_init){LUNA_INIT_ZEROS, 0}) && sentence(), "a name twice");
 }
 static void case_luna_params_find(void) { expect((luna_params_find(turn() ? NULL : w->set[0], turn() ? NULL : "linear.weight") != NULL) == (hostile == 0), "finding"); }
-static void case_luna_params_size(void) { expect((luna_params_size(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the size"); }
+static void case_luna_params_tensor_count(void) { expect((luna_params_tensor_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the size"); }
 static void case_luna_params_at(void) {
   const char *name;
   expect(luna_params_at(turn() ? NULL : w->set[0], size(3), turn() ? NULL : &name) || hostile, "the parameter");
 }
-static void case_luna_params_count(void) { expect((luna_params_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the count"); }
+static void case_luna_params_element_count(void) { expect((luna_params_element_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the count"); }
 static void case_luna_params_zero_grad(void) { got_status(luna_params_zero_grad(turn() ? NULL : w->set[0]), false); }
 static void case_luna_params_set(void) {
   luna_params *set = turn() ? NULL : w->set[7];
@@ -928,8 +928,8 @@ static void case_luna_load_borrowed(void) {
   got_status(luna_load_borrowed(set, bytes, n), set != NULL);
 }
 static void left_out(void *user, const char *name, const char *why) { *(int *)user += name && why; }
-static luna_match a_match(int *count) {
-  luna_match m = {0};
+static luna_load_report a_match(int *count) {
+  luna_load_report m = {0};
   m.tell = coin() ? left_out : NULL;
   m.user = count;
   return m;
@@ -937,14 +937,14 @@ static luna_match a_match(int *count) {
 static void case_luna_load_matching_bytes(void) {
   size_t n;
   int count = 0;
-  luna_match m = a_match(&count);
+  luna_load_report m = a_match(&count);
   const void *bytes = bytes_of(&n);
   luna_params *set = file_set();
   got_status(luna_load_matching_bytes(set, bytes, n, turn() ? NULL : &m), set != NULL);
 }
 static void seen_pair(void *user, const char *key, const char *value) { *(int *)user += key && value; }
-static void seen_tensor(void *user, const luna_entry *entry) {
-  if (entry->count <= ROOM) *(int *)user += luna_entry_read(entry, room);
+static void seen_tensor(void *user, const luna_file_tensor *entry) {
+  if (entry->count <= ROOM) *(int *)user += luna_file_tensor_read(entry, room);
 }
 static luna_inspection an_inspection(int *count) {
   luna_inspection i = {0};
@@ -961,14 +961,14 @@ static void case_luna_inspect_bytes(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   got_status(luna_inspect_bytes(ctx, bytes, n, turn() ? NULL : &i), false);
 }
-static void case_luna_entry_read(void) {
-  luna_entry e = {0};
+static void case_luna_file_tensor_read(void) {
+  luna_file_tensor e = {0};
   e.dtype = turn() ? (coin() ? "X1" : "I64") : "F32";
   e.rank = 1;
   e.count = e.shape[0] = pick(5);
   e.data = numbers;
   e.bytes = (size_t)e.count * 4;
-  expect(luna_entry_read(turn() ? NULL : &e, turn() ? NULL : room) == (hostile == 0), "the values of an entry");
+  expect(luna_file_tensor_read(turn() ? NULL : &e, turn() ? NULL : room) == (hostile == 0), "the values of an entry");
 }
 static void case_luna_inspect(void) {
   int count = 0;
@@ -982,7 +982,7 @@ static void case_luna_load(void) {
 }
 static void case_luna_load_matching(void) {
   int count = 0;
-  luna_match m = a_match(&count);
+  luna_load_report m = a_match(&count);
   luna_params *set = file_set();
   got_status(luna_load_matching(set, a_path(), turn() ? NULL : &m), set != NULL);
 }
@@ -996,7 +996,7 @@ static luna_layer_config layer_config(bool causal, bool other) {
   c.ffn = size(coin() ? 0 : 5);
   c.sharing = ENUM(luna_sharing, causal ? 2 : 4);
   c.activation = ENUM(luna_activation, 6);
-  c.omega = turn() ? (luna_activation)number(0) : coin() ? LUNA_NONE : LUNA_SOFTPLUS;
+  c.omega = turn() ? (luna_activation)number(0) : coin() ? LUNA_ACTIVATION_NONE : LUNA_ACTIVATION_SOFTPLUS;
   c.pre_norm = coin();
   c.convolution = size(causal ? pick(3) : 0);
   c.dropout = probability();
@@ -1007,9 +1007,9 @@ static luna_layer_config layer_config(bool causal, bool other) {
   c.linformer.k = size(3);
   c.linformer.k_last_head = size(0);
   c.linformer.max_length = size(16);
-  c.linformer.sharing = causal ? LUNA_HEADWISE : ENUM(luna_linformer_sharing, 2);
+  c.linformer.sharing = causal ? LUNA_LINFORMER_SHARING_HEADWISE : ENUM(luna_linformer_sharing, 2);
   c.linformer.projection = ENUM(luna_linformer_projection, 4);
-  c.recompute = ENUM(luna_recomputing, 3);
+  c.recompute = ENUM(luna_recompute_kind, 3);
   return c;
 }
 static const char *prefix(void) {
@@ -1072,7 +1072,7 @@ static void case_luna_causal_attention_layer_init(void) {
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.sharing = ENUM(luna_sharing, 2);
-  c.omega = turn() ? (luna_activation)number(0) : LUNA_ELU1;
+  c.omega = turn() ? (luna_activation)number(0) : LUNA_ACTIVATION_ELU1;
   c.dropout = probability();
   const luna_status status = luna_causal_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(), turn() ? NULL : &c);
   got_status(status, true);
@@ -1201,8 +1201,8 @@ static void classify(const luna_classifier *model) {
   const int64_t batch = small(), n = small(), n2 = small();
   const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n), *t2 = whole(spare_tokens, product(batch, n2), VOCAB - 1);
   if (model->config.vocab < VOCAB) return;
-  if (model->config.pair != turn()) got_tensor(luna_classify_pair(model, t, lengths, n, t2, NULL, n2, batch), true);
-  else got_tensor(luna_classify(model, t, lengths, batch, n), true);
+  if (model->config.pair != turn()) got_tensor(luna_classifier_forward_pair(model, t, lengths, n, t2, NULL, n2, batch), true);
+  else got_tensor(luna_classifier_forward(model, t, lengths, batch, n), true);
 }
 static void case_luna_classifier_init(void) {
   luna_classifier model;
@@ -1217,8 +1217,8 @@ static void case_luna_classifier_init(void) {
   got_status(status, true);
   if (status == LUNA_OK) classify(&model);
 }
-static void case_luna_classify(void) { classify(&w->classifier); }
-static void case_luna_classify_pair(void) { classify(&w->pair); }
+static void case_luna_classifier_forward(void) { classify(&w->classifier); }
+static void case_luna_classifier_forward_pair(void) { classify(&w->pair); }
 static void case_luna_classifier_pool(void) {
   const int64_t b = small(), n = small();
   luna_tensor *x = rows(b, n, DIM), *p = rows(b, SLOTS, DIM);
@@ -1327,7 +1327,7 @@ static void trained(luna_optimizer *o, luna_tensor *p) {
 }
 static luna_params *three(luna_tensor **p) {
   luna_params *set = new_set();
-  *p = luna_param(set, "p", 1, (int64_t[]){3}, (luna_init){LUNA_NORMAL, 0});
+  *p = luna_param(set, "p", 1, (int64_t[]){3}, (luna_init){LUNA_INIT_NORMAL, 0});
   return set;
 }
 static void case_luna_sgd(void) {
@@ -1372,7 +1372,7 @@ static void case_luna_optimizer_group(void) {
   luna_group g = {0};
   luna_optimizer *o = an_optimizer();
   g.name = turn() ? "nothing" : coin() ? NULL : "p";
-  g.most_axes = number((int)pick(3));
+  g.max_rank = number((int)pick(3));
   g.lr = real(0);
   g.weight_decay = real(0);
   g.frozen = coin();
@@ -1528,24 +1528,24 @@ static void case_luna_seq2seq_stream_open(void) {
   if (s) luna_stream_step(s, words(NUMBERS, 1));
   luna_stream_close(s);
 }
-static void case_luna_translate(void) {
+static void case_luna_seq2seq_generate(void) {
   static int32_t out[NUMBERS], out_lengths[NUMBERS];
-  luna_search search = {0};
+  luna_beam_config search = {0};
   const int64_t batch = small(), n = small();
   const int32_t *source = words(batch, n);
   search.begin = number(1), search.end = number(2);
   search.beam = size(pick(3));
-  search.most = size(pick(4));
+  search.max_length = size(pick(4));
   search.length_penalty = real(0);
   search.exhaustive = coin();
   if (w->measure) hostile++;
-  if (search.most < 1000 && batch < 100)
-    got_status(luna_translate(turn() ? NULL : &w->seq2seq, turn() ? NULL : &search, source, lengths_of(batch, n), batch, n, turn() ? NULL : out, turn() ? NULL : out_lengths, coin() ? NULL : room), false);
+  if (search.max_length < 1000 && batch < 100)
+    got_status(luna_seq2seq_generate(turn() ? NULL : &w->seq2seq, turn() ? NULL : &search, source, lengths_of(batch, n), batch, n, turn() ? NULL : out, turn() ? NULL : out_lengths, coin() ? NULL : room), false);
 }
 
 /* ==== backend ==== */
 static void case_luna_cpu_backend(void) { expect(luna_cpu_backend() != NULL, "null"); }
-static void case_luna_row_name(void) { expect(*luna_row_name((luna_row_id)number((int)pick(LUNA_ROWS))) != 0, "no name"); }
+static void case_luna_op_name(void) { expect(*luna_op_name((luna_op_kind)number((int)pick(LUNA_OP_COUNT))) != 0, "no name"); }
 static void case_luna_backend_of(void) { expect((luna_backend_of(turn() ? NULL : w->ctx) != NULL) == (hostile == 0), "the backend"); }
 static void case_luna_backend_self(void) { luna_backend_self(turn() ? NULL : w->ctx); }
 static void case_luna_backend_state(void) { expect((luna_backend_state(turn() ? NULL : w->ctx) != NULL) == (hostile == 0 && !w->measure) || w->measure, "the state"); }
@@ -1559,29 +1559,29 @@ static void case_luna_backend_fail(void) {
   F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_name) F(luna_gemm_f32) F(luna_gemm_scratch) \
   F(luna_softmax_attention_f32) F(luna_softmax_attention_backward_f32) F(luna_softmax_attention_scratch) F(luna_causal_product_f32) \
   F(luna_causal_product_backward_f32) F(luna_causal_product_scratch) F(luna_philox) F(luna_open) F(luna_close) F(luna_begin_step) \
-  F(luna_begin_inference) F(luna_state) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
-  F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_repeat) \
+  F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
+  F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
   F(luna_add) F(luna_mul) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
   F(luna_activate) F(luna_relu) F(luna_gelu) F(luna_elu1) F(luna_softplus) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
-  F(luna_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_size) F(luna_params_at) \
-  F(luna_params_count) F(luna_params_zero_grad) F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) \
-  F(luna_load_borrowed) F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_entry_read) F(luna_inspect) F(luna_save) F(luna_load) \
+  F(luna_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
+  F(luna_params_element_count) F(luna_params_zero_grad) F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) \
+  F(luna_load_borrowed) F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_load) \
   F(luna_load_matching) F(luna_linear_layer_init) F(luna_linear_layer_forward) F(luna_norm_layer_init) F(luna_norm_layer_forward) \
   F(luna_nested_attention_layer_init) F(luna_nested_attention_layer_forward) F(luna_causal_attention_layer_init) \
   F(luna_causal_attention_layer_forward) F(luna_attention_layer_init) F(luna_attention_layer_forward) F(luna_encoder_layer_init) \
   F(luna_encoder_layer_forward) F(luna_decoder_layer_init) F(luna_decoder_layer_forward) F(luna_causal_layer_init) \
   F(luna_causal_layer_forward) F(luna_lm_init) F(luna_lm_forward) F(luna_encoder_init) F(luna_encoder_embed) F(luna_encoder_forward) \
-  F(luna_classifier_init) F(luna_classify) F(luna_classify_pair) F(luna_classifier_pool) F(luna_masked_lm_init) F(luna_masked_lm_forward) \
+  F(luna_classifier_init) F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) F(luna_masked_lm_forward) \
   F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) F(luna_load_model_bytes) F(luna_lm_load_bytes) \
   F(luna_load_model) F(luna_lm_load) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) F(luna_optimizer_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) F(luna_optimizer_steps) \
   F(luna_optimizer_skipped) F(luna_optimizer_norm) F(luna_save_training_io) F(luna_load_training_bytes) F(luna_save_training) \
   F(luna_load_training) F(luna_stream_size) F(luna_stream_open_bytes) F(luna_stream_open) F(luna_stream_close) F(luna_stream_step) \
   F(luna_stream_prefill) F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
-  F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_translate) \
-  F(luna_cpu_backend) F(luna_row_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail)
+  F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
+  F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 static row functions[] = {FUNCTIONS(ROW)};
@@ -1815,15 +1815,15 @@ static void null_forwards(void) {
   NONE(luna_lm, luna_lm_forward(none, tokens, 1, 2));
   NONE(luna_encoder, luna_encoder_embed(none, tokens, NULL, 1, 2, NULL));
   NONE(luna_encoder, luna_encoder_forward(none, tokens, NULL, 1, 2, NULL));
-  NONE(luna_classifier, luna_classify(none, tokens, NULL, 1, 2));
-  NONE(luna_classifier, luna_classify_pair(none, tokens, NULL, 2, tokens, NULL, 2, 1));
+  NONE(luna_classifier, luna_classifier_forward(none, tokens, NULL, 1, 2));
+  NONE(luna_classifier, luna_classifier_forward_pair(none, tokens, NULL, 2, tokens, NULL, 2, 1));
   NONE(luna_classifier, luna_classifier_pool(none, here(), here(), NULL));
   NONE(luna_masked_lm, luna_masked_lm_forward(none, tokens, NULL, 1, 2));
   NONE(luna_masked_lm, luna_masked_lm_loss(none, tokens, NULL, tokens, 1, 2));
   NONE(luna_seq2seq, luna_seq2seq_forward(none, tokens, NULL, 2, tokens, NULL, 2, 1));
 }
 static void null_inits(void) {
-  const luna_init odd = {LUNA_XAVIER, NAN};
+  const luna_init odd = {LUNA_INIT_XAVIER, NAN};
   luna_nested_attention_config nested_c = {0};
   luna_causal_attention_config causal_c = {0};
   luna_attention_layer_config attention_c = {0};
@@ -1850,7 +1850,7 @@ static void null_inits(void) {
   FAILS(luna_causal_layer, luna_causal_layer_init(none, new_set(), "a", 3, &layer_c), luna_causal_layer_forward(none, here()));
   FAILS(luna_lm, luna_lm_init(none, new_set(), &lm_c), luna_lm_forward(none, tokens, 1, 2));
   FAILS(luna_encoder, luna_encoder_init(none, new_set(), "a", VOCAB, &encoder_c), luna_encoder_forward(none, tokens, NULL, 1, 2, NULL));
-  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c), luna_classify(none, tokens, NULL, 1, 2));
+  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c), luna_classifier_forward(none, tokens, NULL, 1, 2));
   FAILS(luna_masked_lm, luna_masked_lm_init(none, new_set(), &masked_c), luna_masked_lm_forward(none, tokens, NULL, 1, 2));
   FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), &seq2seq_c), luna_seq2seq_forward(none, tokens, NULL, 2, tokens, NULL, 2, 1));
   FAILS(luna_lm, luna_lm_init(none, NULL, &lm_c), luna_lm_forward(none, tokens, 1, 2));

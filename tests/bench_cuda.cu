@@ -55,7 +55,7 @@ struct bench {
 };
 
 static void check(const bench *b) {
-  if (luna_state(b->ctx) != LUNA_OK) fail("bench_cuda", luna_error(b->ctx));
+  if (luna_ctx_status(b->ctx) != LUNA_OK) fail("bench_cuda", luna_error(b->ctx));
 }
 
 static void open_bench(bench *b) {
@@ -91,7 +91,7 @@ static void fill(cudaStream_t stream, float *x, int64_t count, uint32_t seed) {
 }
 static luna_tensor *input(bench *b, const char *name, int rank, int64_t s0, int64_t s1, int64_t s2) {
   const int64_t shape[3] = {s0, s1, s2};
-  const luna_init zeros = {LUNA_ZEROS, 0};
+  const luna_init zeros = {LUNA_INIT_ZEROS, 0};
   luna_tensor *t = luna_param(b->inputs, name, rank, shape, zeros);
   if (!t) fail(name, luna_error(b->ctx));
   fill(b->stream, t->data, luna_count(t), (uint32_t)name[0]);
@@ -338,7 +338,7 @@ static void adamw_row() {
 /* ---- a byte classifier's whole training step, as in bench_layers.c ---- */
 static void classifier_run(bench *b) {
   luna_begin_step(b->ctx);
-  luna_backward(luna_cross_entropy(luna_classify(&b->model, b->tokens.data(), b->lengths.data(), BATCH, LENGTH), b->labels.data()));
+  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, b->tokens.data(), b->lengths.data(), BATCH, LENGTH), b->labels.data()));
   luna_optimizer_step(b->adam);
 }
 static void classifier_row() {
@@ -350,7 +350,7 @@ static void classifier_row() {
   open_bench(&b);
   config.vocab = 256;
   config.classes = 2;
-  config.pooling = LUNA_POOL_MEAN;
+  config.pooling = LUNA_POOLING_MEAN;
   config.encoder.layers = 4;
   config.encoder.dim = CLASSIFIER_DIM;
   config.encoder.heads = 4;

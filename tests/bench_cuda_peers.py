@@ -35,7 +35,7 @@ extern "C" peer *peer_open(int64_t batch, int64_t n, int64_t dim, int64_t heads,
   options.backend = luna_cuda_backend(0);
   config.vocab = 256;
   config.classes = 2;
-  config.pooling = LUNA_POOL_MEAN;
+  config.pooling = LUNA_POOLING_MEAN;
   config.encoder.layers = 4;
   config.encoder.dim = dim;
   config.encoder.heads = heads;
@@ -56,7 +56,7 @@ extern "C" int peer_run(peer *b, int steps) {
   for (int i = 0; i < steps; i++) {
     if (!b->adam) return i + 1;
     luna_begin_step(b->ctx);
-    luna_backward(luna_cross_entropy(luna_classify(&b->model, b->tokens.data(), b->lengths.data(), b->batch, b->n), b->labels.data()));
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, b->tokens.data(), b->lengths.data(), b->batch, b->n), b->labels.data()));
     if (luna_optimizer_step(b->adam) != LUNA_OK) return i + 1;
   }
   return cudaStreamSynchronize(luna_cuda_stream(b->ctx)) == cudaSuccess ? 0 : steps;

@@ -29,7 +29,7 @@ static void layer_run(void *arg) {
     luna_backward(luna_mean(luna_reshape(y, 1, flat), 0));
     luna_optimizer_step(b->adam);
   }
-  if (luna_state(b->ctx) != LUNA_OK) {
+  if (luna_ctx_status(b->ctx) != LUNA_OK) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
   }
@@ -38,7 +38,7 @@ static void layer_run(void *arg) {
 static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, bool causal, bool training) {
   luna_options options = {.threads = threads};
   luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN};
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
   memset(b, 0, sizeof *b);
   b->ctx = luna_open(&options);
@@ -123,16 +123,16 @@ typedef struct classifier_bench {
 static void classifier_run(void *arg) {
   classifier_bench *b = (classifier_bench *)arg;
   luna_begin_step(b->ctx);
-  luna_backward(luna_cross_entropy(luna_classify(&b->model, b->tokens, b->lengths, b->batch, b->n), b->labels));
+  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, b->tokens, b->lengths, b->batch, b->n), b->labels));
   luna_optimizer_step(b->adam);
-  if (luna_state(b->ctx) != LUNA_OK) {
+  if (luna_ctx_status(b->ctx) != LUNA_OK) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
   }
 }
-static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recomputing recompute) {
+static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute) {
   luna_options options = {.threads = threads};
-  luna_classifier_config config = {.classes = 2, .pooling = LUNA_POOL_MEAN, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+  luna_classifier_config config = {.classes = 2, .pooling = LUNA_POOLING_MEAN, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.vocab = 256;
@@ -148,7 +148,7 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
   for (int64_t i = 0; i < batch; i++) b->labels[i] = (int32_t)(i % 2), b->lengths[i] = (int32_t)n;
 }
 static void classifier_rows(int64_t batch, int threads) {
-  static const luna_recomputing kinds[] = {LUNA_KEEP_ALL, LUNA_RECOMPUTE_FFN};
+  static const luna_recompute_kind kinds[] = {LUNA_RECOMPUTE_NONE, LUNA_RECOMPUTE_FFN};
   classifier_bench b[4];
   bench_case c[4];
   int count = 0, i;
@@ -185,7 +185,7 @@ void peer_layer_close(void *b) {
 }
 void *peer_classifier(int threads, int64_t batch, int64_t n, int recompute) {
   classifier_bench *b = (classifier_bench *)malloc(sizeof *b);
-  classifier_open(b, threads, batch, n, recompute ? LUNA_RECOMPUTE_FFN : LUNA_KEEP_ALL);
+  classifier_open(b, threads, batch, n, recompute ? LUNA_RECOMPUTE_FFN : LUNA_RECOMPUTE_NONE);
   return b;
 }
 void peer_classifier_run(void *b) { classifier_run(b); }

@@ -8,7 +8,7 @@
 #define LAYERS 4
 
 static void must(luna_ctx *ctx) {
-  if (luna_state(ctx) == LUNA_OK) return;
+  if (luna_ctx_status(ctx) == LUNA_OK) return;
   fprintf(stderr, "%s\n", luna_error(ctx));
   exit(1);
 }
@@ -73,9 +73,9 @@ static void gpt_rows(int threads) {
   memset(c, 0, sizeof c);
   for (int i = 0; i < 2; i++) {
     luna_options options = {.threads = i ? threads : 1};
-    luna_lm_config config = {.vocab = VOCAB, .layers = LAYERS, .positions = LUNA_LEARNED, .max_length = T};
+    luna_lm_config config = {.vocab = VOCAB, .layers = LAYERS, .positions = LUNA_POSITIONS_LEARNED, .max_length = T};
     luna_params *params;
-    config.layer = (luna_layer_config){.dim = DIM, .heads = HEADS, .ffn = FFN, .activation = LUNA_GELU, .pre_norm = true, .attention = LUNA_ATTENTION_SOFTMAX};
+    config.layer = (luna_layer_config){.dim = DIM, .heads = HEADS, .ffn = FFN, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .attention = LUNA_ATTENTION_SOFTMAX};
     b[i].ctx = luna_open(&options);
     b[i].batch = B;
     b[i].n = T;
@@ -113,7 +113,7 @@ static void model_run(void *arg) {
   luna_tensor *logits;
   if (b->training) luna_begin_step(b->ctx);
   else luna_begin_inference(b->ctx);
-  logits = luna_classify(&b->model, b->tokens, NULL, 1, b->n);
+  logits = luna_classifier_forward(&b->model, b->tokens, NULL, 1, b->n);
   if (b->training) {
     luna_backward(luna_cross_entropy(logits, &b->label));
     luna_optimizer_step(b->adam);
@@ -122,7 +122,7 @@ static void model_run(void *arg) {
 }
 static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention, bool training) {
   luna_options options = {.threads = threads};
-  luna_classifier_config config = {.classes = 2, .pooling = LUNA_POOL_MEAN, .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+  luna_classifier_config config = {.classes = 2, .pooling = LUNA_POOLING_MEAN, .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.encoder.layer.attention = attention;

@@ -210,7 +210,7 @@ static double state_error(const double *a, const double *b, int64_t n) {
 }
 static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots, int32_t length) {
   const int64_t whole[1] = {rows}, odd[5] = {1, 63, 64, 17, 130}, one[1] = {1}, *const sizes[3] = {whole, odd, one}, counts[3] = {1, 5, 1};
-  luna_call l = luna_open_call(1, rows, heads, dim, slots, LUNA_SOFTPLUS2);
+  luna_call l = luna_open_call(1, rows, heads, dim, slots, LUNA_ACTIVATION_SOFTPLUS2);
   const int64_t n = heads * dim * slots, at = (rows - 1) * heads * dim;
   float *plain = zeros(l.dims), *out[3];
   state s[3];
@@ -255,7 +255,7 @@ static void far_reference(const lunai_causal_luna *c, state *s, double *out) {
   }
 }
 static void check_far(const int64_t *sizes, int count, int64_t position) {
-  luna_call l = luna_open_call(1, FAR_ROWS, 1, FAR_DIM, FAR_SLOTS, LUNA_SOFTPLUS2);
+  luna_call l = luna_open_call(1, FAR_ROWS, 1, FAR_DIM, FAR_SLOTS, LUNA_ACTIVATION_SOFTPLUS2);
   float *out = zeros(l.dims), *want_out = zeros(l.dims);
   double *exact = doubles(l.dims), before[FAR_STATE];
   state got = {doubles(FAR_STATE), doubles(FAR_STATE)}, want = {doubles(FAR_STATE), doubles(FAR_STATE)};
@@ -314,7 +314,7 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
   const int64_t rows[5] = {0, 1, 40, 63, 70};
   causality c;
   memset(&c, 0, sizeof c);
-  c.n = n, c.d = d, c.l = l, c.u = luna_open_call(1, n, 2, d, l, LUNA_SOFTPLUS2);
+  c.n = n, c.d = d, c.l = l, c.u = luna_open_call(1, n, 2, d, l, LUNA_ACTIVATION_SOFTPLUS2);
   for (int64_t i = 0; i < c.u.dims && tiny; i++) c.u.v[i] *= 1e-38f, c.u.q[i] *= 1e-22f, c.u.k[i] *= i % 2 ? 0 : 1e-22f;
   float *const factors[FACTORS] = {copied(c.u.q, c.u.dims), copied(c.u.k, c.u.dims), copied(c.u.v, c.u.dims), c.u.q, c.u.k, c.u.v, c.u.s};
   memcpy(c.factor, factors, sizeof factors);
@@ -344,19 +344,19 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
 int main(void) {
   const int64_t rows[9] = {0, 1, 2, 63, 64, 65, 129, 200, 515}, positions[3] = {1000, 1000000000, (int64_t)1 << 40}, one[1] = {1},
     mixed[4] = {64, 1, 100, 7}, whole[1] = {1000};
-  const int omegas[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
+  const int omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   for (int at = 0; kernels_next(&at);) {
     for (int i = 0; i < 9; i++) {
       check_product(2, rows[i], 2, 7, 5), check_product(1, rows[i], 3, 16, 33), check_product(1, rows[i], 1, 1, 1),
         check_product(1, rows[i], 1, 65, 70);
       check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], false), check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], true),
         check_luna(5, rows[i], 1, 16, 16, omegas[(i + 1) % 3], true);
-      check_luna(1, rows[i], 3, 32, 16, LUNA_SOFTPLUS2, false), check_luna(1, rows[i], 1, 1, 1, LUNA_SOFTPLUS2, false),
-        check_luna(1, rows[i], 1, 65, 66, LUNA_ELU1, true);
+      check_luna(1, rows[i], 3, 32, 16, LUNA_ACTIVATION_SOFTPLUS2, false), check_luna(1, rows[i], 1, 1, 1, LUNA_ACTIVATION_SOFTPLUS2, false),
+        check_luna(1, rows[i], 1, 65, 66, LUNA_ACTIVATION_ELU1, true);
     }
     check_product(0, 5, 2, 3, 3), check_product(1, 5, 0, 3, 3), check_product(1, 70, 2, 0, 3), check_product(1, 70, 2, 3, 0);
-    check_luna(1, 100, 1, 300, 16, LUNA_SOFTPLUS2, false), check_luna(1, 130, 1, 16, 300, LUNA_SOFTPLUS2, true),
-      check_luna(1, 5000, 1, 24, 8, LUNA_SOFTPLUS2, false);
+    check_luna(1, 100, 1, 300, 16, LUNA_ACTIVATION_SOFTPLUS2, false), check_luna(1, 130, 1, 16, 300, LUNA_ACTIVATION_SOFTPLUS2, true),
+      check_luna(1, 5000, 1, 24, 8, LUNA_ACTIVATION_SOFTPLUS2, false);
     check_stream(300, 2, 16, 8, 0), check_stream(300, 3, 17, 9, 5);
     for (int i = 0; i < 3; i++) check_far(one, 1, positions[i]), check_far(mixed, 4, positions[i]), check_far(whole, 1, positions[i]);
     check_causality(100, 16, 8, false), check_causality(100, 7, 1, false), check_causality(130, 20, 17, false),

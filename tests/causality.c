@@ -31,7 +31,7 @@ static luna_tensor *run_product(net *m, luna_tensor *x) {
 static luna_tensor *run_convolution(net *m, luna_tensor *x) { return luna_short_convolution(x, m->kernel, NULL); }
 static luna_tensor *run_nested(net *m, luna_tensor *x) {
   (void)m;
-  return luna_causal_nested_attention(x, x, x, x, HEADS, LUNA_SOFTPLUS2, NULL, 0);
+  return luna_causal_nested_attention(x, x, x, x, HEADS, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0);
 }
 static luna_tensor *run_layer_attention(net *m, luna_tensor *x) {
   return luna_causal_attention_layer_forward(&m->attention, x, m->memory, NULL);
@@ -54,7 +54,7 @@ static bool net_open(net *m, luna_isa isa, luna_form form) {
   luna_causal_attention_config attention = {0};
   luna_layer_config layer = {0};
   const int64_t kernel[2] = {DIM, 4}, memory[2] = {SLOTS, DIM};
-  const luna_init init = {LUNA_NORMAL, 1};
+  const luna_init init = {LUNA_INIT_NORMAL, 1};
   options.threads = 3;
   options.isa = isa;
   options.form = form;
@@ -65,7 +65,7 @@ static bool net_open(net *m, luna_isa isa, luna_form form) {
   attention.heads = layer.heads = HEADS;
   layer.convolution = 4;
   layer.pre_norm = form == LUNA_FORM_FOLDED;
-  layer.omega = form == LUNA_FORM_FOLDED ? LUNA_ELU1 : LUNA_SOFTPLUS2;
+  layer.omega = form == LUNA_FORM_FOLDED ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_SOFTPLUS2;
   m->kernel = luna_param(m->params, "kernel", 2, kernel, init);
   m->memory = luna_param(m->params, "memory", 2, memory, init);
   return CHECK(luna_causal_attention_layer_init(&m->attention, m->params, "a.", &attention) == LUNA_OK &&
@@ -178,7 +178,7 @@ static void check_kernel(luna_isa isa, int64_t rows, int64_t position) {
   double *state = (double *)common_alloc((size_t)(4 * BATCH * mean) * sizeof(double)), *fresh = state + 2 * BATCH * mean;
   lunai_causal_luna c;
   memset(&c, 0, sizeof c);
-  c.batch = BATCH, c.rows = rows, c.heads = HEADS, c.head_dim = d, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_SOFTPLUS2,
+  c.batch = BATCH, c.rows = rows, c.heads = HEADS, c.head_dim = d, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_ACTIVATION_SOFTPLUS2,
   c.position = position;
   for (int i = 0; i < 4; i++)
     in[i] = common_random(BATCH * (i < 3 ? qn : sn), 20 + (uint64_t)i, 1), changed[i] = common_floats(BATCH * (i < 3 ? qn : sn));
@@ -264,7 +264,7 @@ int main(void) {
       net m;
       char what[32];
       snprintf(what, sizeof what, "%s%s", luna_isa_name(common_isas[i]), form ? ", folded" : "");
-      if (net_open(&m, common_isas[i], form ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN))
+      if (net_open(&m, common_isas[i], form ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED))
         for (int which = 0; which < NETS; which++) {
           if (form && which < 4) continue; /* ops have one form */
           for (size_t n = 0; n < sizeof lengths / sizeof lengths[0]; n++) {

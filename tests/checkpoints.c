@@ -96,13 +96,13 @@ static buffer forged(const char *json, size_t data_size, int data) {
 static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
 static luna_params *set_open(luna_ctx *ctx, const char *second) {
   luna_params *params = luna_params_open(ctx);
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   CHECK(luna_param(params, "first", 2, matrix, normal) && luna_param(params, second, 1, vector, normal), "%s", luna_error(ctx));
   return params;
 }
 static float *values_of(const luna_params *params) {
-  float *values = common_floats(luna_params_count(params)), *at = values;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  float *values = common_floats(luna_params_element_count(params)), *at = values;
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const luna_tensor *t = luna_params_at(params, i, NULL);
     memcpy(at, t->data, (size_t)luna_count(t) * sizeof(float));
     at += luna_count(t);
@@ -111,7 +111,7 @@ static float *values_of(const luna_params *params) {
 }
 static bool unchanged(const luna_params *params, const float *values) {
   float *now = values_of(params);
-  const bool same = memcmp(now, values, (size_t)luna_params_count(params) * sizeof(float)) == 0;
+  const bool same = memcmp(now, values, (size_t)luna_params_element_count(params) * sizeof(float)) == 0;
   free(now);
   return same;
 }
@@ -270,14 +270,14 @@ static void check_cuts(void) {
 /* ---- many tensors and pairs: seconds are what quadratic work would take many of ---- */
 enum { MANY = 20000 };
 static void many_open(luna_params *params) {
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   int good = 0;
   for (int i = 0; i < MANY; i++) {
     char name[48];
     snprintf(name, sizeof name, "layers.%d.self_attn.weight", i);
     good += luna_param(params, name, 1, vector, normal) != NULL;
   }
-  CHECK(good == MANY, "%d of %d parameters are made: %s", good, MANY, luna_params_size(params) ? "" : "none");
+  CHECK(good == MANY, "%d of %d parameters are made: %s", good, MANY, luna_params_tensor_count(params) ? "" : "none");
 }
 static void check_many(void) {
   const clock_t start = clock();
@@ -285,7 +285,7 @@ static void check_many(void) {
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = luna_params_open(ctx), *borrowed = luna_params_open(ctx);
   luna_optimizer *adam;
-  luna_match match = {0};
+  luna_load_report match = {0};
   int right = 0;
   many_open(params);
   adam = luna_adamw(params, NULL);
@@ -379,7 +379,7 @@ static void check_names(void) {
   heap h;
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = set_open(ctx, "second");
-  const luna_init zeros = {LUNA_ZEROS, 0};
+  const luna_init zeros = {LUNA_INIT_ZEROS, 0};
   char longest[1400];
   memset(longest, 'n', sizeof longest - 1);
   longest[sizeof longest - 1] = 0;
@@ -387,7 +387,7 @@ static void check_names(void) {
   CHECK(!luna_param(params, "\xff", 1, vector, zeros) && strstr(luna_error(ctx), "UTF-8"), "\"%s\"", luna_error(ctx));
   CHECK(!luna_param(params, "__metadata__", 1, vector, zeros), "a parameter named __metadata__");
   CHECK(luna_params_set(params, "key", "\xc0\x80") != LUNA_OK && strstr(luna_error(ctx), "UTF-8"), "\"%s\"", luna_error(ctx));
-  CHECK(luna_param(params, longest + 376, 1, vector, zeros) && luna_params_size(params) == 3, "1023 characters: \"%s\"", luna_error(ctx));
+  CHECK(luna_param(params, longest + 376, 1, vector, zeros) && luna_params_tensor_count(params) == 3, "1023 characters: \"%s\"", luna_error(ctx));
   buffer file = saved(params);
   CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "1023 characters do not load: \"%s\"", luna_error(ctx));
   free(file.at), ctx_close(ctx, &h);
@@ -535,7 +535,7 @@ static void *save_often(void *seed) {
   options.threads = 1, options.seed = (uint64_t)(uintptr_t)seed;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   failures += !luna_param(params, "first", 2, matrix, normal); /* no CHECK: it counts in the main thread */
   for (int k = 0; k < SAVES; k++) failures += luna_save(params, path) != LUNA_OK || luna_load(params, path) != LUNA_OK;
   luna_close(ctx);
@@ -615,8 +615,8 @@ static luna_lm_config lm_config(void) {
   luna_lm_config c;
   memset(&c, 0, sizeof c);
   c.vocab = 11, c.layers = 2, c.memory = 3;
-  c.layer.dim = 8, c.layer.heads = 2, c.layer.ffn = 12, c.layer.convolution = 3, c.layer.pre_norm = true, c.layer.sharing = LUNA_FULL;
-  c.layer.activation = LUNA_GELU, c.layer.omega = LUNA_ELU1;
+  c.layer.dim = 8, c.layer.heads = 2, c.layer.ffn = 12, c.layer.convolution = 3, c.layer.pre_norm = true, c.layer.sharing = LUNA_SHARING_FULL;
+  c.layer.activation = LUNA_ACTIVATION_GELU, c.layer.omega = LUNA_ACTIVATION_ELU1;
   return c;
 }
 static buffer lm_file(void) {
@@ -689,7 +689,7 @@ static void check_deep(void) {
   luna_params *params = luna_params_open(ctx);
   memset(&config, 0, sizeof config);
   config.vocab = 3, config.layers = 1024, config.memory = 1, config.layer.dim = 2, config.layer.heads = 1, config.layer.ffn = 1, config.layer.convolution = 2;
-  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_size(params) > MANY, "%s", luna_error(ctx));
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_tensor_count(params) > MANY, "%s", luna_error(ctx));
   buffer file = saved(params);
   params = luna_params_open(ctx);
   CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK && model.config.layers == 1024, "%s", luna_error(ctx));
@@ -769,9 +769,9 @@ static void check_claims(void) {
     buffer wrong = edited(&file, lm_claims[i][0], lm_claims[i][1]);
     const int64_t before = h.live;
     const luna_status status = luna_lm_load_bytes(&model, params, wrong.at, wrong.size);
-    CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] && luna_params_size(params) == 0 &&
+    CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] && luna_params_tensor_count(params) == 0 &&
               !luna_params_get(params, "luna.kind"),
-          "%s: %s, \"%s\", %d parameters left", lm_claims[i][1], luna_status_text(status), luna_error(ctx), (int)luna_params_size(params));
+          "%s: %s, \"%s\", %d parameters left", lm_claims[i][1], luna_status_text(status), luna_error(ctx), (int)luna_params_tensor_count(params));
     CHECK(h.live == before, "%s: %d bytes more than before stay in use", lm_claims[i][1], (int)(h.live - before));
     CHECK(h.most - before <= 8 * (int64_t)wrong.size + 100000, "%s: a file of %d bytes made luna.h take %d", lm_claims[i][1],
           (int)wrong.size, (int)(h.most - before));
@@ -788,12 +788,12 @@ static void check_lm_cuts(void) {
   const int64_t before = h.live;
   int refusals = 0;
   for (size_t cut = 0; cut < file.size; cut++) {
-    refusals += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE && luna_params_size(params) == 0 && h.live == before;
+    refusals += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE && luna_params_tensor_count(params) == 0 && h.live == before;
     luna_begin_inference(ctx);
   }
   CHECK(refusals == (int)file.size, "a language model cut short is refused %d times of %d", refusals, (int)file.size);
-  CHECK(luna_param(params, "embed_tokens.weight", 1, vector, (luna_init){LUNA_ZEROS, 0}) != NULL, "%s", luna_error(ctx));
-  CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) != LUNA_OK && luna_params_size(params) == 1,
+  CHECK(luna_param(params, "embed_tokens.weight", 1, vector, (luna_init){LUNA_INIT_ZEROS, 0}) != NULL, "%s", luna_error(ctx));
+  CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) != LUNA_OK && luna_params_tensor_count(params) == 1,
         "a language model is loaded into a set that has its names");
   CHECK(luna_lm_load_bytes(NULL, params, file.at, file.size) == LUNA_BAD_ARGUMENT &&
             luna_lm_load(&model, params, NULL) == LUNA_BAD_ARGUMENT,
@@ -804,7 +804,7 @@ static void check_lm_cuts(void) {
 /* ---- borrowed and shared sets ---- */
 static void check_untrainable(luna_params *params, luna_ctx *ctx, const char *what) {
   luna_begin_inference(ctx);
-  CHECK(!luna_adamw(params, NULL) && strstr(luna_error(ctx), "luna_adamw") && luna_state(ctx) != LUNA_OK, "%s: luna_adamw: \"%s\"", what,
+  CHECK(!luna_adamw(params, NULL) && strstr(luna_error(ctx), "luna_adamw") && luna_ctx_status(ctx) != LUNA_OK, "%s: luna_adamw: \"%s\"", what,
         luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(!luna_sgd(params, NULL) && strstr(luna_error(ctx), "luna_sgd"), "%s: luna_sgd: \"%s\"", what, luna_error(ctx));
@@ -822,7 +822,7 @@ static void check_not_borrowed(void) { /* where a file's numbers cannot be read 
 static void check_borrowed(void) {
   heap h, hs;
   luna_ctx *ctx = ctx_open(&h), *sharer = ctx_open(&hs);
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   luna_params *owner = set_open(ctx, "second"), *early = luna_params_open(ctx), *late = set_open(ctx, "second"),
               *shared = luna_params_share(sharer, owner);
   buffer file = saved(owner), copy = saved(owner), half = forged("{" FIRST "," SECOND("F16", "4", 32) "}", 32, 0);
@@ -940,8 +940,8 @@ static void check_lm_allocations(void) {
     const int64_t before = h.live;
     h.fail_at = h.calls + fail, h.fail_end = fail % 2 ? INT64_MAX : h.fail_at + 1;
     status = luna_lm_load_bytes(&model, params, file.at, file.size);
-    CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0] && luna_params_size(params) == 0 && h.live == before),
-          "allocation %d: %s, \"%s\", %d parameters", fail, luna_status_text(status), luna_error(ctx), (int)luna_params_size(params));
+    CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0] && luna_params_tensor_count(params) == 0 && h.live == before),
+          "allocation %d: %s, \"%s\", %d parameters", fail, luna_status_text(status), luna_error(ctx), (int)luna_params_tensor_count(params));
     if (status != LUNA_OK) {
       h.fail_end = 0;
       luna_begin_inference(ctx);
@@ -964,11 +964,11 @@ static void see_pair(void *user, const char *key, const char *value) {
   s->pairs++;
   snprintf(s->text, sizeof s->text, "%s=%s", key, value);
 }
-static void see_tensor(void *user, const luna_entry *entry) {
+static void see_tensor(void *user, const luna_file_tensor *entry) {
   seen *s = (seen *)user;
   float values[64];
   s->tensors++;
-  if (entry->count > 64 || !luna_entry_read(entry, values)) return;
+  if (entry->count > 64 || !luna_file_tensor_read(entry, values)) return;
   s->readable++;
   for (int64_t i = 0; i < entry->count; i++) s->sum += (double)values[i];
   if (s->tensors == 1) snprintf(s->text + strlen(s->text), sizeof s->text - strlen(s->text), " %s %s %d %d", entry->name, entry->dtype, entry->rank, (int)entry->shape[0]);

@@ -94,7 +94,7 @@ TEST_UNUSED static double common_error(const float *a, const float *b, int64_t n
 
 /* gives every parameter of the set random values: matrices of variance 1/in, vectors within 0.5 of what they were */
 TEST_UNUSED static void common_params(luna_params *params, uint64_t seed) {
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *p = luna_params_at(params, i, NULL);
     const double scale = p->rank > 1 ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5;
     for (int64_t j = 0; j < luna_count(p); j++)
@@ -104,8 +104,8 @@ TEST_UNUSED static void common_params(luna_params *params, uint64_t seed) {
 
 /* every parameter's values, one after the other, to be freed */
 TEST_UNUSED static float *common_parameters(const luna_params *params) {
-  float *out = common_floats(luna_params_count(params)), *at = out;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  float *out = common_floats(luna_params_element_count(params)), *at = out;
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const luna_tensor *p = luna_params_at(params, i, NULL);
     luna_read(p, at);
     at += luna_count(p);

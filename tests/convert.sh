@@ -129,7 +129,7 @@ int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MOD
   luna_begin_inference(ctx);
   if (model.kind == LUNA_MODEL_CLASSIFIER) {
     int32_t *tokens = whole(&g, "tokens", &n), *lengths = whole(&g, "lengths", &batch), *tokens2 = whole(&g, "tokens2", &m), *lengths2 = whole(&g, "lengths2", &batch);
-    logits = tokens2 ? luna_classify_pair(&model.classifier, tokens, lengths, n, tokens2, lengths2, m, batch) : luna_classify(&model.classifier, tokens, lengths, batch, n);
+    logits = tokens2 ? luna_classifier_forward_pair(&model.classifier, tokens, lengths, n, tokens2, lengths2, m, batch) : luna_classifier_forward(&model.classifier, tokens, lengths, batch, n);
     free(tokens), free(lengths), free(tokens2), free(lengths2);
   } else {
     int32_t *source = whole(&g, "src_tokens", &n), *lengths = whole(&g, "src_lengths", &batch), *target = whole(&g, "prev_output_tokens", &m);

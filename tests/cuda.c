@@ -97,7 +97,7 @@ static void check_graph(void) {
     CHECK(memcmp(&eager[step], &replayed[step], sizeof(float)) == 0 || (step == 4 && eager[step] != eager[step] && replayed[step] != replayed[step]), "step %d: the loss is %.9g, replayed %.9g",
           step, (double)eager[step], (double)replayed[step]);
   CHECK(eager[1] != eager[2], "two steps have the same loss %g", (double)eager[1]);
-  if (device_run_start(&r, NULL, 2, 9, "a graph") && a && b) CHECK(memcmp(a, b, (size_t)luna_params_count(r.params) * sizeof(float)) == 0, "replayed steps end in other parameters");
+  if (device_run_start(&r, NULL, 2, 9, "a graph") && a && b) CHECK(memcmp(a, b, (size_t)luna_params_element_count(r.params) * sizeof(float)) == 0, "replayed steps end in other parameters");
   luna_close(r.ctx);
   free(a), free(b);
 }
@@ -121,7 +121,7 @@ static void check_shared_graph(void) {
       if (i == 1) luna_read(y, expected);
     }
     graph = cuda_captured(ctx);
-    if (CHECK(graph && luna_state(ctx) == LUNA_OK, "a shared set's inference cannot be captured: %s", luna_error(ctx)))
+    if (CHECK(graph && luna_ctx_status(ctx) == LUNA_OK, "a shared set's inference cannot be captured: %s", luna_error(ctx)))
       CHECK(cuda_replay(ctx, graph) && luna_read(y, got) == LUNA_OK && memcmp(got, expected, sizeof got) == 0,
             "replayed logits have other bits");
     if (graph) cuda_forget(graph);
@@ -142,7 +142,7 @@ static void check_foreign_errors(void) {
     if (kind == 1) cuda_leave_not_ready(r.ctx);
     for (int step = 0; step < 2; step++) {
       const float loss = device_step(&r, step);
-      CHECK(loss == loss && luna_state(r.ctx) == LUNA_OK, "%s of the user fails step %d: %s", name, step,
+      CHECK(loss == loss && luna_ctx_status(r.ctx) == LUNA_OK, "%s of the user fails step %d: %s", name, step,
             luna_error(r.ctx));
     }
     luna_close(r.ctx);
@@ -152,7 +152,7 @@ static void check_foreign_errors(void) {
   luna_ctx *ctx = device_open(&cuda, 1);
   luna_begin_inference(ctx);
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, &n), *both[2] = {x, x};
-  CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_state(ctx) == LUNA_OK, "a custom op: %s", luna_error(ctx));
+  CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_ctx_status(ctx) == LUNA_OK, "a custom op: %s", luna_error(ctx));
   CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && strstr(luna_error(ctx), "invalid configuration"),
         "a custom op that cannot be launched: %s", luna_error(ctx));
   const char *left = cuda_left_error();
@@ -162,7 +162,7 @@ static void check_foreign_errors(void) {
   cuda_fail(CUDA_NO_MEMORY, 1); /* given out again by the device after what was kept is released */
   device_step(&r, 0);
   left = cuda_left_error();
-  CHECK(luna_state(r.ctx) == LUNA_OK && strcmp(left, "cudaSuccess") == 0, "a failure that was made good stays: %s, %s",
+  CHECK(luna_ctx_status(r.ctx) == LUNA_OK && strcmp(left, "cudaSuccess") == 0, "a failure that was made good stays: %s, %s",
         left, luna_error(r.ctx));
   luna_close(r.ctx);
 }
@@ -235,7 +235,7 @@ static void check_math(void) {
 
 /* ---- failures: a sentence in the context, nothing left behind, and contexts on the CPU go on ---- */
 static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
-  CHECK(ctx && luna_state(ctx) != LUNA_OK && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what, luna_error(ctx));
+  CHECK(ctx && luna_ctx_status(ctx) != LUNA_OK && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what, luna_error(ctx));
 }
 static void check_failures(void) {
   device_run r, here;
@@ -248,8 +248,8 @@ static void check_failures(void) {
     cuda_fail(failures[i], 1);
     luna_ctx *ctx = device_open(&cuda, 1);
     expect_error(ctx, "a device that cannot be used", parts[i]);
-    CHECK(luna_state(ctx) == (i < 3 ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED), "%s: status %d", parts[i],
-          (int)luna_state(ctx));
+    CHECK(luna_ctx_status(ctx) == (i < 3 ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED), "%s: status %d", parts[i],
+          (int)luna_ctx_status(ctx));
     CHECK(luna_begin_step(ctx) != LUNA_OK && !luna_params_find(luna_params_open(ctx), "x") &&
               (i == 3 || !luna_tensor_new(ctx, NULL, 0, NULL)),
           "a context without its device works");

@@ -94,8 +94,8 @@ static luna_status strict_norm(luna_ctx *ctx, luna_tensor *const *parameters, in
   return strictly()->norm(ctx, parameters, count, clip, state);
 }
 static luna_status strict_update(luna_ctx *ctx, const luna_update *update) { return strictly()->update(ctx, update); }
-static luna_status strict_forward(luna_op *op) { return strictly()->row[op->row].forward(op); }
-static luna_status strict_backward(luna_op *op) { return strictly()->row[op->row].backward(op); }
+static luna_status strict_forward(luna_op *op) { return strictly()->op[op->kind].forward(op); }
+static luna_status strict_backward(luna_op *op) { return strictly()->op[op->kind].backward(op); }
 static void *exact_allocate(void *, size_t bytes) {
   void *memory = NULL;
   return cudaSetDevice(1) == cudaSuccess && cudaMalloc(&memory, bytes) == cudaSuccess ? memory : NULL;
@@ -115,7 +115,7 @@ extern "C" const luna_backend *cuda_strict_backend(bool exact) {
   strict.check = strict_check;
   strict.norm = strict_norm;
   strict.update = strict_update;
-  for (luna_row &row : strict.row) row.forward = strict_forward, row.backward = strict_backward;
+  for (luna_op_functions &row : strict.op) row.forward = strict_forward, row.backward = strict_backward;
   return &strict;
 }
 extern "C" bool cuda_emulated(void) { return true; }

@@ -82,25 +82,25 @@ FAR_ENTRY(update, (luna_ctx *ctx, const luna_update *update), (ctx, update), upd
 static void far_row_check(const luna_op *op, const char *when) {
   bool fine = (!op->index || far_is(op->index)) && (!op->lengths || far_is(op->lengths)) && (!op->kept || far_is(op->kept)) && (!op->workspace || far_is(op->workspace));
   for (int i = 0; i < op->inputs; i++) fine = fine && (!op->in[i] || !luna_count(op->in[i]) || far_is(op->in[i]->data));
-  for (int i = 0; i < op->outputs; i++) fine = fine && (!luna_count(op->out[i]) || op->row == LUNA_ROW_CUSTOM || !op->out[i]->data || far_is(op->out[i]->data));
-  CHECK(fine, "%s of %s gets memory of the host", when, luna_row_name(op->row));
+  for (int i = 0; i < op->outputs; i++) fine = fine && (!luna_count(op->out[i]) || op->kind == LUNA_OP_CUSTOM || !op->out[i]->data || far_is(op->out[i]->data));
+  CHECK(fine, "%s of %s gets memory of the host", when, luna_op_name(op->kind));
 }
 static void far_query(luna_op *op) {
   far_enter();
-  luna_cpu_backend()->row[op->row].query(op);
+  luna_cpu_backend()->op[op->kind].query(op);
   far_leave();
 }
 static luna_status far_forward(luna_op *op) {
   far_row_check(op, "forward");
   far_enter();
-  const luna_status status = luna_cpu_backend()->row[op->row].forward(op);
+  const luna_status status = luna_cpu_backend()->op[op->kind].forward(op);
   far_leave();
   return status;
 }
 static luna_status far_backward(luna_op *op) {
   far_row_check(op, "backward");
   far_enter();
-  const luna_status status = luna_cpu_backend()->row[op->row].backward(op);
+  const luna_status status = luna_cpu_backend()->op[op->kind].backward(op);
   far_leave();
   return status;
 }
@@ -121,7 +121,7 @@ int main(int argc, char **argv) {
   far.check = far_check;
   far.norm = far_norm;
   far.update = far_update;
-  for (int i = 0; i < LUNA_ROWS; i++) far.row[i].query = far_query, far.row[i].forward = far_forward, far.row[i].backward = far_backward;
+  for (int i = 0; i < LUNA_OP_COUNT; i++) far.op[i].query = far_query, far.op[i].forward = far_forward, far.op[i].backward = far_backward;
   const device d = {&far, 0, 0, false, NULL, NULL};
   device_all(&d, argc > 1 ? argv[1] : NULL);
   CHECK(far_opened == 0, "%d devices are still open", far_opened);
@@ -131,9 +131,9 @@ int main(int argc, char **argv) {
   luna_backend without = far; /* a backend need not have that row, but then it has no streams */
   const device lacking = {&without, 0, 0, false, NULL, NULL};
   device_models m;
-  without.row[LUNA_ROW_CAUSAL_LUNA] = (luna_row){NULL, NULL, NULL};
+  without.op[LUNA_OP_CAUSAL_LUNA] = (luna_op_functions){NULL, NULL, NULL};
   if (device_models_open(&m, &lacking, 0))
-    CHECK(!luna_stream_open(&m.lm[1], NULL) && luna_state(m.ctx[1]) == LUNA_UNSUPPORTED && strstr(luna_error(m.ctx[1]), "no row CAUSAL_LUNA"), "a stream without its row: %s", luna_error(m.ctx[1]));
+    CHECK(!luna_stream_open(&m.lm[1], NULL) && luna_ctx_status(m.ctx[1]) == LUNA_UNSUPPORTED && strstr(luna_error(m.ctx[1]), "no row CAUSAL_LUNA"), "a stream without its row: %s", luna_error(m.ctx[1]));
   luna_close(m.ctx[0]);
   luna_close(m.ctx[1]);
 
@@ -141,7 +141,7 @@ int main(int argc, char **argv) {
   device_run r;
   const bool open = device_run_open(&r, &d, 0, 1);
   CHECK(!open && r.ctx && strcmp(luna_error(r.ctx), "luna_open: this device is away") == 0, "the sentence: %s", luna_error(r.ctx));
-  CHECK(luna_begin_step(r.ctx) == LUNA_UNSUPPORTED && luna_state(r.ctx) == LUNA_UNSUPPORTED && !luna_tensor_new(r.ctx, NULL, 0, NULL), "a context without its device works");
+  CHECK(luna_begin_step(r.ctx) == LUNA_UNSUPPORTED && luna_ctx_status(r.ctx) == LUNA_UNSUPPORTED && !luna_tensor_new(r.ctx, NULL, 0, NULL), "a context without its device works");
   CHECK(luna_params_zero_grad(r.params) == LUNA_UNSUPPORTED, "zeroing gradients without the device works");
   CHECK(strcmp(luna_error(r.ctx), "luna_open: this device is away") == 0, "the sentence becomes: %s", luna_error(r.ctx));
   luna_close(r.ctx);

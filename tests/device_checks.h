@@ -120,7 +120,7 @@ static void device_training(const device *d) {
     device_run here, there;
     const bool open = device_run_start(&here, NULL, kind, 5, kinds[kind]);
     if (device_run_start(&there, d, kind, 5, kinds[kind]) && open) {
-      const int64_t count = luna_params_count(here.params);
+      const int64_t count = luna_params_element_count(here.params);
       for (int step = 0; step < DEVICE_STEPS; step++) {
         const float a = device_step(&here, step), b = device_step(&there, step);
         const double off = fabs((double)a - (double)b) / fabs((double)a);
@@ -219,7 +219,7 @@ static void device_not_finite(const device *d) {
   const luna_status want[6] = {LUNA_OK, LUNA_OK, LUNA_OK, LUNA_NOT_FINITE, LUNA_NOT_FINITE, LUNA_OK};
   const int64_t shape[1] = {3};
   const float value[2][3] = {{1, 2, 3}, {1, NAN, 3}};
-  const luna_init init = {LUNA_ONES, 1};
+  const luna_init init = {LUNA_INIT_ONES, 1};
   luna_adamw_config config = {0};
   luna_ctx *ctx = device_open(d, 5);
   luna_params *params = luna_params_open(ctx);
@@ -356,7 +356,7 @@ static bool device_same_weights(luna_params *from, luna_params *to) {
   return good;
 }
 static void device_random_weights(luna_params *params) { /* no norm or bias that is as it began */
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *p = luna_params_at(params, i, NULL);
     float *x = common_random(luna_count(p), 300 + (uint64_t)i, p->rank > 1 ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5);
     for (int64_t j = 0; j < luna_count(p) && p->rank == 1; j++) x[j] += 0.7f;
@@ -373,8 +373,8 @@ typedef struct device_models { /* [0] on the CPU, [1] on the device */
 } device_models;
 /* kinds: folded scores and not, keys tied and not, convolutions, norms before and after, positions, omegas, one sequence and three */
 static bool device_models_open(device_models *m, const device *d, int kind) {
-  static const luna_activation omegas[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1}, activations[3] = {LUNA_RELU, LUNA_GELU, LUNA_RELU};
-  static const luna_positions positions[3] = {LUNA_NO_POSITIONS, LUNA_SINUSOIDAL, LUNA_LEARNED};
+  static const luna_activation omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1}, activations[3] = {LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU};
+  static const luna_positions positions[3] = {LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED};
   static const int64_t convolutions[4] = {0, 4, 1, 7};
   const bool unfolded = kind == 1 || kind == 4 || kind == 7;
   luna_lm_config config = {0};
@@ -386,7 +386,7 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
   config.layer.dim = kind == 3 ? 20 : kind == 6 ? 40 : 16;
   config.layer.heads = kind == 6 ? 1 : 4;
   config.layer.ffn = 24;
-  config.layer.sharing = kind % 2 ? LUNA_FULL : LUNA_TIED;
+  config.layer.sharing = kind % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.layer.convolution = convolutions[kind % 4];
   config.layer.pre_norm = kind / 2 % 2 == 1;
   config.layer.omega = omegas[(kind + kind / 3) % 3];
@@ -551,7 +551,7 @@ static void device_stream_in_step(const device *d) {
     device_run r;
     if (device_run_start(&r, d, 2, 8, "a stream in a step")) {
       int32_t *tokens = common_tokens(40, 5, 31);
-      count = luna_params_count(r.params);
+      count = luna_params_element_count(r.params);
       luna_begin_step(r.ctx);
       luna_tensor *logits = luna_lm_forward(&r.lm, tokens, 2, 19);
       luna_stream *s = with ? luna_stream_open(&r.lm, NULL) : NULL;
@@ -577,7 +577,7 @@ static void device_decoder(const device *d, int kind) {
   luna_ctx *ctx[2];
   luna_params *params[2];
   luna_stream *s[2] = {NULL, NULL};
-  luna_search search = {0};
+  luna_beam_config search = {0};
   int32_t out[2][24], out_lengths[2][3];
   float score[2][3];
   bool good = true;
@@ -589,13 +589,13 @@ static void device_decoder(const device *d, int kind) {
   config.encoder.ffn = 24;
   if (kind == 4) config.encoder.heads = 8, config.encoder.memory = 3, config.encoder.dim = 8; /* 24 scores from 8 and 3: not folded */
   if (kind == 1) config.encoder.heads = 8; /* 32 from 16 and 4: nor here */
-  config.encoder.positions = kind % 3 == 1 ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  config.encoder.positions = kind % 3 == 1 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   config.encoder.layer.pre_norm = kind / 2 % 2 == 1;
-  config.encoder.layer.sharing = kind % 2 ? LUNA_FULL : LUNA_TIED;
+  config.encoder.layer.sharing = kind % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.encoder.first_position = kind % 3; /* 1: of learned positions, 2: of sinusoidal ones */
   config.separate_output = kind == 2;
   search.beam = 3;
-  search.most = 8;
+  search.max_length = 8;
   search.begin = 0;
   search.end = 1;
   memset(out, 0, sizeof out);
@@ -624,7 +624,7 @@ static void device_decoder(const device *d, int kind) {
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
     for (int i = 0; i < 2; i++)
-      CHECK(luna_translate(&model[i], &search, source, lengths, sources, 5, out[i], out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
+      CHECK(luna_seq2seq_generate(&model[i], &search, source, lengths, sources, 5, out[i], out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
     CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 && memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise", kind);
     CHECK(common_error(score[1], score[0], sources, 1e-3) <= DEVICE_STREAM_LIMIT, "decoder %d: a translation's score is %g, on the CPU %g", kind, (double)score[1][0], (double)score[0][0]);
   }

@@ -24,7 +24,7 @@ static void equal(const char *what, int64_t n, const float *a, const float *b, i
 static void check_activations(int64_t n) {
   float *x = fresh(n, 4), *dy = fresh(n, 1), *before = fresh(n, 1);
   double *want = doubles(n);
-  for (int kind = LUNA_NONE; kind <= LUNA_SOFTPLUS2; kind++) {
+  for (int kind = LUNA_ACTIVATION_NONE; kind <= LUNA_ACTIVATION_SOFTPLUS2; kind++) {
     float *y = zeros(n), *in_place = copied(x, n), *dx = copied(before, n);
     for (int64_t i = 0; i < n; i++) want[i] = exact_activation(kind, (double)x[i]);
     kernels->activate(kind, n, x, y);

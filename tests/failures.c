@@ -49,11 +49,11 @@ static luna_status open_decoder(job_run *r, luna_stream **stream) {
 static luna_status translations(job_run *r, uint64_t *bits) {
   int32_t out[2 * 12], out_lengths[2];
   float scores[2];
-  luna_search search = {0};
+  luna_beam_config search = {0};
   luna_stream *stream = NULL;
   luna_status status;
-  search.begin = 1, search.end = 2, search.beam = 3, search.most = 12;
-  JOB_TRY(status, luna_translate(&r->model.seq2seq, &search, r->tokens, NULL, 2, 9, out, out_lengths, scores));
+  search.begin = 1, search.end = 2, search.beam = 3, search.max_length = 12;
+  JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &search, r->tokens, NULL, 2, 9, out, out_lengths, scores));
   *bits = job_hash(job_hash(*bits, scores, sizeof scores), out_lengths, sizeof out_lengths);
   if (status == LUNA_OK) JOB_TRY(status, open_decoder(r, &stream));
   if (status == LUNA_OK) *bits = job_hash(*bits, luna_stream_step(stream, r->tokens), 4 * VOCAB * sizeof(float));
@@ -61,13 +61,13 @@ static luna_status translations(job_run *r, uint64_t *bits) {
   return status;
 }
 
-static void count_tensor(void *user, const luna_entry *entry) { *(uint64_t *)user += (uint64_t)entry->count; }
+static void count_tensor(void *user, const luna_file_tensor *entry) { *(uint64_t *)user += (uint64_t)entry->count; }
 /* saved, looked at, loaded as a model of its own in a second set and as a training run into this one, which then makes a step more */
 static luna_status files(job_run *r, uint64_t *bits) {
   luna_model model;
   luna_params *params = NULL;
   luna_inspection inspection = {0};
-  luna_match match = {0};
+  luna_load_report match = {0};
   luna_status status;
   JOB_TRY(status, luna_params_set(r->params, "where", "page 7"));
   if (status == LUNA_OK) JOB_TRY(status, luna_save(r->params, path));
@@ -126,7 +126,7 @@ static luna_status accumulate(job_run *r, uint64_t *bits) {
       luna_begin_step(r->ctx);
       luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&r->model.lm, r->tokens, 1, part * 25), r->tokens + 1);
       luna_backward(loss);
-      status = luna_state(r->ctx);
+      status = luna_ctx_status(r->ctx);
       if (status != LUNA_OUT_OF_MEMORY) break;
     }
   }
@@ -135,29 +135,29 @@ static luna_status accumulate(job_run *r, uint64_t *bits) {
 
 int main(void) {
   static const job job[] = {
-    {"a language model", JOB_LM, 40, 2, 2, false, false, LUNA_KEEP_ALL, 0.1f},
+    {"a language model", JOB_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},
     {"a language model, feed-forwards computed again", JOB_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_FFN, 0.1f},
     {"a language model, layers computed again", JOB_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"a softmax language model", JOB_LM, 40, 2, 2, false, true, LUNA_RECOMPUTE_LAYER, 0.1f},
-    {"encoder layers", JOB_ENCODER, 60, 2, 2, false, false, LUNA_KEEP_ALL, 0},
+    {"encoder layers", JOB_ENCODER, 60, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
     {"encoder layers computed again", JOB_ENCODER, 60, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0},
-    {"a classifier", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_KEEP_ALL, 0.1f},
+    {"a classifier", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},
     {"a classifier, layers computed again", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"a Linformer", JOB_CLASSIFIER, 40, 2, 2, false, true, LUNA_RECOMPUTE_FFN, 0.1f},
-    {"a masked language model", JOB_MASKED_LM, 40, 2, 2, false, false, LUNA_KEEP_ALL, 0.1f},
+    {"a masked language model", JOB_MASKED_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},
     {"a masked language model, layers computed again", JOB_MASKED_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
-    {"an encoder-decoder", JOB_SEQ2SEQ, 40, 2, 2, false, false, LUNA_KEEP_ALL, 0.1f},
+    {"an encoder-decoder", JOB_SEQ2SEQ, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},
     {"an encoder-decoder, layers computed again", JOB_SEQ2SEQ, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
-    {"inference of a language model", JOB_LM, 150, 3, 2, true, false, LUNA_KEEP_ALL, 0},
-    {"inference of a classifier", JOB_CLASSIFIER, 90, 2, 2, true, false, LUNA_KEEP_ALL, 0},
-    {"inference of an encoder-decoder", JOB_SEQ2SEQ, 70, 2, 2, true, false, LUNA_KEEP_ALL, 0},
+    {"inference of a language model", JOB_LM, 150, 3, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
+    {"inference of a classifier", JOB_CLASSIFIER, 90, 2, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
+    {"inference of an encoder-decoder", JOB_SEQ2SEQ, 70, 2, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
   };
   static const struct { struct job job; luna_status (*more)(job_run *r, uint64_t *bits); } with[] = {
-    {{"accumulated gradients", JOB_LM, 40, 1, 1, false, true, LUNA_KEEP_ALL, 0.1f}, accumulate},
-    {{"streams", JOB_LM, 30, 2, 0, true, false, LUNA_KEEP_ALL, 0}, streams},
-    {{"translations", JOB_SEQ2SEQ, 30, 2, 0, true, false, LUNA_KEEP_ALL, 0}, translations},
-    {{"files of a language model", JOB_LM, 30, 1, 1, false, false, LUNA_KEEP_ALL, 0.1f}, files},
-    {{"files of an encoder-decoder", JOB_SEQ2SEQ, 30, 1, 1, false, false, LUNA_KEEP_ALL, 0.1f}, files},
+    {{"accumulated gradients", JOB_LM, 40, 1, 1, false, true, LUNA_RECOMPUTE_NONE, 0.1f}, accumulate},
+    {{"streams", JOB_LM, 30, 2, 0, true, false, LUNA_RECOMPUTE_NONE, 0}, streams},
+    {{"translations", JOB_SEQ2SEQ, 30, 2, 0, true, false, LUNA_RECOMPUTE_NONE, 0}, translations},
+    {{"files of a language model", JOB_LM, 30, 1, 1, false, false, LUNA_RECOMPUTE_NONE, 0.1f}, files},
+    {{"files of an encoder-decoder", JOB_SEQ2SEQ, 30, 1, 1, false, false, LUNA_RECOMPUTE_NONE, 0.1f}, files},
   };
   const char *build = getenv("BUILD");
   snprintf(path, sizeof path, "%s/tests/failures.safetensors", build ? build : "build");

@@ -81,7 +81,7 @@ static bool same(const buffer *a, const buffer *b) { return a->size == b->size &
 
 /* after a call that failed: a sentence, and as much memory as before */
 static void refused(luna_ctx *ctx, const heap *h, int64_t live, const char *what) {
-  HOLDS(luna_error(ctx)[0] && luna_state(ctx) != LUNA_OK, "%s: refused without a sentence", what);
+  HOLDS(luna_error(ctx)[0] && luna_ctx_status(ctx) != LUNA_OK, "%s: refused without a sentence", what);
   HOLDS(h->live == live, "%s: refused, and %d bytes stay", what, (int)(h->live - live));
   luna_begin_inference(ctx);
 }
@@ -89,7 +89,7 @@ static void refused(luna_ctx *ctx, const heap *h, int64_t live, const char *what
 /* ---- a small set ---- */
 static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
 static luna_params *set_open(luna_ctx *ctx) {
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   luna_params *params = luna_params_open(ctx);
   if (!luna_param(params, "first", 2, matrix, normal) || !luna_param(params, "second", 1, vector, normal)) exit(2);
   return params;
@@ -123,7 +123,7 @@ static void try_set(const uint8_t *bytes, size_t size) {
   for (int way = 0; way < SET_WAYS; way++) {
     heap h;
     float before[10];
-    luna_match match = {0};
+    luna_load_report match = {0};
     luna_ctx *ctx = ctx_open(&h, size);
     luna_params *params = set_open(ctx);
     const int64_t live = h.live;
@@ -150,7 +150,7 @@ static void try_set(const uint8_t *bytes, size_t size) {
   heap h;
   luna_ctx *ctx = ctx_open(&h, size);
   luna_params *params = luna_params_open(ctx);
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   if (luna_load_borrowed(params, bytes, size) == LUNA_OK) {
     luna_tensor *first = luna_param(params, "first", 2, matrix, normal);
     float copy[6];
@@ -160,9 +160,9 @@ static void try_set(const uint8_t *bytes, size_t size) {
 }
 
 static void see_pair(void *user, const char *key, const char *value) { *(size_t *)user += strlen(key) + strlen(value); }
-static void see_tensor(void *user, const luna_entry *entry) {
+static void see_tensor(void *user, const luna_file_tensor *entry) {
   float *values = common_floats(entry->count);
-  if (luna_entry_read(entry, values) && entry->count) *(size_t *)user += values[entry->count - 1] > 0;
+  if (luna_file_tensor_read(entry, values) && entry->count) *(size_t *)user += values[entry->count - 1] > 0;
   *(size_t *)user += strlen(entry->name) + strlen(entry->dtype);
   free(values);
 }
@@ -200,7 +200,7 @@ static void use_classifier(luna_ctx *ctx, const luna_classifier *model) {
   int32_t tokens[2 * TOKENS];
   const int32_t lengths[2] = {TOKENS, 2};
   tokens_of(tokens, 2 * TOKENS, model->config.vocab);
-  ran(ctx, model->config.pair ? luna_classify_pair(model, tokens, lengths, TOKENS, tokens, lengths, TOKENS, 2) : luna_classify(model, tokens, lengths, 2, TOKENS), 2, model->config.classes);
+  ran(ctx, model->config.pair ? luna_classifier_forward_pair(model, tokens, lengths, TOKENS, tokens, lengths, TOKENS, 2) : luna_classifier_forward(model, tokens, lengths, 2, TOKENS), 2, model->config.classes);
 }
 static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
   int32_t tokens[2 * TOKENS];
@@ -211,12 +211,12 @@ static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
 static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   int32_t source[2 * TOKENS], target[2 * TOKENS], out[2 * TOKENS], out_lengths[2];
   const int32_t lengths[2] = {TOKENS, 2};
-  luna_search search = {0};
+  luna_beam_config search = {0};
   float scores[2];
-  search.beam = 2, search.most = TOKENS, search.end = model->config.target_vocab > 1;
+  search.beam = 2, search.max_length = TOKENS, search.end = model->config.target_vocab > 1;
   tokens_of(source, 2 * TOKENS, model->config.vocab), tokens_of(target, 2 * TOKENS, model->config.target_vocab);
   ran(ctx, luna_seq2seq_forward(model, source, lengths, TOKENS, target, NULL, TOKENS, 2), 2 * TOKENS, model->config.target_vocab);
-  HOLDS(luna_translate(model, &search, source, lengths, 2, TOKENS, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0], "no translation, and no sentence");
+  HOLDS(luna_seq2seq_generate(model, &search, source, lengths, 2, TOKENS, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0], "no translation, and no sentence");
   luna_begin_inference(ctx);
 }
 
@@ -230,7 +230,7 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
   const int64_t live = h.live;
   const luna_status status = any ? luna_load_model_bytes(&model, params, bytes, size) : luna_lm_load_bytes(&model.lm, params, bytes, size);
   if (status != LUNA_OK) {
-    HOLDS(luna_params_size(params) == 0 && !luna_params_get(params, "luna.kind"), "%s: refused, and %d parameters stay", what, (int)luna_params_size(params));
+    HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "%s: refused, and %d parameters stay", what, (int)luna_params_tensor_count(params));
     refused(ctx, &h, live, what);
   } else {
     const luna_model_kind kind = any ? model.kind : LUNA_MODEL_LM;
@@ -379,8 +379,8 @@ static buffer lm_file(int which) {
   luna_params *params = luna_params_open(ctx);
   memset(&config, 0, sizeof config);
   config.vocab = 3, config.layers = 1, config.memory = 2, config.max_length = 8, config.layer = tiny_layer();
-  if (which == LM_LEARNED) config.positions = LUNA_LEARNED, config.layer.convolution = 2, config.layer.pre_norm = true, config.layer.sharing = LUNA_FULL;
-  if (which == LM_PLAIN) config.positions = LUNA_SINUSOIDAL;
+  if (which == LM_LEARNED) config.positions = LUNA_POSITIONS_LEARNED, config.layer.convolution = 2, config.layer.pre_norm = true, config.layer.sharing = LUNA_SHARING_FULL;
+  if (which == LM_PLAIN) config.positions = LUNA_POSITIONS_SINUSOIDAL;
   if (which == LM_SOFTMAX) config.layer.attention = LUNA_ATTENTION_SOFTMAX;
   if (luna_lm_init(&model, params, &config) != LUNA_OK) exit(2);
   luna_params_set(params, "who", "a \"seed\"\n");
@@ -403,8 +403,8 @@ static buffer model_file(int which) {
   memset(&encoder, 0, sizeof encoder), memset(&classifier, 0, sizeof classifier), memset(&masked_lm, 0, sizeof masked_lm), memset(&seq2seq, 0, sizeof seq2seq);
   encoder.layers = 1, encoder.dim = 2, encoder.heads = 1, encoder.ffn = 2, encoder.memory = 2, encoder.max_length = 5, encoder.layer = tiny_layer(), encoder.layer.heads = 1;
   if (which == CLASSIFIER_LINFORMER) encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2, encoder.tied_layers = true;
-  if (which == CLASSIFIER_PAIR) encoder.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true, encoder.layer.sharing = LUNA_FULL;
-  if (which == MASKED_LM || which == SEQ2SEQ) encoder.positions = LUNA_LEARNED, encoder.first_position = 1, encoder.layer.pre_norm = true;
+  if (which == CLASSIFIER_PAIR) encoder.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true, encoder.layer.sharing = LUNA_SHARING_FULL;
+  if (which == MASKED_LM || which == SEQ2SEQ) encoder.positions = LUNA_POSITIONS_LEARNED, encoder.first_position = 1, encoder.layer.pre_norm = true;
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = 3, classifier.classes = 2;
   if (which == CLASSIFIER_PAIR) classifier.pair = true, classifier.pre_logits = 2;

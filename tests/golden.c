@@ -98,8 +98,8 @@ static bool golden_open(golden *g) {
   g->ffn = golden_number(g, "ffn");
   g->tied = golden_is(g, "tied_kv", "true");
   g->pre_norm = golden_is(g, "pre_norm", "true");
-  g->activation = golden_is(g, "activation", "gelu") ? LUNA_GELU : LUNA_RELU;
-  g->omega = golden_is(g, "pack_activation", "elu") || golden_is(g, "pack_activation", "elu1") ? LUNA_ELU1 : LUNA_SOFTPLUS2;
+  g->activation = golden_is(g, "activation", "gelu") ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_RELU;
+  g->omega = golden_is(g, "pack_activation", "elu") || golden_is(g, "pack_activation", "elu1") ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_SOFTPLUS2;
   return true;
 }
 
@@ -144,7 +144,7 @@ typedef union golden_layer {
 } golden_layer;
 
 static luna_status golden_init(const golden *g, golden_layer *layer, luna_params *params) {
-  const luna_sharing sharing = g->tied ? LUNA_TIED : LUNA_FULL;
+  const luna_sharing sharing = g->tied ? LUNA_SHARING_TIED : LUNA_SHARING_FULL;
   if (strcmp(g->kind, "attention") == 0) {
     luna_nested_attention_config config = {0};
     config.dim = g->dim, config.heads = g->heads, config.pack_heads = g->pack_heads, config.sharing = sharing;
@@ -172,7 +172,7 @@ static luna_tensor *golden_forward(const golden *g, const golden_layer *layer, l
 
 /* every parameter from the file, which must have it in the same shape */
 static void golden_set(const golden *g, luna_params *params) {
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const char *name;
     luna_tensor *parameter = luna_params_at(params, i, &name);
     lunai_st_tensor t;
@@ -231,7 +231,7 @@ static void golden_gradients(golden *g, const luna_params *params, int compared)
   lunai_st_tensor t;
   size_t cursor = 0;
   int count = 0;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const char *name;
     const luna_tensor *parameter = luna_params_at(params, i, &name);
     compared += golden_gradient(g, name, parameter);
@@ -290,12 +290,12 @@ static luna_encoder_config golden_encoder(const golden *g) {
   luna_encoder_config c = {0};
   lunai_st_tensor t;
   c.layers = golden_number(g, "layers"), c.dim = g->dim, c.heads = g->heads, c.ffn = g->ffn, c.memory = golden_number(g, "memory");
-  c.positions = golden_is(g, "learned_positions", "true") ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  c.positions = golden_is(g, "learned_positions", "true") ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   c.first_position = golden_number(g, "padding_idx") + 1;
   if (lunai_st_find(&g->st, "encoder.embed_positions.weight", &t)) c.max_length = t.shape[0] - c.first_position;
   c.norm_embedding = golden_is(g, "layernorm_embedding", "true");
   c.tied_layers = golden_is(g, "tied_layers", "true");
-  c.layer.sharing = g->tied ? LUNA_TIED : LUNA_FULL;
+  c.layer.sharing = g->tied ? LUNA_SHARING_TIED : LUNA_SHARING_FULL;
   c.layer.activation = g->activation;
   c.layer.pre_norm = g->pre_norm;
   return c;
@@ -305,7 +305,7 @@ static luna_status golden_model_init(const golden *g, luna_model *model, luna_pa
   if (strcmp(g->kind, "classifier") == 0) {
     luna_classifier_config c = {0};
     c.vocab = golden_number(g, "vocab"), c.classes = golden_number(g, "classes");
-    c.pooling = golden_is(g, "pooling", "cls") ? LUNA_POOL_CLS : golden_is(g, "pooling", "mean") ? LUNA_POOL_MEAN : LUNA_POOL_MEMORY_BATCH;
+    c.pooling = golden_is(g, "pooling", "cls") ? LUNA_POOLING_CLS : golden_is(g, "pooling", "mean") ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY_BATCH;
     c.pair = golden_is(g, "dual", "true");
     c.pre_logits = lunai_st_find(&g->st, "pre_logits.0.bias", &t) ? t.shape[0] : 0;
     c.encoder = golden_encoder(g);
@@ -349,8 +349,8 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
     golden_output(g, classifier ? "packed_out" : "encoder_projected_out", p, NULL);
     if (training) luna_begin_step(ctx);
     logits = !classifier ? luna_seq2seq_forward(&model.seq2seq, tokens, lengths, n, other, NULL, m, batch)
-             : other     ? luna_classify_pair(&model.classifier, tokens, lengths, n, other, other_lengths, m, batch)
-                         : luna_classify(&model.classifier, tokens, lengths, batch, n);
+             : other     ? luna_classifier_forward_pair(&model.classifier, tokens, lengths, n, other, other_lengths, m, batch)
+                         : luna_classifier_forward(&model.classifier, tokens, lengths, batch, n);
     golden_output(g, "logits", logits, NULL);
     luna_tensor *loss = luna_cross_entropy(logits, labels);
     golden_output(g, "loss", loss, NULL);
@@ -372,7 +372,7 @@ static int golden_file(golden *g) { /* 1 when it was compared */
   g->largest = golden_largest(g);
   for (int i = 0; i < COMMON_ISAS; i++) {
     if (!luna_isa_available(common_isas[i]) || (golden_backend && i > 0)) continue;
-    for (int mode = 0; mode < 4; mode++) (known < 4 ? golden_run : golden_run_model)(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, mode < 2);
+    for (int mode = 0; mode < 4; mode++) (known < 4 ? golden_run : golden_run_model)(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, mode < 2);
   }
   printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)", g->name, g->output.error, g->output.where,
          g->gradient.error, g->gradient.where);

@@ -12,7 +12,7 @@ typedef struct job {
   int64_t n, layers;
   int steps;
   bool inference, other; /* other: SGD instead of Adam; Linformer in the classifier, softmax attention in the language model */
-  luna_recomputing recompute;
+  luna_recompute_kind recompute;
   float dropout;
 } job;
 typedef struct outcome {
@@ -32,7 +32,7 @@ static uint64_t job_hash(uint64_t bits, const void *bytes, size_t size) {
 }
 static uint64_t job_hash_params(const luna_params *params) {
   uint64_t bits = 0xCBF29CE484222325u;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const luna_tensor *p = luna_params_at(params, i, NULL);
     if (p->data) bits = job_hash(bits, p->data, (size_t)luna_count(p) * sizeof(float));
   }
@@ -40,7 +40,7 @@ static uint64_t job_hash_params(const luna_params *params) {
 }
 /* a null result must have a failure beside it */
 static luna_status job_given(luna_ctx *ctx, const void *result) {
-  return result ? LUNA_OK : luna_state(ctx) == LUNA_OK ? LUNA_UNSUPPORTED : luna_state(ctx);
+  return result ? LUNA_OK : luna_ctx_status(ctx) == LUNA_OK ? LUNA_UNSUPPORTED : luna_ctx_status(ctx);
 }
 
 /* everything that a job makes */
@@ -61,7 +61,7 @@ static luna_status job_open_params(job_run *r) { return job_given(r->ctx, r->par
 static luna_status job_init_encoder(job_run *r) {
   luna_layer_config config = {0};
   const int64_t memory[2] = {5, DIM};
-  const luna_init init = {LUNA_NORMAL, 1};
+  const luna_init init = {LUNA_INIT_NORMAL, 1};
   luna_status status = LUNA_OK;
   config.dim = DIM, config.heads = 4, config.ffn = 24;
   config.recompute = r->j->recompute;
@@ -86,7 +86,7 @@ static luna_status job_init(job_run *r) {
   luna_encoder_config encoder = {0};
   encoder.layers = j->layers, encoder.dim = DIM, encoder.heads = 2, encoder.ffn = 24, encoder.memory = 5, encoder.max_length = j->n;
   encoder.norm_embedding = true;
-  encoder.positions = j->model == JOB_MASKED_LM ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  encoder.positions = j->model == JOB_MASKED_LM ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   encoder.layer.dropout = j->dropout;
   encoder.layer.recompute = j->recompute;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = lm.vocab = VOCAB;
@@ -120,12 +120,12 @@ static luna_tensor *job_forward(job_run *r) {
   const job *j = r->j;
   const int32_t *tokens = r->tokens, lengths[2] = {(int32_t)j->n, 3}, labels[2] = {1, 0};
   if (j->model == JOB_LM) return luna_cross_entropy(luna_lm_forward(&r->model.lm, tokens, 2, j->n), tokens + 1);
-  if (j->model == JOB_CLASSIFIER) return luna_cross_entropy(luna_classify(&r->model.classifier, tokens, lengths, 2, j->n), labels);
+  if (j->model == JOB_CLASSIFIER) return luna_cross_entropy(luna_classifier_forward(&r->model.classifier, tokens, lengths, 2, j->n), labels);
   if (j->model == JOB_MASKED_LM) return luna_masked_lm_loss(&r->model.masked_lm, tokens, lengths, tokens + 1, 2, j->n);
   if (j->model == JOB_SEQ2SEQ)
     return luna_cross_entropy(luna_seq2seq_forward(&r->model.seq2seq, tokens, lengths, j->n, tokens + 1, NULL, j->n / 2, 2), tokens);
   const int64_t shape[3] = {1, j->n, DIM}, flat[2] = {1, j->n * DIM};
-  luna_tensor *x = luna_tensor_new(r->ctx, NULL, 3, shape), *p = luna_repeat(r->slots, 1);
+  luna_tensor *x = luna_tensor_new(r->ctx, NULL, 3, shape), *p = luna_expand(r->slots, 1);
   for (int64_t i = 0; i < j->layers; i++) x = luna_encoder_layer_forward(&r->layer[i], x, &p, NULL);
   return luna_mean(luna_reshape(x, 2, flat), 1);
 }
@@ -133,7 +133,7 @@ static luna_status job_step(job_run *r) {
   if (r->j->inference) luna_begin_inference(r->ctx);
   else luna_begin_step(r->ctx);
   r->loss = job_forward(r);
-  if (luna_state(r->ctx) != LUNA_OK || r->j->inference) return r->loss ? luna_state(r->ctx) : job_given(r->ctx, NULL);
+  if (luna_ctx_status(r->ctx) != LUNA_OK || r->j->inference) return r->loss ? luna_ctx_status(r->ctx) : job_given(r->ctx, NULL);
   if (!r->loss) return LUNA_UNSUPPORTED;
   luna_backward(r->loss);
   return luna_optimizer_step(r->optimizer);

@@ -161,21 +161,21 @@ TEST_UNUSED static void outputs_check(outputs *o, const char *what, outputs_run 
 /* ---- references in double ---- */
 TEST_UNUSED static double exact_activation(int kind, double x) {
   switch (kind) {
-    case LUNA_RELU: return x > 0 ? x : 0;
-    case LUNA_GELU: return 0.5 * x * erfc(-x / sqrt(2));
-    case LUNA_ELU1: return x > 0 ? x + 1 : exp(x);
-    case LUNA_SOFTPLUS: return fmax(x, 0) + log1p(exp(-fabs(x)));
-    case LUNA_SOFTPLUS2: return fmax(x, 0) + log1p(exp2(-fabs(x))) / log(2);
+    case LUNA_ACTIVATION_RELU: return x > 0 ? x : 0;
+    case LUNA_ACTIVATION_GELU: return 0.5 * x * erfc(-x / sqrt(2));
+    case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : exp(x);
+    case LUNA_ACTIVATION_SOFTPLUS: return fmax(x, 0) + log1p(exp(-fabs(x)));
+    case LUNA_ACTIVATION_SOFTPLUS2: return fmax(x, 0) + log1p(exp2(-fabs(x))) / log(2);
     default: return x;
   }
 }
 TEST_UNUSED static double exact_slope(int kind, double x) {
   switch (kind) {
-    case LUNA_RELU: return x > 0;
-    case LUNA_GELU: return 0.5 * erfc(-x / sqrt(2)) + x * exp(-x * x / 2) * 0.39894228040143267794;
-    case LUNA_ELU1: return x > 0 ? 1 : exp(x);
-    case LUNA_SOFTPLUS: return 1 / (1 + exp(-x));
-    case LUNA_SOFTPLUS2: return 1 / (1 + exp2(-x));
+    case LUNA_ACTIVATION_RELU: return x > 0;
+    case LUNA_ACTIVATION_GELU: return 0.5 * erfc(-x / sqrt(2)) + x * exp(-x * x / 2) * 0.39894228040143267794;
+    case LUNA_ACTIVATION_ELU1: return x > 0 ? 1 : exp(x);
+    case LUNA_ACTIVATION_SOFTPLUS: return 1 / (1 + exp(-x));
+    case LUNA_ACTIVATION_SOFTPLUS2: return 1 / (1 + exp2(-x));
     default: return 1;
   }
 }

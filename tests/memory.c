@@ -6,9 +6,9 @@
 #include "common.h"
 #include "jobs.h"
 
-static luna_memory_use measured(const job *j, int threads) {
+static luna_memory_usage measured(const job *j, int threads) {
   luna_options options = {0};
-  luna_memory_use use = {0, 0};
+  luna_memory_usage use = {0, 0};
   outcome ignored;
   options.measure = true;
   options.threads = threads;
@@ -58,7 +58,7 @@ static void check_block(const job *j, int threads) {
         CHECK(memcmp(&got, &expected, sizeof got) == 0, "%s: in a block the result is %.9g, not %.9g", what, got.loss, expected.loss);
       } else {
         CHECK(status == LUNA_OUT_OF_MEMORY, "%s: 64 bytes less than measured gives \"%s\"", what, luna_status_text(status));
-        CHECK(!ctx || (luna_state(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]), "%s: 64 bytes less says \"%s\"", what,
+        CHECK(!ctx || (luna_ctx_status(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]), "%s: 64 bytes less says \"%s\"", what,
               luna_error(ctx));
       }
       luna_close(ctx);
@@ -83,7 +83,7 @@ static void check_steady(void) {
   luna_params *params = luna_params_open(ctx);
   int32_t *tokens = common_tokens(600, 9, VOCAB);
   int64_t after = 0;
-  luna_memory_use early = {0, 0};
+  luna_memory_usage early = {0, 0};
   config.vocab = VOCAB;
   config.layer.dim = DIM;
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(ctx));
@@ -96,8 +96,8 @@ static void check_steady(void) {
     CHECK(luna_lm_forward(&model, tokens, 1, 150) != NULL, "inference: %s", luna_error(ctx));
     if (step == 3) after = g.calls, early = luna_memory(ctx);
   }
-  const luna_memory_use late = luna_memory(ctx);
-  const size_t parameters = (size_t)luna_params_count(params) * sizeof(float);
+  const luna_memory_usage late = luna_memory(ctx);
+  const size_t parameters = (size_t)luna_params_element_count(params) * sizeof(float);
   CHECK(g.calls == after, "eight steady steps allocate %lld times", (long long)(g.calls - after));
   CHECK(early.current == late.current && early.peak == late.peak,
         "memory goes from %zu to %zu bytes in steady steps, its peak from %zu to %zu", early.current, late.current, early.peak, late.peak);
@@ -113,7 +113,7 @@ static void check_steady(void) {
 
 /* ---- how much ---- */
 static size_t peak_of(bool encoder, bool inference, int64_t layers, int64_t n) {
-  const job j = {"sizes", encoder ? JOB_ENCODER : JOB_LM, n, layers, 1, inference, false, LUNA_KEEP_ALL, 0};
+  const job j = {"sizes", encoder ? JOB_ENCODER : JOB_LM, n, layers, 1, inference, false, LUNA_RECOMPUTE_NONE, 0};
   return measured(&j, 1).peak;
 }
 static void check_sizes(void) {
@@ -137,7 +137,7 @@ static void check_sizes(void) {
 }
 
 /* What the manual says that training takes: a 4-layer byte classifier of 256 dimensions on 4096 tokens, one and four sequences */
-static size_t classifier_bytes(int64_t batch, luna_recomputing recompute, luna_pooling pooling) {
+static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, luna_pooling pooling) {
   const int64_t n = 4096;
   luna_options options = {0};
   luna_classifier model;
@@ -156,7 +156,7 @@ static size_t classifier_bytes(int64_t batch, luna_recomputing recompute, luna_p
   luna_optimizer *adam = luna_adamw(params, NULL);
   for (int step = 0; step < 2; step++) {
     luna_begin_step(ctx);
-    luna_backward(luna_cross_entropy(luna_classify(&model, tokens, NULL, batch, n), labels));
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&model, tokens, NULL, batch, n), labels));
     CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a classifier: %s", luna_error(ctx));
   }
   const size_t bytes = luna_memory(ctx).peak;
@@ -165,10 +165,10 @@ static size_t classifier_bytes(int64_t batch, luna_recomputing recompute, luna_p
   return bytes;
 }
 static void check_training_bytes(void) {
-  static const struct { int64_t batch; luna_recomputing recompute; double most; } row[4] = {
-    {1, LUNA_KEEP_ALL, 200e6}, {1, LUNA_RECOMPUTE_FFN, 127e6}, {4, LUNA_KEEP_ALL, 530e6}, {4, LUNA_RECOMPUTE_FFN, 270e6}};
+  static const struct { int64_t batch; luna_recompute_kind recompute; double most; } row[4] = {
+    {1, LUNA_RECOMPUTE_NONE, 200e6}, {1, LUNA_RECOMPUTE_FFN, 127e6}, {4, LUNA_RECOMPUTE_NONE, 530e6}, {4, LUNA_RECOMPUTE_FFN, 270e6}};
   for (int i = 0; i < 8; i++) {
-    const double bytes = (double)classifier_bytes(row[i / 2].batch, row[i / 2].recompute, i % 2 ? LUNA_POOL_MEMORY : LUNA_POOL_MEAN);
+    const double bytes = (double)classifier_bytes(row[i / 2].batch, row[i / 2].recompute, i % 2 ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN);
     CHECK(bytes > 0 && bytes <= row[i / 2].most, "training %d x 4096 tokens, recompute %d, takes %.1f MB", (int)row[i / 2].batch, row[i / 2].recompute, bytes * 1e-6);
     printf("memory: training %d x 4096 tokens%s, %s pooled: %.1f MB\n", (int)row[i / 2].batch, row[i / 2].recompute ? ", feed-forward recomputed" : "", i % 2 ? "memory" : "mean", bytes * 1e-6);
   }
@@ -176,16 +176,16 @@ static void check_training_bytes(void) {
 
 int main(void) {
   static const job block[] = {
-    {"training", JOB_LM, 60, 2, 2, false, false, LUNA_KEEP_ALL, 0},
-    {"training with softmax attention and SGD", JOB_LM, 70, 1, 2, false, true, LUNA_KEEP_ALL, 0},
-    {"inference", JOB_LM, 150, 3, 2, true, false, LUNA_KEEP_ALL, 0},
-    {"an encoder", JOB_ENCODER, 90, 2, 2, false, false, LUNA_KEEP_ALL, 0},
-    {"an encoder's inference", JOB_ENCODER, 600, 4, 2, true, false, LUNA_KEEP_ALL, 0},
+    {"training", JOB_LM, 60, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
+    {"training with softmax attention and SGD", JOB_LM, 70, 1, 2, false, true, LUNA_RECOMPUTE_NONE, 0},
+    {"inference", JOB_LM, 150, 3, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
+    {"an encoder", JOB_ENCODER, 90, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
+    {"an encoder's inference", JOB_ENCODER, 600, 4, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
     {"a classifier, layers computed again", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"a Linformer, feed-forwards computed again", JOB_CLASSIFIER, 50, 2, 2, false, true, LUNA_RECOMPUTE_FFN, 0.1f},
     {"a masked language model", JOB_MASKED_LM, 40, 1, 2, false, false, LUNA_RECOMPUTE_FFN, 0.1f},
     {"an encoder-decoder", JOB_SEQ2SEQ, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
-    {"an encoder-decoder's inference", JOB_SEQ2SEQ, 70, 2, 2, true, false, LUNA_KEEP_ALL, 0},
+    {"an encoder-decoder's inference", JOB_SEQ2SEQ, 70, 2, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
   };
   for (size_t i = 0; i < sizeof block / sizeof *block; i++) check_block(&block[i], (int)(i % 3) + 1);
   check_steady();

@@ -53,8 +53,8 @@ static float *gradient_of(const luna_tensor *t) { /* zeros where backward has no
   return out;
 }
 static float *all_gradients(const luna_params *params) {
-  float *out = common_floats(luna_params_count(params)), *at = out;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  float *out = common_floats(luna_params_element_count(params)), *at = out;
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const luna_tensor *p = luna_params_at(params, i, NULL);
     if (p->grad) luna_read_grad(p, at);
     at += luna_count(p);
@@ -114,13 +114,13 @@ static luna_encoder_config encoder_config(int v) {
   luna_linformer_config *l = &c.layer.linformer;
   c.layers = v == 6 ? 3 : 2, c.dim = DIM, c.heads = 2, c.ffn = 20, c.memory = SLOTS, c.max_length = 2 * N;
   c.layer.pre_norm = v == 1 || v == 4 || v == 8 || v == 10;
-  c.layer.activation = v == 1 ? LUNA_GELU : LUNA_NONE;
-  c.layer.sharing = v == 2 ? LUNA_FULL : v == 3 ? LUNA_NO_KEY : v == 4 ? LUNA_SHARED_QK : LUNA_TIED;
+  c.layer.activation = v == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  c.layer.sharing = v == 2 ? LUNA_SHARING_FULL : v == 3 ? LUNA_SHARING_NO_KEY : v == 4 ? LUNA_SHARING_QK : LUNA_SHARING_TIED;
   c.layer.pack_heads = v == 2 ? 3 : 0;
   c.norm_embedding = v == 3 || v == 4 || v == 7;
   c.own_memory = v == 5 || v == 8;
   c.tied_layers = v == 6;
-  c.positions = v == 6 ? LUNA_LEARNED : LUNA_POSITIONS_DEFAULT;
+  c.positions = v == 6 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_DEFAULT;
   c.first_position = v == 6 ? 2 : v == 3 ? 1 : 0;
   c.keep_padding = v == 7;
   c.layer.attention = v < 9     ? LUNA_ATTENTION_LUNA
@@ -130,11 +130,11 @@ static luna_encoder_config encoder_config(int v) {
   l->k = v >= 11 ? 5 : 0;
   l->k_last_head = v == 12 ? 3 : v == 15 ? 2 : 0;
   l->k_last_layer = v == 13 ? 3 : v == 14 ? 2 : v == 15 ? 8 : 0;
-  l->sharing = v == 12 ? LUNA_KEY_VALUE : v == 11 || v == 16 ? LUNA_HEADWISE : LUNA_LAYERWISE;
-  l->projection = v == 12              ? LUNA_PROJECT_MEAN
-                  : v == 13            ? LUNA_PROJECT_MAX
-                  : v == 14 || v == 16 ? LUNA_PROJECT_CONVOLUTION
-                                       : LUNA_PROJECT_LINEAR;
+  l->sharing = v == 12 ? LUNA_LINFORMER_SHARING_KEY_VALUE : v == 11 || v == 16 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_LAYERWISE;
+  l->projection = v == 12              ? LUNA_LINFORMER_PROJECTION_MEAN
+                  : v == 13            ? LUNA_LINFORMER_PROJECTION_MAX
+                  : v == 14 || v == 16 ? LUNA_LINFORMER_PROJECTION_CONVOLUTION
+                                       : LUNA_LINFORMER_PROJECTION_LINEAR;
   return c;
 }
 typedef struct classifier {
@@ -165,7 +165,7 @@ static int32_t *padded_tokens(int64_t batch, int64_t n, const int32_t *lengths, 
 /* ---- classifier: a sequence of a padded batch gives what it gives alone, whatever stands in the padding ---- */
 static float *classified(classifier *c, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   luna_begin_inference(c->ctx);
-  return values_of(c->ctx, luna_classify(&c->model, tokens, lengths, batch, n), "luna_classify");
+  return values_of(c->ctx, luna_classifier_forward(&c->model, tokens, lengths, batch, n), "luna_classifier_forward");
 }
 static void check_alone(int v, luna_form form, luna_pooling pooling) {
   luna_classifier_config config = {0};
@@ -225,12 +225,12 @@ static double *hand_features(classifier *c, const int32_t *tokens, const int32_t
   luna_begin_inference(c->ctx);
   luna_tensor *tx = luna_encoder_forward(&c->model.encoder, tokens, lengths, batch, n, &p);
   const luna_pooling pooling = c->model.config.pooling;
-  const bool memory = pooling == LUNA_POOL_MEMORY || pooling == LUNA_POOL_MEMORY_BATCH;
+  const bool memory = pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
   const int64_t slots = memory && p ? p->shape[1] : 0, rows = memory ? slots : n;
   float *x = values_of(c->ctx, memory ? p : tx, "luna_encoder_forward");
   for (int64_t b = 0; b < batch; b++) {
-    const int64_t length = lengths ? lengths[b] : n, count = pooling == LUNA_POOL_CLS                             ? 1
-                                                             : pooling == LUNA_POOL_MEMORY_BATCH || length > rows ? rows
+    const int64_t length = lengths ? lengths[b] : n, count = pooling == LUNA_POOLING_CLS                             ? 1
+                                                             : pooling == LUNA_POOLING_MEMORY_BATCH || length > rows ? rows
                                                                                                                   : length;
     for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < DIM; j++) f[b * DIM + j] += (double)x[(b * rows + i) * DIM + j] / (double)count;
@@ -279,17 +279,17 @@ static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /
     float *expected = hand_logits(&c, f, BATCH, width);
     luna_begin_inference(c.ctx);
     float *got = values_of(c.ctx,
-                           pair ? luna_classify_pair(&c.model, tokens, lengths, n, second, lengths_of_5, N, BATCH)
-                                : luna_classify(&c.model, tokens, lengths, BATCH, n),
+                           pair ? luna_classifier_forward_pair(&c.model, tokens, lengths, n, second, lengths_of_5, N, BATCH)
+                                : luna_classifier_forward(&c.model, tokens, lengths, BATCH, n),
                            "logits");
     snprintf(what, sizeof what, "%s, pooling %d of %d tokens%s: logits against the definition", encoder_names[v], pooling, (int)n,
              pair ? ", pairs" : "");
     test_close(what, got, expected, BATCH * 3, 2e-6);
     luna_begin_inference(c.ctx);
     refused(c.ctx,
-            pair ? !luna_classify(&c.model, tokens, lengths, BATCH, n)
-                 : !luna_classify_pair(&c.model, tokens, lengths, n, second, lengths_of_5, N, BATCH),
-            pair ? "luna_classify_pair" : "luna_classify", "the other number of sequences");
+            pair ? !luna_classifier_forward(&c.model, tokens, lengths, BATCH, n)
+                 : !luna_classifier_forward_pair(&c.model, tokens, lengths, n, second, lengths_of_5, N, BATCH),
+            pair ? "luna_classifier_forward_pair" : "luna_classifier_forward", "the other number of sequences");
     free(tokens), free(second), free(a), free(b), free(f), free(expected), free(got);
   }
   luna_close(c.ctx);
@@ -300,11 +300,11 @@ static void check_classifier_refusals(void) {
   luna_classifier model;
   luna_classifier_config config = {0};
   config.encoder = encoder_config(9);
-  config.pooling = LUNA_POOL_MEMORY;
+  config.pooling = LUNA_POOLING_MEMORY;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of softmax attention");
   config.pooling = (luna_pooling)5;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "pooling", "pooling 5");
-  config.pooling = LUNA_POOL_DEFAULT;
+  config.pooling = LUNA_POOLING_DEFAULT;
   config.classes = -1;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "classes", "-1 classes");
   config.classes = 2, config.encoder.heads = 5;
@@ -312,14 +312,14 @@ static void check_classifier_refusals(void) {
   config.encoder.heads = 2, config.encoder.layers = 100000;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "layers", "100000 layers");
   refused(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, "", "no place for a model");
-  CHECK(luna_params_size(params) == 0 && !luna_params_get(params, "luna.kind"), "refused inits leave %d parameters",
-        (int)luna_params_size(params));
+  CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "refused inits leave %d parameters",
+        (int)luna_params_tensor_count(params));
   luna_close(ctx);
 }
 
 /* one layer applied three times = three layers with its parameters; its gradient is the sum of theirs */
 static void copy_tied(const luna_params *tied, const luna_params *untied) {
-  for (int64_t i = 0; i < luna_params_size(untied); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(untied); i++) {
     const char *name;
     char one[200];
     luna_tensor *p = luna_params_at(untied, i, &name);
@@ -348,12 +348,12 @@ static void check_tied(void) {
   copy_tied(set[0], set[1]);
   for (int i = 0; i < 2; i++) {
     luna_begin_step(ctx);
-    luna_tensor *y = luna_classify(&model[i], tokens, lengths_of_5, BATCH, N);
+    luna_tensor *y = luna_classifier_forward(&model[i], tokens, lengths_of_5, BATCH, N);
     logits[i] = values_of(ctx, y, "logits");
     luna_backward(luna_cross_entropy(y, labels));
   }
   CHECK(same_bits(logits[0], logits[1], BATCH * 3), "tied layers give other bits than copies of one layer");
-  for (int64_t i = 0; i < luna_params_size(set[0]); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(set[0]); i++) {
     const char *name;
     luna_tensor *p = luna_params_at(set[0], i, &name);
     const int64_t count = luna_count(p);
@@ -385,7 +385,7 @@ static void check_own_memory(void) {
     if (!classifier_open(&c, own ? 5 : 0, LUNA_FORM_CHEAPEST, config)) return;
     int32_t *tokens = common_tokens(BATCH * N, 4, VOCAB);
     luna_begin_step(c.ctx);
-    CHECK(luna_backward(luna_cross_entropy(luna_classify(&c.model, tokens, lengths_of_5, BATCH, N), labels)) == LUNA_OK, "%s",
+    CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model, tokens, lengths_of_5, BATCH, N), labels)) == LUNA_OK, "%s",
           luna_error(c.ctx));
     for (int i = 0; i < 2; i++) {
       snprintf(name, sizeof name, "encoder.layers.%d.projected_embeddings", i);
@@ -419,10 +419,10 @@ static void check_classifiers(void) {
     const bool memory = has_memory(v);
     check_padding(v);
     for (luna_form form = LUNA_FORM_CHEAPEST; form <= (memory ? LUNA_FORM_FOLDED : LUNA_FORM_CHEAPEST); form = (luna_form)(form + 1))
-      check_alone(v, form, LUNA_POOL_DEFAULT);
-    check_alone(v, LUNA_FORM_CHEAPEST, LUNA_POOL_CLS);
-    check_alone(v, LUNA_FORM_CHEAPEST, LUNA_POOL_MEAN);
-    for (luna_pooling pooling = LUNA_POOL_DEFAULT; pooling <= (memory ? LUNA_POOL_MEMORY_BATCH : LUNA_POOL_MEAN);
+      check_alone(v, form, LUNA_POOLING_DEFAULT);
+    check_alone(v, LUNA_FORM_CHEAPEST, LUNA_POOLING_CLS);
+    check_alone(v, LUNA_FORM_CHEAPEST, LUNA_POOLING_MEAN);
+    for (luna_pooling pooling = LUNA_POOLING_DEFAULT; pooling <= (memory ? LUNA_POOLING_MEMORY_BATCH : LUNA_POOLING_MEAN);
          pooling = (luna_pooling)(pooling + 1)) {
       check_pooling(v, pooling, false, N);
       if (v < 2 || v == 5 || v == 9) check_pooling(v, pooling, true, SLOTS - 2), check_pooling(v, pooling, false, SLOTS - 2);
@@ -476,7 +476,7 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   luna_encoder_config config = encoder_config(0);
   luna_tensor *p = NULL;
   int32_t *tokens = common_tokens(LONGEST + 1, 7, VOCAB);
-  const double s = scale == LUNA_SCALE_SQRT_DIM || (scale == LUNA_SCALE_DEFAULT && positions != LUNA_LEARNED) ? sqrt(DIM) : 1;
+  const double s = scale == LUNA_EMBEDDING_SCALE_SQRT_DIM || (scale == LUNA_EMBEDDING_SCALE_DEFAULT && positions != LUNA_POSITIONS_LEARNED) ? sqrt(DIM) : 1;
   config.positions = positions, config.embedding_scale = scale, config.first_position = FIRST, config.max_length = LONGEST;
   CHECK(luna_encoder_init(&encoder, params, "", VOCAB, &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
@@ -485,15 +485,15 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   float *expected = common_floats(LONGEST * DIM), *slots = common_floats(SLOTS * DIM);
   for (int64_t i = 0; i < LONGEST * DIM; i++)
     expected[i] = (float)(s * parameter(encoder.embedding, tokens[i / DIM] * DIM + i % DIM) +
-                          (positions == LUNA_LEARNED ? parameter(encoder.positions, FIRST * DIM + i) : 0));
+                          (positions == LUNA_POSITIONS_LEARNED ? parameter(encoder.positions, FIRST * DIM + i) : 0));
   for (int64_t i = 0; i < SLOTS * DIM; i++) slots[i] = (float)(s * parameter(encoder.memory, i));
   test_close("embedded tokens", x, expected, LONGEST * DIM, 1e-6);
   test_close("the embedded memory", memory, slots, SLOTS * DIM, 1e-6);
   luna_begin_inference(ctx);
   p = NULL;
   luna_tensor *more = luna_encoder_embed(&encoder, tokens, NULL, 1, LONGEST + 1, &p);
-  if (positions == LUNA_LEARNED) {
-    CHECK(luna_state(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s", luna_status_text(luna_state(ctx)));
+  if (positions == LUNA_POSITIONS_LEARNED) {
+    CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s", luna_status_text(luna_ctx_status(ctx)));
     refused(ctx, !more, "max_length", "a sequence longer than the learned positions");
   } else CHECK(more != NULL, "no positions, and yet: %s", luna_error(ctx));
   free(tokens), free(x), free(memory), free(expected), free(slots);
@@ -505,7 +505,7 @@ static void check_learned_lm(void) { /* a language model's learned positions cou
   luna_lm model;
   luna_lm_config config = {0};
   int32_t *tokens = common_tokens(9, 7, VOCAB);
-  config.vocab = VOCAB, config.layer.dim = DIM, config.layer.heads = 2, config.positions = LUNA_LEARNED, config.max_length = 8;
+  config.vocab = VOCAB, config.layer.dim = DIM, config.layer.heads = 2, config.positions = LUNA_POSITIONS_LEARNED, config.max_length = 8;
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && model.positions && model.positions->shape[0] == 8, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_lm_forward(&model, tokens, 1, 8) != NULL, "8 tokens: %s", luna_error(ctx));
@@ -518,7 +518,7 @@ static void check_positions(void) {
   for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
     for (size_t j = 0; j < sizeof firsts / sizeof *firsts; j++) check_sinusoids(dims[i], firsts[j], 130);
   for (int scale = 0; scale < 3; scale++)
-    check_embedding(LUNA_LEARNED, (luna_embedding_scale)scale), check_embedding(LUNA_NO_POSITIONS, (luna_embedding_scale)scale);
+    check_embedding(LUNA_POSITIONS_LEARNED, (luna_embedding_scale)scale), check_embedding(LUNA_POSITIONS_NONE, (luna_embedding_scale)scale);
   check_learned_lm();
   heap_check("positions");
 }
@@ -636,7 +636,7 @@ static void check_masked_loss(int v, luna_form form) {
   }
   snprintf(what, sizeof what, "%s: the masked loss", encoder_names[v]);
   test_close(what, loss + 1, loss, 1, 1e-6);
-  for (int64_t i = 0, at = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0, at = 0; i < luna_params_tensor_count(params); i++) {
     const char *name;
     const int64_t count = luna_count(luna_params_at(params, i, &name));
     const double off = common_error(gradient[1] + at, gradient[0] + at, count, 1e-4);
@@ -696,14 +696,14 @@ static void naive_linear_attention(naive *a, int64_t rows, int64_t keys, bool ca
 /* column `i` of the real rows of x, shortened to k; the number of rows there are then */
 static int64_t naive_shorten(const luna_linformer_config *c, const luna_tensor *e, double x[][DIM], int i, int64_t real, int64_t k,
                              double *out) {
-  const int64_t w = (c->max_length + k - 1) / k, windows = c->projection == LUNA_PROJECT_LINEAR ? k : (real + w - 1) / w;
+  const int64_t w = (c->max_length + k - 1) / k, windows = c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ? k : (real + w - 1) / w;
   for (int64_t r = 0; r < windows; r++) {
-    out[r] = c->projection == LUNA_PROJECT_MAX ? -INFINITY : 0;
+    out[r] = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -INFINITY : 0;
     for (int64_t t = 0; t < real; t++) {
-      if (c->projection != LUNA_PROJECT_LINEAR && t / w != r) continue;
-      if (c->projection == LUNA_PROJECT_LINEAR) out[r] += parameter(e, r * c->max_length + t) * x[t][i];
-      else if (c->projection == LUNA_PROJECT_MEAN) out[r] += x[t][i] / (double)w;
-      else if (c->projection == LUNA_PROJECT_MAX) out[r] = fmax(out[r], x[t][i]);
+      if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && t / w != r) continue;
+      if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) out[r] += parameter(e, r * c->max_length + t) * x[t][i];
+      else if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) out[r] += x[t][i] / (double)w;
+      else if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) out[r] = fmax(out[r], x[t][i]);
       else out[r] += parameter(e, t % w) * x[t][i];
     }
   }
@@ -734,8 +734,8 @@ static void naive_linformer(naive *a, const luna_attention_layer *layer, int64_t
   }
 }
 static void check_naive(luna_attention_layer_config config, bool cross, bool lengths, const char *what) {
-  const luna_init normal = {LUNA_NORMAL, 0.4f};
-  const int64_t rows = cross ? QUERIES : KEYS, shape[2] = {config.linformer.projection == LUNA_PROJECT_CONVOLUTION ? 1 : KEYS, KEYS};
+  const luna_init normal = {LUNA_INIT_NORMAL, 0.4f};
+  const int64_t rows = cross ? QUERIES : KEYS, shape[2] = {config.linformer.projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION ? 1 : KEYS, KEYS};
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_attention_layer layer;
@@ -744,7 +744,7 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
   config.linformer.max_length = KEYS;
   CHECK(luna_attention_layer_init(&layer, params, "attention.", &config) == LUNA_OK, "%s: %s", what, luna_error(ctx));
   common_params(params, 63);
-  if (config.linformer.sharing == LUNA_LAYERWISE && config.kind == LUNA_ATTENTION_LINFORMER)
+  if (config.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE && config.kind == LUNA_ATTENTION_LINFORMER)
     layer.e = layer.f = luna_param(params, "shared", 2, shape, normal);
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 12, SOURCES, rows, DIM, 0), *context = cross ? common_tensor(ctx, 13, SOURCES, KEYS, DIM, 0) : NULL;
@@ -799,13 +799,13 @@ static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], 
   double q[KEYS][DIM], k[KEYS][DIM], v[KEYS][DIM], y[KEYS][DIM], yp[MEMORY][DIM];
   naive_rows(&l->pq, p, MEMORY, q);
   naive_rows(&l->pv, context, KEYS, v);
-  if (sharing == LUNA_NO_KEY) memcpy(k, context, sizeof k);
-  else naive_rows(sharing == LUNA_TIED ? &l->pv : sharing == LUNA_SHARED_QK ? &l->pq : &l->pk, context, KEYS, k);
+  if (sharing == LUNA_SHARING_NO_KEY) memcpy(k, context, sizeof k);
+  else naive_rows(sharing == LUNA_SHARING_TIED ? &l->pv : sharing == LUNA_SHARING_QK ? &l->pq : &l->pk, context, KEYS, k);
   naive_softmax(q, k, v, yp, MEMORY, real, PACK_HEADS);
   naive_rows(&l->q, x, rows, q);
   naive_rows(&l->v, yp, MEMORY, v);
-  if (sharing == LUNA_NO_KEY) memcpy(k, yp, sizeof yp);
-  else naive_rows(sharing == LUNA_TIED ? &l->v : sharing == LUNA_SHARED_QK ? &l->q : &l->k, yp, MEMORY, k);
+  if (sharing == LUNA_SHARING_NO_KEY) memcpy(k, yp, sizeof yp);
+  else naive_rows(sharing == LUNA_SHARING_TIED ? &l->v : sharing == LUNA_SHARING_QK ? &l->q : &l->k, yp, MEMORY, k);
   naive_softmax(q, k, v, y, rows, real < MEMORY ? real : MEMORY, HEADS);
   naive_rows(&l->out, y, rows, q);
   for (int64_t i = 0; i < rows * DIM; i++) out[i] = (float)q[i / DIM][i % DIM];
@@ -823,8 +823,8 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
   luna_params *params = luna_params_open(ctx);
   config.dim = DIM, config.heads = HEADS, config.pack_heads = PACK_HEADS, config.sharing = sharing;
   CHECK(luna_nested_attention_layer_init(&layer, params, "", &config) == LUNA_OK, "sharing %d: %s", sharing, luna_error(ctx));
-  CHECK(luna_params_size(params) == 2 * (sharing == LUNA_FULL ? 7 : 5), "sharing %d has %d parameters", sharing,
-        (int)luna_params_size(params));
+  CHECK(luna_params_tensor_count(params) == 2 * (sharing == LUNA_SHARING_FULL ? 7 : 5), "sharing %d has %d parameters", sharing,
+        (int)luna_params_tensor_count(params));
   common_params(params, 68);
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 14, SOURCES - 1, rows, DIM, 0), *p = common_tensor(ctx, 15, SOURCES - 1, MEMORY, DIM, 0),
@@ -901,7 +901,7 @@ static double train_classifier(luna_params *params, const luna_classifier *model
   for (int step = 0; step < steps; step++) {
     counting_task((uint64_t)step, tokens, lengths, labels);
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classify(model, tokens, lengths, TASK_BATCH, TASK_N), labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model, tokens, lengths, TASK_BATCH, TASK_N), labels);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "step %d: %s", step, luna_error(ctx))) return NAN;
     if (step >= steps - 10) sum += (double)luna_item(loss) / 10 / log(2);
@@ -910,7 +910,7 @@ static double train_classifier(luna_params *params, const luna_classifier *model
 }
 /* every matrix has moved from its first values: nothing is left out of the training */
 static void check_moved(const luna_params *params, const float *before, const char *what) {
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const char *name;
     const luna_tensor *p = luna_params_at(params, i, &name);
     CHECK(p->rank < 2 || !same_bits(p->data, before, luna_count(p)), "%s: training has not changed %s", what, name);
@@ -923,7 +923,7 @@ static void check_classifier_trains(int v) {
   luna_params *params = luna_params_open(ctx);
   luna_classifier model;
   luna_classifier_config config = {0};
-  config.vocab = 4, config.pooling = LUNA_POOL_CLS;
+  config.vocab = 4, config.pooling = LUNA_POOLING_CLS;
   config.encoder = encoder_config(v), config.encoder.max_length = TASK_N;
   if (CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx))) {
     float *before = common_parameters(params);
@@ -981,7 +981,7 @@ static void check_linformer_refusals(void) {
   refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, "causal", "causal Linformer");
   config.causal = false;
   for (int i = 0; i < 6; i++) {
-    luna_linformer_config l = {4, 0, 0, 9, LUNA_HEADWISE, LUNA_PROJECT_LINEAR};
+    luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_HEADWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
     if (i == 0) l.k = 10;
     if (i == 1) l.k_last_head = 10;
     if (i == 2) l.k_last_layer = -1;
@@ -994,11 +994,11 @@ static void check_linformer_refusals(void) {
   config.kind = LUNA_ATTENTION_LUNA;
   refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "kind",
           "a plain attention layer of Luna's kind");
-  CHECK(luna_params_size(params) == 0, "what was refused leaves %d parameters", (int)luna_params_size(params));
+  CHECK(luna_params_tensor_count(params) == 0, "what was refused leaves %d parameters", (int)luna_params_tensor_count(params));
   luna_close(ctx); /* an init that failed stays in its context */
   ctx = ctx_open(), params = luna_params_open(ctx);
   for (int i = 0; i < 4; i++) {
-    luna_linformer_config l = {4, 0, 0, 9, LUNA_KEY_VALUE, (luna_linformer_projection)i};
+    luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_KEY_VALUE, (luna_linformer_projection)i};
     char name[8] = "0.";
     name[0] = (char)('0' + i);
     config.kind = LUNA_ATTENTION_LINFORMER, config.linformer = l;
@@ -1008,7 +1008,7 @@ static void check_linformer_refusals(void) {
           luna_error(ctx));
     refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), "max_length", "10 keys where Linformer has 9 (projection %d)", i);
   }
-  luna_linformer_config l = {4, 0, 0, 9, LUNA_LAYERWISE, LUNA_PROJECT_LINEAR};
+  luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_LAYERWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
   config.linformer = l;
   CHECK(luna_attention_layer_init(&layer, params, "layerwise.", &config) == LUNA_OK, "%s", luna_error(ctx));
   refused(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL), "layerwise",
@@ -1017,7 +1017,7 @@ static void check_linformer_refusals(void) {
 }
 static void check_attentions(void) {
   check_naives();
-  for (int i = 0; i < 32; i++) check_sharing((luna_sharing)(i / 8), i & 4 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN, i & 1, i & 2);
+  for (int i = 0; i < 32; i++) check_sharing((luna_sharing)(i / 8), i & 4 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, i & 1, i & 2);
   for (int v = 0; v < ENCODERS; v++) check_classifier_trains(v);
   for (int kind = LUNA_ATTENTION_LUNA; kind <= LUNA_ATTENTION_LINEAR; kind++) check_lm_trains((luna_attention_kind)kind);
   check_linformer_refusals();
@@ -1078,7 +1078,7 @@ static void *average_make(void *user, luna_params *params, const char *prefix, c
   average_hook *hook = (average_hook *)user;
   average_layer *layer = &hook->layers[hook->made];
   const int64_t heads[1] = {config->heads};
-  const luna_init zeros = {LUNA_ZEROS, 0}, xavier = {LUNA_XAVIER, 1};
+  const luna_init zeros = {LUNA_INIT_ZEROS, 0}, xavier = {LUNA_INIT_XAVIER, 1};
   char name[100];
   snprintf(name, sizeof name, "%sdecay", prefix);
   layer->decay = luna_param(params, name, 1, heads, zeros);
@@ -1125,7 +1125,7 @@ static path_text path_of(void) { /* a file of this process alone */
   return path;
 }
 
-static void check_hook_classifier(luna_recomputing recompute) {
+static void check_hook_classifier(luna_recompute_kind recompute) {
   average_hook state;
   const luna_attention_hook hook = average_open(&state, -1);
   const path_text path = path_of();
@@ -1136,7 +1136,7 @@ static void check_hook_classifier(luna_recomputing recompute) {
   luna_classifier_config config = {0};
   int32_t tokens[TASK_BATCH * TASK_N], lengths[TASK_BATCH], labels[TASK_BATCH];
   float *logits[2];
-  config.vocab = 4, config.pooling = LUNA_POOL_CLS, config.encoder = encoder_config(0);
+  config.vocab = 4, config.pooling = LUNA_POOLING_CLS, config.encoder = encoder_config(0);
   config.encoder.layer.hook = &hook, config.encoder.layer.recompute = recompute;
   for (int i = 0; i < 2; i++) {
     set[i] = luna_params_open(ctx);
@@ -1149,7 +1149,7 @@ static void check_hook_classifier(luna_recomputing recompute) {
   }
   counting_task(0, tokens, lengths, labels);
   luna_begin_step(ctx);
-  luna_tensor *loss = luna_cross_entropy(luna_classify(&model[0], tokens, lengths, TASK_BATCH, TASK_N), labels);
+  luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0], tokens, lengths, TASK_BATCH, TASK_N), labels);
   const double value = (double)luna_item(loss);
   const int first_run = state.forwards;
   CHECK(luna_backward(loss) == LUNA_OK, "hook: %s", luna_error(ctx));
@@ -1166,7 +1166,7 @@ static void check_hook_classifier(luna_recomputing recompute) {
     for (int s = 0; s < 2; s++) {
       decay->data[0] = s ? -0.005f : 0.005f;
       luna_begin_step(ctx);
-      side[s] = luna_item(luna_cross_entropy(luna_classify(&model[0], tokens, lengths, TASK_BATCH, TASK_N), labels));
+      side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0], tokens, lengths, TASK_BATCH, TASK_N), labels));
     }
     decay->data[0] = 0;
     const double difference = ((double)side[0] - (double)side[1]) / 0.01;
@@ -1181,11 +1181,11 @@ static void check_hook_classifier(luna_recomputing recompute) {
   CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "hook: %s", luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
-    logits[i] = values_of(ctx, luna_classify(&model[i], tokens, lengths, TASK_BATCH, TASK_N), "logits");
+    logits[i] = values_of(ctx, luna_classifier_forward(&model[i], tokens, lengths, TASK_BATCH, TASK_N), "logits");
   }
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
-  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_size(empty) == 0, "luna.kind",
+  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0, "luna.kind",
           "the file of a hooked model, without the hook");
   free(logits[0]), free(logits[1]);
   remove(path.text);
@@ -1241,7 +1241,7 @@ static void check_hook_refusals(void) {
   luna_seq2seq seq2seq;
   luna_encoder_layer layer;
   const int64_t one[1] = {3};
-  const luna_init zeros = {LUNA_ZEROS, 0};
+  const luna_init zeros = {LUNA_INIT_ZEROS, 0};
   luna_param(params, "mine", 1, one, zeros);
   for (int fail_at = 0; fail_at < 2; fail_at++) {
     luna_classifier_config c = {0};
@@ -1253,8 +1253,8 @@ static void check_hook_refusals(void) {
     hook = average_open(&state, fail_at);
     l.layer.hook = &hook;
     refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, "hook", "a language model whose hook's init %d returns null", fail_at);
-    CHECK(luna_params_size(params) == 1 && luna_params_count(params) == 3 && !luna_params_get(params, "luna.kind"),
-          "a hook that fails leaves %d parameters", (int)luna_params_size(params));
+    CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 && !luna_params_get(params, "luna.kind"),
+          "a hook that fails leaves %d parameters", (int)luna_params_tensor_count(params));
   }
   luna_layer_config config = {0};
   luna_attention_hook half = average_open(&state, -1), whole = half;
@@ -1265,13 +1265,13 @@ static void check_hook_refusals(void) {
   s.encoder = encoder_config(0), s.encoder.layer.hook = &whole;
   refused(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, "Luna attention", "an encoder-decoder with a hook");
   luna_classifier_config c = {0};
-  c.pooling = LUNA_POOL_MEMORY, c.encoder = s.encoder;
+  c.pooling = LUNA_POOLING_MEMORY, c.encoder = s.encoder;
   refused(ctx, luna_classifier_init(&classifier, params, &c) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of a hooked model");
   config.hook = &whole; /* a layer by itself passes on the memory it is given */
-  for (int recompute = LUNA_KEEP_ALL; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) {
+  for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) {
     char name[8] = "0.";
     name[0] = (char)('0' + recompute);
-    config.recompute = (luna_recomputing)recompute;
+    config.recompute = (luna_recompute_kind)recompute;
     CHECK(luna_encoder_layer_init(&layer, params, name, &config) == LUNA_OK, "%s", luna_error(ctx));
     luna_begin_inference(ctx);
     luna_tensor *x = common_tensor(ctx, 1, 2, 5, DIM, 0), *p = common_tensor(ctx, 2, 2, 3, DIM, 0), *given = p;
@@ -1310,7 +1310,7 @@ static void check_hook_recomputed(void) {
 }
 static void check_hooks(void) {
   check_hook_recomputed();
-  for (int recompute = LUNA_KEEP_ALL; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) check_hook_classifier((luna_recomputing)recompute);
+  for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) check_hook_classifier((luna_recompute_kind)recompute);
   check_hook_lm();
   check_hook_refusals();
   heap_check("hooks");
@@ -1326,7 +1326,7 @@ typedef struct lookup {
 } lookup;
 static bool lookup_init(lookup *m, luna_params *params) {
   const int64_t table[2] = {6, DIM}, slots[2] = {4, DIM};
-  const luna_init normal = {LUNA_NORMAL, 0.5f}, xavier = {LUNA_XAVIER, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 0.5f}, xavier = {LUNA_INIT_XAVIER, 1};
   luna_layer_config layer = {0};
   luna_attention_layer_config attention = {0};
   layer.dim = DIM, layer.heads = 2, layer.ffn = 16;
@@ -1342,7 +1342,7 @@ static bool lookup_init(lookup *m, luna_params *params) {
 /* is the symbol asked for in the list? list [batch, n], asked [batch] -> [batch, 1, 2] */
 static luna_tensor *lookup_forward(const lookup *m, const int32_t *list, const int32_t *lengths, const int32_t *asked, int64_t batch,
                                    int64_t n) {
-  luna_tensor *p = luna_repeat(m->memory, batch), *x = luna_embedding(m->embedding, list, batch, n),
+  luna_tensor *p = luna_expand(m->memory, batch), *x = luna_embedding(m->embedding, list, batch, n),
               *q = luna_embedding(m->question, asked, batch, 1);
   x = luna_encoder_layer_forward(&m->reader, x, &p, lengths);
   return luna_linear_layer_forward(&m->answer,
@@ -1451,7 +1451,7 @@ static void check_detach(int v) {
   CHECK(early[STRAIGHT] > 1e-3, "%s: no gradient goes back to the segment before", encoder_names[v]);
   CHECK(early[DETACHED] == 0 && gradient_size(luna_params_find(s.params, "projected_embeddings")) == 0,
         "%s: through luna_detach goes a gradient of %.3g", encoder_names[v], early[DETACHED]);
-  CHECK(same_bits(g[DETACHED], g[AS_CONSTANT], luna_params_count(s.params)), "%s: luna_detach has other gradients than a constant",
+  CHECK(same_bits(g[DETACHED], g[AS_CONSTANT], luna_params_element_count(s.params)), "%s: luna_detach has other gradients than a constant",
         encoder_names[v]);
   for (int how = 0; how < 3; how++) free(x[how]), free(g[how]);
   luna_close(s.ctx);
@@ -1556,7 +1556,7 @@ static luna_status model_init(luna_model *m, luna_params *params, luna_model_kin
   lm.max_length = encoder.max_length;
   lm.layer.dim = encoder.dim, lm.layer.heads = encoder.heads, lm.layer.ffn = encoder.ffn;
   lm.layer.convolution = lm.layer.attention == LUNA_ATTENTION_LUNA ? 4 : 0;
-  if (lm.layer.sharing > LUNA_FULL) lm.layer.sharing = LUNA_TIED;
+  if (lm.layer.sharing > LUNA_SHARING_FULL) lm.layer.sharing = LUNA_SHARING_TIED;
   return kind == LUNA_MODEL_LM           ? luna_lm_init(&m->lm, params, &lm)
          : kind == LUNA_MODEL_CLASSIFIER ? luna_classifier_init(&m->classifier, params, &classifier)
          : kind == LUNA_MODEL_MASKED_LM  ? luna_masked_lm_init(&m->masked_lm, params, &masked_lm)
@@ -1583,15 +1583,15 @@ static luna_tensor *model_logits(const luna_model *m, const texts *t) {
   switch (m->kind) {
     case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, t->tokens, BATCH, N);
     case LUNA_MODEL_CLASSIFIER:
-      return m->classifier.config.pair ? luna_classify_pair(&m->classifier, t->tokens, t->lengths, N, t->targets, NULL, TARGET, BATCH)
-                                       : luna_classify(&m->classifier, t->tokens, t->lengths, BATCH, N);
+      return m->classifier.config.pair ? luna_classifier_forward_pair(&m->classifier, t->tokens, t->lengths, N, t->targets, NULL, TARGET, BATCH)
+                                       : luna_classifier_forward(&m->classifier, t->tokens, t->lengths, BATCH, N);
     case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, t->tokens, t->lengths, BATCH, N);
     default: return luna_seq2seq_forward(&m->seq2seq, t->tokens, t->lengths, N, t->targets, NULL, TARGET, BATCH);
   }
 }
 /* Two accumulated steps with dropout everywhere: loss and gradients, [1 + parameters], to be freed. What the model was given is overwritten
    before luna_backward, which needs none of it. */
-static float *recomputed(luna_model_kind kind, int v, luna_recomputing recompute, int threads, int64_t *count) {
+static float *recomputed(luna_model_kind kind, int v, luna_recompute_kind recompute, int threads, int64_t *count) {
   luna_options options = plain_options();
   luna_encoder_config encoder = encoder_config(v);
   luna_model m;
@@ -1612,7 +1612,7 @@ static float *recomputed(luna_model_kind kind, int v, luna_recomputing recompute
     CHECK(luna_backward(y) == LUNA_OK, "%s, %s, recompute %d: %s", model_names[kind], encoder_names[v], recompute, luna_error(ctx));
   }
   float *gradients = all_gradients(params), *out;
-  *count = 1 + luna_params_count(params);
+  *count = 1 + luna_params_element_count(params);
   out = common_floats(*count);
   out[0] = loss;
   memcpy(out + 1, gradients, (size_t)(*count - 1) * sizeof(float));
@@ -1622,11 +1622,11 @@ static float *recomputed(luna_model_kind kind, int v, luna_recomputing recompute
 }
 static void check_recomputed(luna_model_kind kind, int v) {
   int64_t count = 0;
-  float *keep = recomputed(kind, v, LUNA_KEEP_ALL, 1, &count);
+  float *keep = recomputed(kind, v, LUNA_RECOMPUTE_NONE, 1, &count);
   CHECK(isfinite(keep[0]) && length_of(keep + 1, count - 1) > 1e-3, "%s, %s: loss %.3f, gradients %.3g", model_names[kind],
         encoder_names[v], (double)keep[0], length_of(keep + 1, count - 1));
   for (int i = 1; i < 6; i++) { /* 1 and 3 threads; none, the feed-forward, the layer */
-    float *again = recomputed(kind, v, (luna_recomputing)(i / 2), i % 2 ? 3 : 1, &count);
+    float *again = recomputed(kind, v, (luna_recompute_kind)(i / 2), i % 2 ? 3 : 1, &count);
     CHECK(same_bits(again, keep, count), "%s, %s: recompute %d on %d threads: loss %.9g for %.9g, gradients off by %.3g", model_names[kind],
           encoder_names[v], i / 2, i % 2 ? 3 : 1, (double)again[0], (double)keep[0], test_error(again + 1, keep + 1, (size_t)(count - 1)));
     free(again);
@@ -1657,7 +1657,7 @@ static luna_tensor *odd_block(const void *state, luna_tensor *const *in, luna_te
 static void check_blocks(void) {
   for (int which = 0; which < BLOCKS; which++) {
     const int64_t shape[2] = {DIM, DIM};
-    const luna_init normal = {LUNA_NORMAL, 0.3f};
+    const luna_init normal = {LUNA_INIT_NORMAL, 0.3f};
     float *got[3][4];
     for (int i = 0; i < 3; i++) { /* as it is, recomputed, in inference */
       luna_ctx *ctx = ctx_open();
@@ -1711,7 +1711,7 @@ typedef struct long_run {
   float loss, *gradients; /* to be freed */
   int64_t count;
 } long_run;
-static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_recomputing recompute, long_run *out) {
+static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_recompute_kind recompute, long_run *out) {
   luna_classifier model;
   luna_classifier_config config = {0};
   luna_params *params = luna_params_open(ctx);
@@ -1719,15 +1719,15 @@ static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_r
   config.encoder.layers = 4, config.encoder.dim = dim, config.encoder.heads = 4, config.encoder.memory = 16;
   config.encoder.layer.dropout = config.encoder.layer.attention_dropout = config.encoder.layer.activation_dropout = 0.1f;
   config.encoder.layer.recompute = recompute;
-  luna_status status = params ? luna_classifier_init(&model, params, &config) : luna_state(ctx);
+  luna_status status = params ? luna_classifier_init(&model, params, &config) : luna_ctx_status(ctx);
   for (int step = 0; step < 2 && status == LUNA_OK; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classify(&model, tokens, NULL, 1, n), &label);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, tokens, NULL, 1, n), &label);
     luna_backward(loss);
-    status = luna_state(ctx);
+    status = luna_ctx_status(ctx);
     if (out && status == LUNA_OK) out->loss = luna_item(loss);
   }
-  if (out) out->count = luna_params_count(params), out->gradients = status == LUNA_OK ? all_gradients(params) : NULL;
+  if (out) out->count = luna_params_element_count(params), out->gradients = status == LUNA_OK ? all_gradients(params) : NULL;
   free(tokens);
   return status;
 }
@@ -1739,7 +1739,7 @@ static void check_recomputed_long(void) {
     long_run now = {NAN, NULL, 0};
     options.threads = i % 2 ? 3 : 1;
     luna_ctx *ctx = luna_open(&options);
-    CHECK(long_classifier(ctx, 64, 1500, (luna_recomputing)(i / 2), &now) == LUNA_OK, "recompute %d: %s", i / 2, luna_error(ctx));
+    CHECK(long_classifier(ctx, 64, 1500, (luna_recompute_kind)(i / 2), &now) == LUNA_OK, "recompute %d: %s", i / 2, luna_error(ctx));
     luna_close(ctx);
     if (i == 0) first = now;
     CHECK(same_bits(&now.loss, &first.loss, 1) && same_bits(now.gradients, first.gradients, first.count),
@@ -1748,7 +1748,7 @@ static void check_recomputed_long(void) {
   }
   free(first.gradients);
 }
-static size_t measured(int64_t dim, int64_t n, luna_recomputing recompute) {
+static size_t measured(int64_t dim, int64_t n, luna_recompute_kind recompute) {
   luna_options options = plain_options();
   options.measure = true;
   heap_most = heap_live;
@@ -1763,7 +1763,7 @@ static size_t measured(int64_t dim, int64_t n, luna_recomputing recompute) {
    before either was there: gradients and norms go as soon as they can (it was 8806 MiB in 256 dimensions). */
 static void check_savings(void) {
   for (int64_t dim = 64; dim <= 256; dim *= 2) {
-    const double keep = (double)measured(dim, 65536, LUNA_KEEP_ALL), ffn = (double)measured(dim, 65536, LUNA_RECOMPUTE_FFN) / keep,
+    const double keep = (double)measured(dim, 65536, LUNA_RECOMPUTE_NONE), ffn = (double)measured(dim, 65536, LUNA_RECOMPUTE_FFN) / keep,
                  layer = (double)measured(dim, 65536, LUNA_RECOMPUTE_LAYER) / keep;
     printf(
         "models: training on 65536 tokens in %d dimensions takes %.0f MiB; recomputing the feed-forwards %.3f of that, the layers %.3f\n",
@@ -1772,7 +1772,7 @@ static void check_savings(void) {
     CHECK(layer <= 0.53, "%d dimensions: recomputing the layers takes %.3f of the memory", (int)dim, layer);
   }
 }
-static void check_measured_block(luna_recomputing recompute) {
+static void check_measured_block(luna_recompute_kind recompute) {
   const size_t need = measured(32, 300, recompute);
   luna_options options = plain_options();
   long_run expected = {NAN, NULL, 0}, got = expected;
@@ -1803,7 +1803,7 @@ static void check_recomputing(void) {
       if (model_exists(kind, v)) check_recomputed(kind, v);
   check_recomputed_long();
   check_blocks();
-  for (int i = LUNA_KEEP_ALL; i <= LUNA_RECOMPUTE_LAYER; i++) check_measured_block((luna_recomputing)i);
+  for (int i = LUNA_RECOMPUTE_NONE; i <= LUNA_RECOMPUTE_LAYER; i++) check_measured_block((luna_recompute_kind)i);
   check_savings();
   heap_check("recomputation");
 }
@@ -1828,10 +1828,10 @@ static luna_seq2seq_config translator_config(int v) { /* bits: pre-norm, full sh
   c.decoder_layers = v % 5 == 4 ? 3 : 0;
   c.encoder.layers = 2, c.encoder.dim = DIM, c.encoder.heads = 3, c.encoder.ffn = 20;
   c.encoder.memory = v & 8 ? 8 : 3; /* of a layer 3 heads x 3 slots are folded into the scores, 3 x 8 > 12 + 8 are not */
-  c.encoder.layer.pre_norm = v & 1, c.encoder.layer.sharing = v & 2 ? LUNA_FULL : LUNA_TIED;
-  c.encoder.layer.omega = v == 5 ? LUNA_ELU1 : v == 10 ? LUNA_SOFTPLUS : LUNA_NONE;
-  c.encoder.layer.activation = v == 3 ? LUNA_GELU : LUNA_NONE;
-  c.encoder.positions = v & 4 ? LUNA_LEARNED : v == 1 ? LUNA_NO_POSITIONS : LUNA_SINUSOIDAL;
+  c.encoder.layer.pre_norm = v & 1, c.encoder.layer.sharing = v & 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  c.encoder.layer.omega = v == 5 ? LUNA_ACTIVATION_ELU1 : v == 10 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_NONE;
+  c.encoder.layer.activation = v == 3 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  c.encoder.positions = v & 4 ? LUNA_POSITIONS_LEARNED : v == 1 ? LUNA_POSITIONS_NONE : LUNA_POSITIONS_SINUSOIDAL;
   c.encoder.first_position = v == 2 || v == 4 ? 2 : 0;
   c.encoder.max_length = 16, c.max_target_length = STEPS;
   c.encoder.keep_padding = v == 6, c.encoder.norm_embedding = v == 6;
@@ -1902,7 +1902,7 @@ static void check_decoder_stream(int v, int64_t beam, bool with_lengths) {
         }
         free(expected);
       }
-      if (config.encoder.positions == LUNA_LEARNED)
+      if (config.encoder.positions == LUNA_POSITIONS_LEARNED)
         CHECK(!luna_stream_step(s, now) && strstr(luna_stream_error(s), "max_length"), "step %d of %d learned positions: \"%s\"", STEPS,
               STEPS, luna_stream_error(s));
       else CHECK(luna_stream_step(s, now) != NULL, "step %d: %s", STEPS, luna_stream_error(s));
@@ -2052,15 +2052,15 @@ static void check_searches(int v, uint64_t seed) {
     for (int i = 0; i < 4; i++)
       for (int j = 0; j < 4; j++)
         for (int exhaustive = 0; exhaustive < 2; exhaustive++) {
-          luna_search search = {0};
+          luna_beam_config search = {0};
           if (exhaustive && i == 0 && j > 0) continue; /* greedy with an exhaustive search: once */
-          search.begin = BEGIN, search.end = END, search.beam = beams[i], search.most = MOST, search.length_penalty = penalties[j],
+          search.begin = BEGIN, search.end = END, search.beam = beams[i], search.max_length = MOST, search.length_penalty = penalties[j],
           search.exhaustive = exhaustive;
           if (i == 0 && j == 1) search.beam = 0; /* the default */
           memset(out, 0, sizeof out);
           snprintf(what, sizeof what, "model %d, beam %d, penalty %g%s", v, (int)beams[i], (double)penalties[j],
                    exhaustive ? ", exhaustive" : "");
-          CHECK(luna_translate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "%s: %s", what,
+          CHECK(luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "%s: %s", what,
                 luna_error(t.ctx));
           hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MOST, penalty_of(penalties[j]), exhaustive);
           check_result(what, out, length, score, &expected);
@@ -2076,7 +2076,7 @@ static void check_greedy(int v) {
   if (translator_open(&t, &config, 87)) {
     for (uint64_t seed = 0; seed < 6; seed++) {
       int32_t *source = common_tokens(SOURCE, 88 + seed, VOCAB), out[MOST], length = -1;
-      luna_search search = {0};
+      luna_beam_config search = {0};
       hypothesis h;
       double next[VOCAB], ended = -1;
       memset(&h, 0, sizeof h);
@@ -2089,8 +2089,8 @@ static void check_greedy(int v) {
         if (likeliest == END) ended = (double)h.length;
       }
       if (ended >= 0) h.length--;
-      search.begin = BEGIN, search.end = END, search.most = MOST;
-      CHECK(luna_translate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
+      search.begin = BEGIN, search.end = END, search.max_length = MOST;
+      CHECK(luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
       CHECK(length == h.length && memcmp(out, h.tokens + 1, (size_t)length * sizeof(int32_t)) == 0,
             "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length, (int)out[0],
             (int)out[1], (int)h.length, (int)h.tokens[1], (int)h.tokens[2]);
@@ -2133,15 +2133,15 @@ static void check_exhaustive(uint64_t seed) {
     for (int token = 0; token < WIDE; token++) t.model.output->data[token * DIM] = token < LIVE ? 0 : -30;
     for (int j = 0; j < 5; j++)
       for (int exhaustive = 0; exhaustive < 2; exhaustive++) {
-        luna_search search = {0};
+        luna_beam_config search = {0};
         hypothesis begin, best;
         memset(&begin, 0, sizeof begin);
         begin.tokens[0] = BEGIN, best = begin, best.score = -INFINITY;
         const double mass = enumerate(&t, source, &begin, penalty_of(penalties[j]), &best);
         CHECK(mass > 0.9999, "the four tokens have %.6f of the probability", mass);
-        search.begin = BEGIN, search.end = END, search.beam = WIDE, search.most = SHORT, search.length_penalty = penalties[j],
+        search.begin = BEGIN, search.end = END, search.beam = WIDE, search.max_length = SHORT, search.length_penalty = penalties[j],
         search.exhaustive = exhaustive;
-        CHECK(luna_translate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "%s", luna_error(t.ctx));
+        CHECK(luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "%s", luna_error(t.ctx));
         snprintf(what, sizeof what, "of all sequences, seed %d, penalty %g%s", (int)seed, (double)penalties[j],
                  exhaustive ? ", exhaustive" : "");
         check_result(what, out, length, score, &best);
@@ -2160,22 +2160,22 @@ static void check_batch_of_sources(int v, int64_t most) {
     int32_t *source = common_tokens(COUNT * SOURCE, 90, VOCAB), out[COUNT * ROOM], one[ROOM], length[COUNT], one_length;
     float score[COUNT], one_score;
     for (int64_t beam = 1; beam <= 3; beam += 2) {
-      luna_search search = {0};
-      search.begin = BEGIN, search.end = END, search.beam = beam, search.most = most;
+      luna_beam_config search = {0};
+      search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = most;
       const int64_t room = most ? most : 2 * SOURCE + 10;
       for (int i = 0; i < COUNT * ROOM; i++) out[i] = -7;
-      CHECK(luna_translate(&t.model, &search, source, lengths, COUNT, SOURCE, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
+      CHECK(luna_seq2seq_generate(&t.model, &search, source, lengths, COUNT, SOURCE, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
       for (int i = 0; i < COUNT; i++) {
-        search.most = room;
-        CHECK(luna_translate(&t.model, &search, source + i * SOURCE, NULL, 1, lengths[i], one, &one_length, &one_score) == LUNA_OK, "%s",
+        search.max_length = room;
+        CHECK(luna_seq2seq_generate(&t.model, &search, source + i * SOURCE, NULL, 1, lengths[i], one, &one_length, &one_score) == LUNA_OK, "%s",
               luna_error(t.ctx));
-        search.most = most;
+        search.max_length = most;
         CHECK(one_length <= room && length[i] == one_length && memcmp(out + i * room, one, (size_t)one_length * sizeof(int32_t)) == 0 &&
                   fabs((double)(score[i] - one_score)) <= 1e-5,
               "model %d, beam %d, most %d: source %d of a batch gives %d tokens, %d %d ..., score %.5f; alone %d, %d %d ..., %.5f", v,
               (int)beam, (int)most, i, (int)length[i], (int)out[i * room], (int)out[i * room + 1], (double)score[i], (int)one_length,
               (int)one[0], (int)one[1], (double)one_score);
-        if (config.encoder.positions == LUNA_LEARNED) CHECK(one_length < STEPS, "%d tokens with %d positions", (int)one_length, STEPS);
+        if (config.encoder.positions == LUNA_POSITIONS_LEARNED) CHECK(one_length < STEPS, "%d tokens with %d positions", (int)one_length, STEPS);
       }
     }
     free(source);
@@ -2187,51 +2187,51 @@ static void check_search_refusals(void) {
   translator t;
   if (translator_open(&t, &config, 91)) {
     int32_t *source = common_tokens(SOURCE, 92, VOCAB), out[64], length = 0, bad[SOURCE] = {0}, lengths[1] = {SOURCE + 1};
-    const luna_search good = {BEGIN, END, 2, MOST, 0, false};
-    luna_search s[10];
+    const luna_beam_config good = {BEGIN, END, 2, MOST, 0, false};
+    luna_beam_config s[10];
     float score;
     for (int i = 0; i < 10; i++) s[i] = good;
-    s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].most = -1, s[7].most = INT64_MAX,
-    s[8].beam = INT64_MAX, s[9].most = INT64_MIN;
+    s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1, s[7].max_length = INT64_MAX,
+    s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_translate(&t.model, &s[i], source, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "", "bad search %d", i);
-    refused(t.ctx, luna_translate(&t.model, NULL, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_translate",
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], source, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "", "bad search %d", i);
+    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no search");
-    refused(t.ctx, luna_translate(&t.model, &good, source, NULL, 1, SOURCE, NULL, &length, &score) == LUNA_BAD_ARGUMENT, "luna_translate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 1, SOURCE, NULL, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no place for the result");
-    refused(t.ctx, luna_translate(&t.model, &good, source, NULL, 1, SOURCE, out, NULL, &score) == LUNA_BAD_ARGUMENT, "luna_translate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 1, SOURCE, out, NULL, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no place for the length");
-    refused(t.ctx, luna_translate(&t.model, &good, source, NULL, 0, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_translate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 0, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no source");
-    refused(t.ctx, luna_translate(&t.model, &good, source, NULL, 1, -1, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_translate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 1, -1, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "a source of -1 tokens");
-    refused(t.ctx, luna_translate(&t.model, &good, NULL, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "", "null for a source");
-    refused(t.ctx, luna_translate(&t.model, &good, source, lengths, 1, SOURCE, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, NULL, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "", "null for a source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, lengths, 1, SOURCE, out, &length, &score) != LUNA_OK, "",
             "a length beyond the source");
     bad[4] = VOCAB;
-    refused(t.ctx, luna_translate(&t.model, &good, bad, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, bad, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "",
             "a source token beyond the vocabulary");
-    CHECK(luna_translate(NULL, &good, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
+    CHECK(luna_seq2seq_generate(NULL, &good, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, source, NULL, 0, SOURCE, 1), "luna_seq2seq_stream_open", "a stream of no source");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, source, NULL, 1, SOURCE, 0), "luna_seq2seq_stream_open", "a stream of no sequence");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, source, NULL, 1, SOURCE, INT64_MAX), "", "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, source, NULL, 1, SOURCE, 1), "a stream of no model");
-    CHECK(luna_translate(&t.model, &good, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "after what was refused: %s",
+    CHECK(luna_seq2seq_generate(&t.model, &good, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
     const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
     float empty = NAN;
-    CHECK(luna_translate(&t.model, &good, source, nothing, 1, SOURCE, out, &length, &score) == LUNA_OK && isfinite(score),
+    CHECK(luna_seq2seq_generate(&t.model, &good, source, nothing, 1, SOURCE, out, &length, &score) == LUNA_OK && isfinite(score),
           "a length of 0: %s", luna_error(t.ctx));
-    CHECK(luna_translate(&t.model, &good, source, NULL, 1, 0, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
+    CHECK(luna_seq2seq_generate(&t.model, &good, source, NULL, 1, 0, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score, luna_error(t.ctx));
     static const float odd[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 6; i++) { /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
       float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].fc1.weight->data[5];
       const float kept = *at;
       *at = odd[i % 3];
-      luna_search search = good;
+      luna_beam_config search = good;
       search.beam = 1 + i % 2;
-      const luna_status status = luna_translate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score);
+      const luna_status status = luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score);
       if (status == LUNA_OK)
         CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g", (double)score);
       else refused(t.ctx, true, "finite", "a weight of %g", (double)odd[i % 3]);
@@ -2309,7 +2309,7 @@ static luna_status open_bytes(opened *o, const bytes *file) {
   return luna_load_model_bytes(&o->model, o->params, file->at, file->size);
 }
 static bool comes_back(const opened *a, const opened *b) { /* the same kind, with the same logits bit for bit */
-  if (a->model.kind != b->model.kind || luna_params_size(a->params) != luna_params_size(b->params)) return false;
+  if (a->model.kind != b->model.kind || luna_params_tensor_count(a->params) != luna_params_tensor_count(b->params)) return false;
   const texts t = texts_make();
   luna_begin_inference(a->ctx), luna_begin_inference(b->ctx);
   luna_tensor *x = model_logits(&a->model, &t), *y = model_logits(&b->model, &t);
@@ -2355,15 +2355,15 @@ static void check_comes_back(luna_model_kind kind, int v) {
         model_names[kind], v);
   refused(b.ctx, luna_load_model_bytes(&b.model, b.params, file.at, file.size) == LUNA_BAD_ARGUMENT, "already",
           "%s %d: loading into a set that is not empty", model_names[kind], v);
-  CHECK(luna_params_size(b.params) == luna_params_size(a.params), "%s %d: a refused load took the set's parameters", model_names[kind], v);
+  CHECK(luna_params_tensor_count(b.params) == luna_params_tensor_count(a.params), "%s %d: a refused load took the set's parameters", model_names[kind], v);
   free(file.at), free(again.at);
   luna_close(a.ctx), luna_close(b.ctx);
 }
 /* what a file that is not loaded must leave: a sentence, an empty set, no memory */
 static void check_nothing_left(const opened *o, int64_t before, const char *what) {
-  CHECK(luna_error(o->ctx)[0] && luna_params_size(o->params) == 0 && luna_params_count(o->params) == 0 &&
+  CHECK(luna_error(o->ctx)[0] && luna_params_tensor_count(o->params) == 0 && luna_params_element_count(o->params) == 0 &&
             !luna_params_get(o->params, "luna.kind"),
-        "%s: refused with \"%s\", %d parameters left", what, luna_error(o->ctx), (int)luna_params_size(o->params));
+        "%s: refused with \"%s\", %d parameters left", what, luna_error(o->ctx), (int)luna_params_tensor_count(o->params));
   CHECK(heap_live - before <= 0, "%s: %lld bytes more than before stay in use", what, (long long)(heap_live - before));
 }
 /* a file of changed metadata: a model of all its tensors, or nothing at all; whether it was loaded */
@@ -2378,7 +2378,7 @@ static bool check_claim(const bytes *file, int64_t tensors, const char *what) {
   if (status != LUNA_OK) check_nothing_left(&o, before, what);
   else {
     bytes copy = saved(o.params);
-    CHECK(luna_params_size(o.params) == tensors, "%s: a model of %d tensors is loaded from %d", what, (int)luna_params_size(o.params),
+    CHECK(luna_params_tensor_count(o.params) == tensors, "%s: a model of %d tensors is loaded from %d", what, (int)luna_params_tensor_count(o.params),
           (int)tensors);
     const luna_status second = open_bytes(&again, &copy);
     CHECK(second == LUNA_OK && comes_back(&o, &again), "%s: it is loaded, but not what was saved of that: %s", what, luna_error(again.ctx));
@@ -2418,7 +2418,7 @@ static void check_claims(luna_model_kind kind, int v) {
       else snprintf(to, sizeof to, "\"removed\":\"%s\"", all.value[i]);
       snprintf(what, sizeof what, "%s %d with %s", model_names[kind], v, to);
       bytes wrong = edited(&file, from, to);
-      if (check_claim(&wrong, luna_params_size(o.params), what)) loaded++;
+      if (check_claim(&wrong, luna_params_tensor_count(o.params), what)) loaded++;
       else refusals++;
       free(wrong.at);
     }
@@ -2497,7 +2497,7 @@ static void check_matching(void) {
   bytes file = {NULL, 0, 0};
   luna_io io = {NULL, bytes_write, NULL, 0};
   told t;
-  luna_match match = {told_take, NULL, -1, -1, -1}, quiet = {NULL, NULL, -1, -1, -1};
+  luna_load_report match = {told_take, NULL, -1, -1, -1}, quiet = {NULL, NULL, -1, -1, -1};
   masked_config.vocab = config.vocab = VOCAB, masked_config.encoder = config.encoder = encoder_config(6);
   config.encoder.max_length = 20, config.pre_logits = 5;
   CHECK(luna_masked_lm_init(&masked_lm, from, &masked_config) == LUNA_OK && luna_classifier_init(&classifier, to, &config) == LUNA_OK &&
@@ -2511,14 +2511,14 @@ static void check_matching(void) {
     float *before = common_parameters(to), *at = before;
     t.count = 0;
     match.user = &t;
-    luna_match *m = way == 0 ? &match : way == 1 ? &quiet : NULL;
+    luna_load_report *m = way == 0 ? &match : way == 1 ? &quiet : NULL;
     CHECK(luna_load_matching_bytes(to, file.at, file.size, m) == LUNA_OK, "%s", luna_error(ctx));
     if (m)
-      CHECK(m->loaded == luna_params_size(to) - 4 && m->missing == 4 && m->unused == 5, "%d are loaded, %d left as they were, %d left out",
+      CHECK(m->loaded == luna_params_tensor_count(to) - 4 && m->missing == 4 && m->unused == 5, "%d are loaded, %d left as they were, %d left out",
             (int)m->loaded, (int)m->missing, (int)m->unused);
     for (int i = 0; i < LINES && way == 0; i++) CHECK(was_told(&t, lines[i]), "\"%s\" is not told", lines[i]);
     CHECK(way || t.count == LINES, "%d things are told, not %d", t.count, LINES);
-    for (int64_t i = 0; i < luna_params_size(to); i++) {
+    for (int64_t i = 0; i < luna_params_tensor_count(to); i++) {
       const char *name;
       const luna_tensor *p = luna_params_at(to, i, &name), *q = luna_params_find(from, name);
       const bool fits = q && luna_count(q) == luna_count(p);
@@ -2530,14 +2530,14 @@ static void check_matching(void) {
   }
   float *before = common_parameters(to), *after;
   refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, "luna_load_matching", "a file of which nothing fits");
-  CHECK(quiet.loaded == 0 && quiet.missing == luna_params_size(to) && quiet.unused == luna_params_size(lm_set),
+  CHECK(quiet.loaded == 0 && quiet.missing == luna_params_tensor_count(to) && quiet.unused == luna_params_tensor_count(lm_set),
         "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing, (int)quiet.unused);
   for (size_t cut = 0; cut < file.size; cut += 997)
     refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, "safetensors", "a file cut to %d bytes", (int)cut);
   refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
   CHECK(luna_load_matching_bytes(NULL, file.at, file.size, NULL) == LUNA_BAD_ARGUMENT, "no set");
   after = common_parameters(to);
-  CHECK(same_bits(before, after, luna_params_count(to)), "files that do not fit change parameters");
+  CHECK(same_bits(before, after, luna_params_element_count(to)), "files that do not fit change parameters");
   CHECK(luna_save(from, path.text) == LUNA_OK && luna_load_matching(to, path.text, &quiet) == LUNA_OK && quiet.missing == 4, "by path: %s",
         luna_error(ctx));
   free(before), free(after), free(file.at);

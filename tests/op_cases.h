@@ -65,7 +65,7 @@ static luna_tensor *in4(trial *t, int64_t a, int64_t b, int64_t c, int64_t d) { 
 
 /* parameters made so far become inputs too; call after the inputs */
 static void in_params(trial *t) {
-  for (int64_t i = 0; t->params && i < luna_params_size(t->params); i++) {
+  for (int64_t i = 0; t->params && i < luna_params_tensor_count(t->params); i++) {
     luna_tensor *p = luna_params_at(t->params, i, NULL);
     const bool matrix = p->rank > 1;
     trial_keep(t, p, luna_count(p), matrix ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5);
@@ -161,7 +161,7 @@ static void op_concat(trial *t, int v) {
   give(t, luna_concat(x, v == 3 ? 1 : 3, v == 3 ? 0 : v));
   if (v == 3) give(t, luna_concat(x + 1, 2, 2));
 }
-static void op_repeat(trial *t, int v) { give(t, luna_repeat(v ? in3(t, 2, 3, 4) : in1(t, 5), 3)); }
+static void op_repeat(trial *t, int v) { give(t, luna_expand(v ? in3(t, 2, 3, 4) : in1(t, 5), 3)); }
 
 /* ---- arithmetic ---- */
 static luna_tensor *op_partner(trial *t, int v) {
@@ -203,7 +203,7 @@ static void op_linear(trial *t, int v) {
 
 /* ---- maps and rows ---- */
 static void op_activate(trial *t, int v) {
-  static const luna_activation kinds[6] = {LUNA_NONE, LUNA_RELU, LUNA_GELU, LUNA_ELU1, LUNA_SOFTPLUS, LUNA_SOFTPLUS2};
+  static const luna_activation kinds[6] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2};
   luna_tensor *x = trial_input(t, 4, 2, 3, SIZE(8, 133), 1, 1);
   give(t, v < 6 ? luna_activate(x, kinds[v]) : v == 6 ? luna_relu(x) : v == 7 ? luna_gelu(x) : v == 8 ? luna_elu1(x) : luna_softplus(x));
 }
@@ -300,9 +300,9 @@ static void op_unpack(trial *t, int v) {
 }
 /* the residual: none, of its own, x itself, and x itself as an op's result, whose gradient is then made in place */
 static void op_feed_forward(trial *t, int v) {
-  static const luna_activation kinds[4] = {LUNA_NONE, LUNA_GELU, LUNA_RELU, LUNA_SOFTPLUS};
+  static const luna_activation kinds[4] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_SOFTPLUS};
   const int64_t n = v >= 8 ? SIZE(600, 1300) : SIZE(3, 70), d = SIZE(3, 21), f = SIZE(5, 37); /* 8: more rows than a block */
-  luna_feed_forward_config c = {LUNA_NONE, 0, 0, NULL, false};
+  luna_feed_forward_config c = {LUNA_ACTIVATION_NONE, 0, 0, NULL, false};
   luna_tensor *x = in3(t, 2, n, d), *w1 = in2(t, f, d), *w2 = in2(t, d, f), *b1 = v % 3 ? in1(t, f) : NULL, *b2 = v % 3 ? in1(t, d) : NULL;
   c.activation = kinds[v % 4];
   if (v % 2) c.activation_dropout = (float)0.25, c.dropout = (float)0.125;
@@ -315,7 +315,7 @@ static void op_feed_forward(trial *t, int v) {
 }
 static void op_causal_nested(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
-  static const luna_activation omega[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
+  static const luna_activation omega[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d), *s = in3(t, 2, n, h * l);
   give(t,
@@ -360,7 +360,7 @@ static void op_mask(trial *t, int v) {
 }
 static void op_ratio(trial *t, int v) {
   luna_tensor *x = v ? in2(t, SIZE(4, 60), SIZE(5, 33)) : in4(t, 2, 2, SIZE(3, 30), SIZE(4, 18));
-  give(t, luna_ratio(luna_activate(x, LUNA_SOFTPLUS))); /* away from division by 0 */
+  give(t, luna_ratio(luna_activate(x, LUNA_ACTIVATION_SOFTPLUS))); /* away from division by 0 */
 }
 static luna_tensor *op_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
   const int v = *(const int *)state;
@@ -380,7 +380,7 @@ static void op_recompute(trial *t, int v) { /* dropout or not; one result, two, 
 /* ---- layers ---- */
 static void op_linear_layer(trial *t, int v) {
   luna_linear_layer layer;
-  const luna_init init = {LUNA_XAVIER, 1};
+  const luna_init init = {LUNA_INIT_XAVIER, 1};
   (void)v;
   if (luna_linear_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(3, 33), SIZE(4, 17), init)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(2, 9), SIZE(3, 33));
@@ -398,7 +398,7 @@ static void op_norm_layer(trial *t, int v) {
 /* the four sharings, times plain and folded, times (self, all keys), (another context, lengths), (self, lengths, dropout) */
 static void op_nested_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
-  const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN;
+  const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED;
   const int what = v / 8;
   luna_nested_attention_layer layer;
   luna_nested_attention_config config = {0};
@@ -417,15 +417,15 @@ static void op_nested_layer(trial *t, int v) {
 }
 static void op_causal_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
-  static const luna_activation omega[3] = {LUNA_NONE, LUNA_SOFTPLUS, LUNA_ELU1};
+  static const luna_activation omega[3] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   luna_causal_attention_layer layer;
   luna_causal_attention_config config = {0};
   config.dim = SIZE(4, 48);
   config.heads = 2;
-  config.sharing = v % 2 ? LUNA_FULL : LUNA_TIED;
+  config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.omega = omega[(v / 2) % 3];
   config.dropout = v >= 9 ? (float)0.3 : 0;
-  if (luna_causal_attention_layer_init(&layer, trial_params(t, v >= 6 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), "", &config)) t->broken = true;
+  if (luna_causal_attention_layer_init(&layer, trial_params(t, v >= 6 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 131), config.dim);
   luna_tensor *p = v % 4 == 3 ? in2(t, SIZE(3, 9), config.dim) : in3(t, 2, SIZE(3, 9), config.dim);
   in_params(t);
@@ -437,8 +437,8 @@ static luna_layer_config op_layer_config(trial *t, int v) {
   config.heads = 2;
   config.pack_heads = v % 2 ? 4 : 0;
   config.ffn = SIZE(6, 50);
-  config.sharing = v % 4 >= 2 ? LUNA_FULL : LUNA_TIED;
-  config.activation = v % 2 ? LUNA_GELU : LUNA_NONE;
+  config.sharing = v % 4 >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  config.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
   config.pre_norm = v % 2 != 0;
   config.dropout = v >= 4 ? (float)0.1 : 0;
   config.attention_dropout = v >= 4 ? (float)0.2 : 0;
@@ -449,7 +449,7 @@ static void op_encoder_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
   luna_encoder_layer layer;
   const luna_layer_config config = op_layer_config(t, v);
-  if (luna_encoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), "layers.0.", &config)) t->broken = true;
+  if (luna_encoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "layers.0.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim);
   in_params(t);
   give(t, luna_encoder_layer_forward(&layer, x, &p, v % 4 == 1 ? lengths : NULL));
@@ -459,7 +459,7 @@ static void op_decoder_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 6};
   luna_decoder_layer layer;
   const luna_layer_config config = op_layer_config(t, v);
-  if (luna_decoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), "layers.0.", &config)) t->broken = true;
+  if (luna_decoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "layers.0.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 70), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim),
               *context = in3(t, 2, SIZE(7, 41), config.dim);
   in_params(t);
@@ -470,7 +470,7 @@ static void op_causal_layer(trial *t, int v) {
   luna_causal_layer layer;
   luna_layer_config config = op_layer_config(t, v);
   config.convolution = v % 3 ? 4 : 0;
-  config.omega = v % 2 ? LUNA_ELU1 : LUNA_NONE;
+  config.omega = v % 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_NONE;
   if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
   in_params(t);
@@ -489,7 +489,7 @@ static void op_attention_layer(trial *t, int v) {
   config.linformer.k = SIZE(3, 12);
   config.linformer.k_last_head = v % 3 == 0 ? SIZE(2, 7) : 0;
   config.linformer.max_length = SIZE(8, 50);
-  config.linformer.sharing = v % 2 ? LUNA_HEADWISE : LUNA_KEY_VALUE;
+  config.linformer.sharing = v % 2 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_KEY_VALUE;
   config.linformer.projection = (luna_linformer_projection)(v % 4);
   if (luna_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "attn.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *context = v % 5 == 4 ? in3(t, 2, SIZE(7, 41), config.dim) : NULL;
@@ -508,10 +508,10 @@ static luna_encoder_config op_encoder_config(trial *t, int v) {
   config.norm_embedding = v % 2 != 0;
   config.tied_layers = v == 4;
   config.own_memory = v == 5;
-  config.layer.activation = v % 2 ? LUNA_GELU : LUNA_NONE;
+  config.layer.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
   config.layer.pre_norm = v == 3 || v == 2;
   config.layer.dropout = v == 1 ? (float)0.1 : 0;
-  config.layer.recompute = (luna_recomputing)(v % 3);
+  config.layer.recompute = (luna_recompute_kind)(v % 3);
   return config;
 }
 static const int32_t op_tokens[18] = {3, 0, 6, 6, 1, 5, 2, 3, 4, 2, 2, 1, 0, 6, 5, 3, 3, 1};
@@ -526,14 +526,14 @@ static void op_classifier(trial *t, int v) {
   config.encoder.layer.attention = v >= 6 ? (luna_attention_kind)(v - 5) : LUNA_ATTENTION_LUNA;
   config.encoder.layer.linformer.k = 4;
   config.encoder.layer.linformer.k_last_layer = 3;
-  config.encoder.layer.linformer.sharing = LUNA_LAYERWISE;
-  config.pooling = v < 5 ? (luna_pooling)v : LUNA_POOL_DEFAULT;
+  config.encoder.layer.linformer.sharing = LUNA_LINFORMER_SHARING_LAYERWISE;
+  config.pooling = v < 5 ? (luna_pooling)v : LUNA_POOLING_DEFAULT;
   config.pre_logits = v % 2 ? 5 : 0;
   config.pair = v == 2 || v == 7;
   if (luna_classifier_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1); /* begins the step; a model has no input but its parameters */
   in_params(t);
-  give(t, config.pair ? luna_classify_pair(&model, op_tokens, op_lengths, 9, op_tokens, NULL, 5, 2) : luna_classify(&model, op_tokens, v % 4 ? op_lengths : NULL, 2, 9));
+  give(t, config.pair ? luna_classifier_forward_pair(&model, op_tokens, op_lengths, 9, op_tokens, NULL, 5, 2) : luna_classifier_forward(&model, op_tokens, v % 4 ? op_lengths : NULL, 2, 9));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_masked_lm(trial *t, int v) {
@@ -559,7 +559,7 @@ static void op_seq2seq(trial *t, int v) {
   config.separate_output = v == 2;
   config.decoder_layers = v == 3 ? 1 : 0;
   config.encoder = op_encoder_config(t, v);
-  if (luna_seq2seq_init(&model, trial_params(t, v % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_PLAIN), &config)) t->broken = true;
+  if (luna_seq2seq_init(&model, trial_params(t, v % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), &config)) t->broken = true;
   in1(t, 1);
   in_params(t);
   give(t, luna_seq2seq_forward(&model, op_tokens, op_lengths, 9, target, v % 2 ? target_lengths : NULL, 6, 2));
@@ -573,7 +573,7 @@ static void op_lm_other(trial *t, int v) {
   config.layer = op_layer_config(t, v);
   config.layer.attention = v % 2 ? LUNA_ATTENTION_LINEAR : LUNA_ATTENTION_SOFTMAX;
   config.layer.recompute = v >= 2 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_FFN;
-  config.positions = v % 2 ? LUNA_LEARNED : LUNA_SINUSOIDAL;
+  config.positions = v % 2 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   config.max_length = 10;
   if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1);

@@ -55,7 +55,7 @@ static void check_composed(const op_case *c, int variant) {
   char what[128];
   memset(&fused, 0, sizeof fused);
   memset(&composed, 0, sizeof composed);
-  tier1.row[LUNA_ROW_PACK].forward = tier1.row[LUNA_ROW_UNPACK].forward = tier1.row[LUNA_ROW_CAUSAL_LUNA].forward = tier1.row[LUNA_ROW_FEED_FORWARD].forward =
+  tier1.op[LUNA_OP_PACK].forward = tier1.op[LUNA_OP_UNPACK].forward = tier1.op[LUNA_OP_CAUSAL_LUNA].forward = tier1.op[LUNA_OP_FEED_FORWARD].forward =
     NULL;
   fused.big = composed.big = true;
   composed.options.backend = &tier1;
@@ -91,7 +91,7 @@ static void check_forms(void) {
     char what[64];
     memset(&plain, 0, sizeof plain);
     memset(&folded, 0, sizeof folded);
-    plain.options.form = LUNA_FORM_PLAIN;
+    plain.options.form = LUNA_FORM_UNFOLDED;
     folded.options.form = LUNA_FORM_FOLDED;
     snprintf(what, sizeof what, "%s, variant %d", c.name, v);
     if (CHECK(trial_run(&plain, &c, v, true), "%s: %s", what, plain.error) &&
@@ -105,11 +105,11 @@ static void check_forms(void) {
 /* ---- values against loops in double ---- */
 static double naive_activation(luna_activation kind, double x) {
   switch (kind) {
-    case LUNA_RELU: return x > 0 ? x : 0;
-    case LUNA_GELU: return 0.5 * x * (1 + erf(x / sqrt(2.0)));
-    case LUNA_ELU1: return x > 0 ? x + 1 : exp(x);
-    case LUNA_SOFTPLUS: return (x > 0 ? x : 0) + log1p(exp(-fabs(x)));
-    case LUNA_SOFTPLUS2: return (x > 0 ? x : 0) + log1p(exp2(-fabs(x))) / log(2.0);
+    case LUNA_ACTIVATION_RELU: return x > 0 ? x : 0;
+    case LUNA_ACTIVATION_GELU: return 0.5 * x * (1 + erf(x / sqrt(2.0)));
+    case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : exp(x);
+    case LUNA_ACTIVATION_SOFTPLUS: return (x > 0 ? x : 0) + log1p(exp(-fabs(x)));
+    case LUNA_ACTIVATION_SOFTPLUS2: return (x > 0 ? x : 0) + log1p(exp2(-fabs(x))) / log(2.0);
     default: return x;
   }
 }
@@ -198,7 +198,7 @@ static void expect(luna_ctx *ctx, const char *what, const luna_tensor *t, const 
 }
 
 static void check_values_maps(luna_ctx *ctx) {
-  static const luna_activation kinds[6] = {LUNA_NONE, LUNA_RELU, LUNA_GELU, LUNA_ELU1, LUNA_SOFTPLUS, LUNA_SOFTPLUS2};
+  static const luna_activation kinds[6] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2};
   const int64_t n = 2001;
   float *x = common_random(n, 1, 1), *y = common_floats(n);
   for (int64_t i = 0; i < n; i++) x[i] = x[i] * (i % 3 == 0 ? 90.0f : i % 3 == 1 ? 8.0f : 1e-3f);
@@ -213,7 +213,7 @@ static void check_values_maps(luna_ctx *ctx) {
       y[i] = (float)expected;
     }
     expect(ctx, "activation", a, y, n);
-    CHECK(worst < 2e-5 || kinds[k] == LUNA_GELU, "activation %d (%s) is off by %.3g relative", (int)kinds[k], values_isa, worst);
+    CHECK(worst < 2e-5 || kinds[k] == LUNA_ACTIVATION_GELU, "activation %d (%s) is off by %.3g relative", (int)kinds[k], values_isa, worst);
   }
   free(x);
   free(y);
@@ -353,7 +353,7 @@ static void check_values_causal(luna_ctx *ctx) {
               *ts = luna_tensor_new(ctx, s, 3, ss);
   naive_causal(B, N, H, D, L, q, k, s, u);
   expect(ctx, "causal product", luna_causal_product(tq, tk, ts, H), u, sn);
-  static const luna_activation omegas[3] = {LUNA_SOFTPLUS2, LUNA_SOFTPLUS, LUNA_ELU1};
+  static const luna_activation omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   static const int32_t lengths[B] = {3, 50};
   for (int o = 0; o < 3; o++) {
     for (int64_t i = 0; i < sn; i++) a[i] = (float)naive_activation(omegas[o], (double)s[i]);
@@ -393,7 +393,7 @@ static void check_values_shapes(luna_ctx *ctx) {
   pair[0] = pair[1] = t;
   expect(ctx, "concat", luna_concat(pair, 2, 1), y, 48);
   for (int i = 0; i < 72; i++) y[i] = x[i % 24];
-  expect(ctx, "repeat", luna_repeat(t, 3), y, 72);
+  expect(ctx, "repeat", luna_expand(t, 3), y, 72);
   for (int i = 0; i < 8; i++) y[i] = x[i / 4 * 12 + i % 4] + x[i / 4 * 12 + 4 + i % 4] + x[i / 4 * 12 + 8 + i % 4];
   expect(ctx, "sum", luna_sum(t, 1), y, 8);
   for (int i = 0; i < 8; i++) y[i] /= 3;
@@ -556,7 +556,7 @@ static void check_views(void) {
   CHECK(column->data != x->data + 2 && !column->base && column->data[1] == x->data[6], "a slice of axis 1 is not a copy of the column");
   CHECK(cube->rank == 3 && cube->shape[0] == 2 && cube->shape[1] == 3 && cube->shape[2] == 4 && cube->shape[3] == 1,
         "reshape with -1 gives [%lld,%lld,%lld]", (long long)cube->shape[0], (long long)cube->shape[1], (long long)cube->shape[2]);
-  CHECK(luna_count(NULL) == 0 && luna_count(x) == 24 && x->rank == 2 && x->shape[2] == 1 && x->dtype == LUNA_F32 && x->ctx == ctx,
+  CHECK(luna_count(NULL) == 0 && luna_count(x) == 24 && x->rank == 2 && x->shape[2] == 1 && x->dtype == LUNA_DTYPE_F32 && x->ctx == ctx,
         "a tensor's fields are wrong");
   CHECK(luna_slice(x, 0, 6, 0) && luna_count(luna_slice(x, 0, 0, 0)) == 0, "an empty slice: %s", luna_error(ctx));
   luna_tensor *loss = luna_add(common_loss(inner, 1), common_loss(luna_reshape(cube, 2, shape), 2));
@@ -585,8 +585,8 @@ static void check_items(void) {
         (double)luna_item(a), (double)luna_item(scalar));
   CHECK(luna_read(b, out) == LUNA_OK && out[1] == 2 && luna_read(zeros, out) == LUNA_OK && out[0] == 0 && out[1] == 0,
         "luna_read does not read");
-  CHECK(luna_state(ctx) == LUNA_OK, "reading is an error: %s", luna_error(ctx));
-  CHECK(isnan(luna_item(b)) && luna_state(ctx) != LUNA_OK, "luna_item of two elements is no error");
+  CHECK(luna_ctx_status(ctx) == LUNA_OK, "reading is an error: %s", luna_error(ctx));
+  CHECK(isnan(luna_item(b)) && luna_ctx_status(ctx) != LUNA_OK, "luna_item of two elements is no error");
   CHECK(isnan(luna_item(NULL)) && luna_read(NULL, out) != LUNA_OK && luna_read(b, NULL) != LUNA_OK, "null can be read");
   luna_begin_inference(ctx);
   b = luna_tensor_new(ctx, pair, 1, &two);
@@ -623,14 +623,14 @@ static void refusal_log(void *user, luna_status status, const char *sentence) {
 static void refused(luna_ctx *ctx, const void *result, const char *function, const char *size, const char *call) {
   const char *said = luna_error(ctx);
   CHECK(!result, "%s gives a tensor", call);
-  CHECK(luna_state(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call, luna_status_text(luna_state(ctx)));
+  CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call, luna_status_text(luna_ctx_status(ctx)));
   CHECK(strstr(said, function) && strstr(said, size), "%s says \"%s\", without %s or %s", call, said, function, size);
 }
 #define REFUSED(call, function, size) (luna_begin_step(ctx), refused(ctx, call, function, size, #call))
 
 static luna_tensor *refusal_param(luna_params *params, const char *name, int64_t a, int64_t b, int64_t c) {
   const int64_t shape[3] = {a, b, c};
-  const luna_init init = {LUNA_NORMAL, 1};
+  const luna_init init = {LUNA_INIT_NORMAL, 1};
   return luna_param(params, name, c ? 3 : b ? 2 : 1, shape, init);
 }
 
@@ -657,8 +657,8 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_concat(many, 9, 0), "luna_concat", "9");
   CHECK(!luna_concat(many, 0, 0) && !luna_concat(NULL, 2, 0), "concat of nothing");
   REFUSED(luna_concat(many + 2, 2, 2), "luna_concat", "2");
-  REFUSED(luna_repeat(a, -3), "luna_repeat", "-3");
-  REFUSED(luna_repeat(a, (int64_t)1 << 60), "luna_repeat", "");
+  REFUSED(luna_expand(a, -3), "luna_expand", "-3");
+  REFUSED(luna_expand(a, (int64_t)1 << 60), "luna_expand", "");
   REFUSED(luna_add(a, b), "luna_add", "43");
   REFUSED(luna_add(v, a), "luna_add", "53");
   REFUSED(luna_mul(a, v), "luna_mul", "53");
@@ -674,8 +674,8 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new", "5");
   REFUSED(luna_tensor_new(ctx, NULL, 2, negative), "luna_tensor_new", "");
   REFUSED(luna_tensor_new(ctx, NULL, 2, huge), "luna_tensor_new", "");
-  REFUSED(luna_param(params, "p", 2, huge, (luna_init){LUNA_ZEROS, 0}), "luna_param", "p");
-  REFUSED(luna_param(params, "a", 1, wrong, (luna_init){LUNA_ZEROS, 0}), "luna_param", "a");
+  REFUSED(luna_param(params, "p", 2, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "p");
+  REFUSED(luna_param(params, "a", 1, wrong, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "a");
 }
 
 static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
@@ -747,9 +747,9 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_pack(q, cube, NULL, 2, NULL), "luna_pack", "");
   REFUSED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), "luna_unpack", "41");
   REFUSED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), "luna_feed_forward", "hidden");
-  REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "41");
-  REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "5");
-  REFUSED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_GELU, NULL, 0), "luna_causal_nested_attention", "");
+  REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "41");
+  REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "5");
+  REFUSED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_ACTIVATION_GELU, NULL, 0), "luna_causal_nested_attention", "");
   REFUSED(luna_layer_norm(cube, d, a), "luna_layer_norm", "37");
 }
 
@@ -760,7 +760,7 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   luna_nested_attention_config config = {0};
   luna_layer_config layer = {0};
   luna_lm_config model = {0};
-  const int64_t size = luna_params_size(params);
+  const int64_t size = luna_params_tensor_count(params);
   config.dim = 36;
   config.heads = 5;
   luna_begin_step(ctx);
@@ -784,7 +784,7 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   model.vocab = -1;
   luna_begin_step(ctx);
   CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_error(ctx)[0], "a vocabulary of -1: \"%s\"", luna_error(ctx));
-  CHECK(luna_params_size(params) == size, "refused layers left %lld parameters in the set", (long long)(luna_params_size(params) - size));
+  CHECK(luna_params_tensor_count(params) == size, "refused layers left %lld parameters in the set", (long long)(luna_params_tensor_count(params) - size));
   config.pack_heads = 0; /* the first refusal stays until the same init succeeds */
   CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) == LUNA_OK, "%s", luna_error(ctx));
 }
@@ -802,7 +802,7 @@ static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_reshape(a, 2, NULL), "luna_reshape", "shape");
   REFUSED(luna_add(a, NULL), "luna_add", "second");
   REFUSED(luna_unpack(x, k, bias, NULL, NULL, NULL, 0), "luna_unpack", "v is null");
-  REFUSED(luna_causal_nested_attention(x, x, x, NULL, 4, LUNA_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "s is null");
+  REFUSED(luna_causal_nested_attention(x, x, x, NULL, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "s is null");
   REFUSED(luna_encoder_layer_forward(&layer, x, &none, NULL), "luna_encoder_layer_forward", "p is null");
   luna_begin_step(ctx);
   CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && strstr(luna_error(ctx), "luna_params_set"), "\"%s\"", luna_error(ctx));
@@ -815,7 +815,7 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b");
   char first[400];
   luna_begin_step(ctx);
-  CHECK(luna_state(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin leaves \"%s\"", luna_error(ctx));
+  CHECK(luna_ctx_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin leaves \"%s\"", luna_error(ctx));
   const int before = r->logged;
   luna_tensor *bad = luna_add(a, b);
   snprintf(first, sizeof first, "%s", luna_error(ctx));
@@ -829,8 +829,8 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   CHECK(strcmp(first, luna_error(ctx)) == 0 && r->logged == before + 2, "ops on null speak: \"%s\"", luna_error(ctx));
   CHECK(luna_backward(bad) != LUNA_OK, "backward of null");
   luna_tensor *fine = luna_gelu(a);
-  CHECK(fine || luna_state(ctx) != LUNA_OK, "state");
-  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_state(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin does not clear \"%s\"",
+  CHECK(fine || luna_ctx_status(ctx) != LUNA_OK, "state");
+  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin does not clear \"%s\"",
         luna_error(ctx));
   CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "37"), "backward of [37,41]: \"%s\"", luna_error(ctx));
   luna_begin_inference(ctx);
@@ -839,7 +839,7 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_ctx *other = open_plain(LUNA_ISA_BEST);
   luna_begin_step(other);
   luna_tensor *foreign = common_tensor(other, 1, 37, 41, 0, 0), *own = (luna_begin_step(ctx), common_tensor(ctx, 1, 37, 41, 0, 0));
-  CHECK(!luna_add(own, foreign) && luna_state(ctx) == LUNA_BAD_ARGUMENT, "tensors of two contexts add up");
+  CHECK(!luna_add(own, foreign) && luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "tensors of two contexts add up");
   luna_close(other);
 }
 
@@ -863,7 +863,7 @@ static void check_refusals(void) {
   CHECK(!luna_open(&bad), "-1 threads");
   luna_close(NULL);
   for (int i = 0; i <= LUNA_UNSUPPORTED; i++) CHECK(luna_status_text((luna_status)i)[0], "status %d has no text", i);
-  for (int i = 0; i < LUNA_ROWS; i++) CHECK(luna_row_name((luna_row_id)i)[0], "row %d has no name", i);
+  for (int i = 0; i < LUNA_OP_COUNT; i++) CHECK(luna_op_name((luna_op_kind)i)[0], "row %d has no name", i);
 }
 
 /* ---- the calls without a context ---- */
@@ -901,7 +901,7 @@ static void check_gemm(luna_isa isa) {
       g.b_batch = LUNA_SHARED;
       g.alpha = v >= 12 ? 0.5f : 0;
       g.bias = v & 4 ? bias : NULL;
-      g.activation = v & 8 ? LUNA_GELU : LUNA_NONE;
+      g.activation = v & 8 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
       g.accumulate = v >= 12;
       g.run.isa = isa;
       run_share(&g.run, v % 3);

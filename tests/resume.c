@@ -104,9 +104,9 @@ static luna_optimizer *optimizer_open(luna_params *params, int kind, float momen
   adam.lr = 0.01f, apollo.lr = 0.2f;
   sgd.weight_decay = adam.weight_decay = apollo.weight_decay = 0.1f;
   sgd.clip = adam.clip = apollo.clip = 0.5f;
-  sgd.schedule.decay = LUNA_COSINE, sgd.schedule.warmup = 3, sgd.schedule.total = 2 * STEPS, sgd.schedule.warmup_from = 0.1f;
+  sgd.schedule.decay = LUNA_DECAY_COSINE, sgd.schedule.warmup = 3, sgd.schedule.total = 2 * STEPS, sgd.schedule.warmup_from = 0.1f;
   adam.schedule = apollo.schedule = sgd.schedule;
-  return kind == LUNA_SGD ? luna_sgd(params, &sgd) : kind == LUNA_ADAM ? luna_adam(params, &adam) : kind == LUNA_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
+  return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, &adam) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
 }
 static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threads) {
   const luna_group group = {NULL, 1, 0.5f, 0, false};
@@ -136,7 +136,7 @@ static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threa
 static luna_tensor *run_logits(const run *r, int step) {
   int32_t *tokens = common_tokens(BATCH * N, (uint64_t)step, VOCAB), lengths[BATCH];
   for (int b = 0; b < BATCH; b++) lengths[b] = 2 + (5 * b + step) % (N - 2);
-  luna_tensor *logits = r->classifies ? luna_classify(&r->classifier, tokens, lengths, BATCH, N) : luna_lm_forward(&r->lm, tokens, BATCH, N);
+  luna_tensor *logits = r->classifies ? luna_classifier_forward(&r->classifier, tokens, lengths, BATCH, N) : luna_lm_forward(&r->lm, tokens, BATCH, N);
   free(tokens);
   return logits;
 }
@@ -209,7 +209,7 @@ static void check_plain(bool classifies) {
   run r;
   luna_model model;
   float *expected = common_floats(BATCH * N * VOCAB), *got = common_floats(BATCH * N * VOCAB);
-  run_open(&r, classifies, LUNA_ADAMW, 5, 1);
+  run_open(&r, classifies, LUNA_OPTIMIZER_ADAMW, 5, 1);
   for (int step = 1; step <= 3; step++) run_step(&r, step);
   buffer plain = saved_params(r.params), training = saved(r.optimizer);
   luna_begin_inference(r.ctx);
@@ -236,7 +236,7 @@ static void check_plain(bool classifies) {
     luna_close(other.ctx);
   }
   run set; /* and into a set that is there already */
-  run_open(&set, classifies, LUNA_SGD, 9, 1);
+  run_open(&set, classifies, LUNA_OPTIMIZER_SGD, 9, 1);
   CHECK(luna_load(set.params, path) == LUNA_OK, "luna_load: %s", luna_error(set.ctx));
   buffer again = saved_params(set.params);
   CHECK(same(&again, &plain), "a training file loaded by luna_load makes another checkpoint");
@@ -253,7 +253,7 @@ typedef struct small {
 } small;
 /* two parameters, and an optimiser that has made two steps */
 static void small_open(small *s, int kind, float momentum, uint64_t seed) {
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   luna_options options = {0};
   options.seed = seed, options.threads = 1;
   s->ctx = luna_open(&options), s->params = luna_params_open(s->ctx);
@@ -331,18 +331,18 @@ static const struct {
 };
 static void check_refusals(void) {
   small from, to;
-  small_open(&from, LUNA_ADAMW, 0, 3);
+  small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(from.optimizer, 0);
   const buffer file = saved(from.optimizer), plain = saved_params(from.params);
-  for (int kind = LUNA_SGD; kind <= LUNA_APOLLO; kind++) {
+  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) {
     small_open(&to, kind, 0.9f, 8);
-    if (kind != LUNA_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, "kind", "another kind of optimiser");
+    if (kind != LUNA_OPTIMIZER_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, "kind", "another kind of optimiser");
     small_refuses(&to, plain.at, plain.size, LUNA_BAD_FILE, "luna.optimizer", "a checkpoint of a model alone");
     small_refuses(&to, "", 0, LUNA_BAD_FILE, "not a safetensors", "an empty file");
     small_refuses(&to, NULL, 0, LUNA_BAD_FILE, "not a safetensors", "no file");
     luna_close(to.ctx);
   }
-  small_open(&to, LUNA_ADAMW, 0, 8);
+  small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
   for (size_t i = 0; i < sizeof claims / sizeof claims[0]; i++) {
     const buffer wrong = edited(&file, claims[i].from, claims[i].to);
     small_refuses(&to, wrong.at, wrong.size, claims[i].status, claims[i].part, claims[i].to);
@@ -365,7 +365,7 @@ static void check_refusals(void) {
   /* of one kind, but of another number of moments */
   for (int moving = 0; moving < 2; moving++) {
     small other;
-    small_open(&to, LUNA_SGD, moving ? 0.9f : 0, 8), small_open(&other, LUNA_SGD, moving ? 0 : 0.9f, 3);
+    small_open(&to, LUNA_OPTIMIZER_SGD, moving ? 0.9f : 0, 8), small_open(&other, LUNA_OPTIMIZER_SGD, moving ? 0 : 0.9f, 3);
     const buffer sgd = saved(other.optimizer);
     small_refuses(&to, sgd.at, sgd.size, LUNA_MISMATCH, "moments", "SGD with momentum and without");
     free(sgd.at);
@@ -376,7 +376,7 @@ static void check_refusals(void) {
 }
 static void check_borrowed(void) { /* a set that has been borrowed since */
   small from, to;
-  small_open(&from, LUNA_ADAMW, 0, 3), small_open(&to, LUNA_ADAMW, 0, 8);
+  small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3), small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
   const buffer file = saved(from.optimizer), plain = saved_params(from.params);
   CHECK(luna_load_borrowed(to.params, plain.at, plain.size) == LUNA_OK, "%s", luna_error(to.ctx));
   const buffer copy = saved_params(to.params);
@@ -397,7 +397,7 @@ static luna_tensor *fixed_loss(const luna_params *params) {
 static void fixed_open(small *s) {
   luna_options options = {0};
   luna_adamw_config config = {0};
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   options.isa = LUNA_ISA_SCALAR, options.threads = 1, options.seed = 11; /* two roundings, no FMA: the same bits on every machine */
   config.lr = 0.5f, config.weight_decay = 0.1f;
   s->ctx = luna_open(&options), s->params = luna_params_open(s->ctx);
@@ -440,7 +440,7 @@ static void check_fixed(void) {
 static void check_failed_saves(void) {
   small s;
   char below[400];
-  small_open(&s, LUNA_APOLLO, 0, 3);
+  small_open(&s, LUNA_OPTIMIZER_APOLLO, 0, 3);
   const buffer file = saved(s.optimizer);
   for (size_t limit = 0; limit < file.size; limit++) {
     buffer half = {NULL, 0, 0, limit};
@@ -480,7 +480,7 @@ static int save_limited(const luna_optimizer *optimizer, size_t limit, bool kill
 }
 static void check_killed_saves(void) {
   run r, again;
-  run_open(&r, true, LUNA_ADAMW, 5, 1);
+  run_open(&r, true, LUNA_OPTIMIZER_ADAMW, 5, 1);
   run_step(&r, 1);
   CHECK(luna_save_training(r.optimizer, path) == LUNA_OK, "%s", luna_error(r.ctx));
   const buffer old = saved(r.optimizer);
@@ -491,7 +491,7 @@ static void check_killed_saves(void) {
     CHECK(status == LUNA_CANNOT_WRITE && holds(path, &old) && leftovers() == 0, "a disk that is full after %d bytes: status %d", (int)limit, status);
     status = save_limited(r.optimizer, limit, true);
     CHECK(status == -SIGXFSZ && holds(path, &old) && leftovers() == 1, "killed after %d bytes: status %d", (int)limit, status);
-    run_open(&again, true, LUNA_ADAMW, 9, 1);
+    run_open(&again, true, LUNA_OPTIMIZER_ADAMW, 9, 1);
     CHECK(luna_load_training(again.optimizer, path) == LUNA_OK && unchanged(again.optimizer, &old), "killed after %d bytes: the old file does not load: %s", (int)limit, luna_error(again.ctx));
     luna_close(again.ctx);
   }
@@ -506,13 +506,13 @@ static void check_pitfalls(void) {
   small s, other;
   luna_options options = {0};
   /* a pair with the name of one of luna.h's own: refused, or the file still loads */
-  small_open(&s, LUNA_ADAMW, 0, 3);
+  small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_params_set(s.params, "luna.step", "7");
   buffer file = saved(s.optimizer);
   CHECK(luna_load_training_bytes(s.optimizer, file.at, file.size) == LUNA_OK, "a pair luna.step makes a file that does not load: %s", luna_error(s.ctx));
   free(file.at);
   /* gradients and a NaN that wait when a run is loaded are not the run's */
-  small_open(&other, LUNA_ADAMW, 0, 3);
+  small_open(&other, LUNA_OPTIMIZER_ADAMW, 0, 3);
   file = saved(other.optimizer);
   for (int bad = 0; bad < 2; bad++) {
     luna_begin_step(s.ctx);
@@ -532,7 +532,7 @@ static void check_pitfalls(void) {
   }
   luna_close(s.ctx), luna_close(other.ctx);
   /* a rate that can be set can be loaded */
-  small_open(&s, LUNA_ADAMW, 0, 3);
+  small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(s.optimizer, INFINITY);
   buffer rate = saved(s.optimizer);
   CHECK(luna_load_training_bytes(s.optimizer, rate.at, rate.size) == LUNA_OK, "a learning rate that can be set makes a file that does not load: %s", luna_error(s.ctx));
@@ -543,9 +543,9 @@ static void check_pitfalls(void) {
   if (old) fclose(old);
   options.measure = true;
   s.ctx = luna_open(&options), s.params = luna_params_open(s.ctx);
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   luna_param(s.params, "first", 2, matrix, normal);
-  s.optimizer = optimizer_open(s.params, LUNA_ADAMW, 0);
+  s.optimizer = optimizer_open(s.params, LUNA_OPTIMIZER_ADAMW, 0);
   CHECK(luna_save(s.params, path) == LUNA_OK && holds(path, &file), "luna_save in a context that measures overwrites the file");
   old = fopen(path, "wb");
   if (old) fwrite(file.at, 1, file.size, old), fclose(old);
@@ -561,7 +561,7 @@ int main(int argc, char **argv) {
   }
   paths_open();
   check_fixed();
-  for (int kind = LUNA_SGD; kind <= LUNA_APOLLO; kind++) check_resume(false, kind), check_resume(true, kind);
+  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_resume(false, kind), check_resume(true, kind);
   check_plain(false), check_plain(true);
   check_refusals();
   if (common_little_endian()) check_borrowed();

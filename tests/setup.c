@@ -106,7 +106,7 @@ static bool bytes_write(void *user, const void *more, size_t size) {
 /* bad: 0, or one of two ways to be refused; no_config: null for a config, or for the file */
 static luna_status init(made_kind kind, made *m, luna_params *params, int bad, bool no_config) {
   const int64_t heads = bad == 1 ? 3 : 2, dim = bad == 2 ? -1 : DIM;
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   luna_nested_attention_config nested = {.dim = dim, .heads = heads};
   luna_causal_attention_config causal = {.dim = dim, .heads = heads};
   luna_attention_layer_config attention = {
@@ -120,7 +120,7 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
                                  .heads = heads,
                                  .ffn = 12,
                                  .memory = SLOTS,
-                                 .positions = LUNA_LEARNED,
+                                 .positions = LUNA_POSITIONS_LEARNED,
                                  .max_length = N,
                                  .layer = {.pre_norm = true}};
   luna_lm_config lm = {.vocab = bad == 2 ? -1 : VOCAB,
@@ -190,12 +190,12 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case LM_PATH:
     case LM: return luna_lm_forward(m ? &m->lm : NULL, tokens, BATCH, N);
     case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, tokens, lengths, BATCH, N, NULL);
-    case PAIR: return luna_classify_pair(m ? &m->classifier : NULL, tokens, lengths, N, tokens + 1, lengths, N, BATCH);
+    case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, tokens, lengths, N, tokens + 1, lengths, N, BATCH);
     case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, tokens, lengths, BATCH, N);
     case SEQ2SEQ:
       return luna_seq2seq_forward(m ? &m->seq2seq : NULL, tokens, lengths, N, tokens + 1, lengths, N - 1, BATCH);
-    case CLASSIFIER: return luna_classify(m ? &m->classifier : NULL, tokens, lengths, BATCH, N);
-    default: return luna_classify(m ? &m->model.classifier : NULL, tokens, lengths, BATCH, N);
+    case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, tokens, lengths, BATCH, N);
+    default: return luna_classifier_forward(m ? &m->model.classifier : NULL, tokens, lengths, BATCH, N);
   }
 }
 static bool is_zero(const made *m, made_kind kind) {
@@ -248,15 +248,15 @@ static void check_refused(made_kind kind, int bad) {
   memset(&m, 0xA5, sizeof m);
   luna_status status = init(kind, &m, params, bad, false);
   CHECK(status != LUNA_OK && luna_error(ctx)[0], "%s, bad %d, is taken", kind_names[kind], bad);
-  CHECK(is_zero(&m, kind) && luna_params_size(params) == 0, "%s, bad %d, leaves something behind", kind_names[kind],
+  CHECK(is_zero(&m, kind) && luna_params_tensor_count(params) == 0, "%s, bad %d, leaves something behind", kind_names[kind],
         bad);
   snprintf(sentence, sizeof sentence, "%s", luna_error(ctx));
   luna_optimizer *adam = luna_adamw(params, NULL);
-  CHECK(loop(kind, &m, ctx, adam, 3, &last) == status && luna_state(ctx) == status &&
+  CHECK(loop(kind, &m, ctx, adam, 3, &last) == status && luna_ctx_status(ctx) == status &&
             strcmp(luna_error(ctx), sentence) == 0,
         "%s, bad %d: after the loop luna_error says \"%s\", not \"%s\"", kind_names[kind], bad, luna_error(ctx),
         sentence);
-  CHECK(luna_begin_step(ctx) == status && luna_begin_inference(ctx) == status && luna_state(ctx) == status,
+  CHECK(luna_begin_step(ctx) == status && luna_begin_inference(ctx) == status && luna_ctx_status(ctx) == status,
         "%s, bad %d: a begin does not report it", kind_names[kind], bad);
   CHECK(!forward(kind, &m, ctx) && !forward(kind, NULL, ctx), "%s, bad %d, goes forward", kind_names[kind], bad);
   CHECK(init(kind, &m, params, 3 - bad, false) != LUNA_OK && !luna_stream_open(kind == LM ? &m.lm : NULL, NULL),
@@ -290,7 +290,7 @@ static void check_nulls(made_kind kind) {
   memset(&m, 0, sizeof m);
   for (int i = 0; i < 2; i++) {
     luna_begin_step(ctx);
-    CHECK(!forward(kind, i ? &m : NULL, ctx) && (is_model[kind] || luna_state(ctx) == LUNA_BAD_ARGUMENT),
+    CHECK(!forward(kind, i ? &m : NULL, ctx) && (is_model[kind] || luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT),
           "%s: %s goes forward", kind_names[kind], i ? "a zeroed struct" : "null");
   }
   luna_optimizer *sgd =
@@ -314,23 +314,23 @@ static void check_null_calls(void) {
   static const luna_encoder encoder;
   const int32_t tokens[4] = {1, 2, 3, 4};
   int32_t out[32], length[4];
-  const luna_search search = {.begin = 0, .end = 1};
-  const luna_init normal = {LUNA_NORMAL, 1}, odd = {(luna_init_kind)77, 1}, nan = {LUNA_NORMAL, NAN};
+  const luna_beam_config search = {.begin = 0, .end = 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1}, odd = {(luna_init_kind)77, 1}, nan = {LUNA_INIT_NORMAL, NAN};
   const luna_io none = {NULL, NULL, NULL, 0};
-  const luna_group group = {.most_axes = 1};
-  const luna_entry entry = {0};
+  const luna_group group = {.max_rank = 1};
+  const luna_file_tensor entry = {0};
   const int64_t two = 2;
   luna_tensor *p = NULL;
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_optimizer *sgd = luna_sgd(params, NULL);
   CHECK(luna_begin_step(NULL) == LUNA_BAD_ARGUMENT && luna_begin_inference(NULL) == LUNA_BAD_ARGUMENT &&
-            luna_state(NULL) == LUNA_BAD_ARGUMENT,
+            luna_ctx_status(NULL) == LUNA_BAD_ARGUMENT,
         "no context");
   CHECK(!luna_params_open(NULL) && !luna_params_share(NULL, params) && !luna_params_share(NULL, NULL),
         "sets of no context");
   CHECK(!luna_param(NULL, "a", 1, &two, normal) && !luna_params_find(NULL, "a") && !luna_params_find(params, NULL) &&
-            luna_params_size(NULL) == 0 && !luna_params_at(NULL, 0, NULL) && luna_params_count(NULL) == 0 &&
+            luna_params_tensor_count(NULL) == 0 && !luna_params_at(NULL, 0, NULL) && luna_params_element_count(NULL) == 0 &&
             luna_params_zero_grad(NULL) == LUNA_BAD_ARGUMENT && luna_params_set(NULL, "a", "b") == LUNA_BAD_ARGUMENT &&
             luna_params_set(params, NULL, "b") == LUNA_BAD_ARGUMENT &&
             luna_params_set(params, "a", NULL) == LUNA_BAD_ARGUMENT && !luna_params_get(NULL, "a") &&
@@ -342,23 +342,23 @@ static void check_null_calls(void) {
                       i == 2   ? odd
                       : i == 3 ? nan
                                : normal) &&
-              luna_state(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
+              luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
           "bad parameter %d", i);
   }
   CHECK(!luna_lm_forward(&lm, tokens, 1, 4) && !luna_encoder_embed(&encoder, tokens, NULL, 1, 4, &p) &&
             !luna_encoder_embed(NULL, tokens, NULL, 1, 4, NULL) &&
             !luna_masked_lm_loss(&masked_lm, tokens, NULL, tokens, 1, 4) &&
-            !luna_masked_lm_loss(NULL, tokens, NULL, tokens, 1, 4) && !luna_classify(&classifier, tokens, NULL, 1, 4),
+            !luna_masked_lm_loss(NULL, tokens, NULL, tokens, 1, 4) && !luna_classifier_forward(&classifier, tokens, NULL, 1, 4),
         "zeroed models go forward");
   CHECK(!luna_stream_open(NULL, NULL) && !luna_stream_open(&lm, NULL) &&
             !luna_seq2seq_stream_open(NULL, tokens, NULL, 1, 4, 1) &&
             !luna_seq2seq_stream_open(&seq2seq, tokens, NULL, 1, 4, 1) &&
-            luna_translate(NULL, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_translate(&seq2seq, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT,
+            luna_seq2seq_generate(NULL, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_seq2seq_generate(&seq2seq, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT,
         "streams of zeroed models");
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 4, DIM, 0);
-  CHECK(!luna_classifier_pool(NULL, x, NULL, NULL) && luna_state(ctx) == LUNA_BAD_ARGUMENT &&
+  CHECK(!luna_classifier_pool(NULL, x, NULL, NULL) && luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT &&
             !luna_classifier_pool(&classifier, x, x, NULL) && !luna_classifier_pool(&classifier, NULL, NULL, NULL),
         "pooling by no model");
   CHECK(!luna_sgd(NULL, NULL) && !luna_adam(NULL, NULL) && !luna_adamw(NULL, NULL) && !luna_apollo(NULL, NULL) &&
@@ -378,7 +378,7 @@ static void check_null_calls(void) {
             luna_save_training_io(sgd, &none) == LUNA_BAD_ARGUMENT &&
             luna_load_training_bytes(NULL, "", 0) == LUNA_BAD_ARGUMENT,
         "nothing to write or read with");
-  CHECK(!luna_entry_read(&entry, NULL) && !luna_entry_read(NULL, NULL), "an empty entry");
+  CHECK(!luna_file_tensor_read(&entry, NULL) && !luna_file_tensor_read(NULL, NULL), "an empty entry");
   luna_close(ctx);
 }
 
@@ -435,7 +435,7 @@ static void check_memory(made_kind kind) {
               kind_names[kind], (int)k, (double)got, (double)expected);
       else
         CHECK((status == LUNA_OUT_OF_MEMORY || status == LUNA_BAD_ARGUMENT) && luna_error(ctx)[0] &&
-                  (!ctx || luna_state(ctx) == LUNA_OUT_OF_MEMORY),
+                  (!ctx || luna_ctx_status(ctx) == LUNA_OUT_OF_MEMORY),
               "%s: without allocation %d the loop says %s, the context \"%s\"", kind_names[kind], (int)k,
               luna_status_text(status), luna_error(ctx));
       if (once && ctx && status != LUNA_OK) { /* again, with memory: in a new set */
@@ -490,7 +490,7 @@ static void check_contradictions(void) {
         if (i == 6) e.layer.convolution = same ? 0 : 3;
         if (i == 7 && !same) e.layer.attention = LUNA_ATTENTION_SOFTMAX, e.layer.hook = &hook;
         if (kind == SEQ2SEQ && (i == 4 || i == 7)) continue; /* has Luna attention and one memory for all layers */
-        luna_classifier_config classifier = {.pooling = LUNA_POOL_MEAN, .encoder = e};
+        luna_classifier_config classifier = {.pooling = LUNA_POOLING_MEAN, .encoder = e};
         luna_masked_lm_config masked_lm = {.encoder = e};
         luna_seq2seq_config seq2seq = {.encoder = e};
         luna_ctx *ctx = ctx_open();
@@ -507,7 +507,7 @@ static void check_contradictions(void) {
     luna_layer_config c = {.dim = DIM, .heads = 2};
     if (i == 0 || i == 1) c.convolution = 2;
     if (i == 2 || i == 3) c.own_memory = 2;
-    if (i == 4) c.sharing = LUNA_NO_KEY;
+    if (i == 4) c.sharing = LUNA_SHARING_NO_KEY;
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
     const luna_status status = i == 0             ? luna_encoder_layer_init(&m.encoder_layer, params, "", &c)
@@ -522,7 +522,7 @@ static void check_contradictions(void) {
   for (int i = 0; i < 9; i++) { /* optimisers */
     luna_sgd_config c = {
         .lr = 0.1f, .momentum = i == 1 ? NAN : 0, .nesterov = i == 0, .weight_decay = i == 2 ? INFINITY : 0};
-    if (i == 3) c.schedule.decay = LUNA_COSINE;
+    if (i == 3) c.schedule.decay = LUNA_DECAY_COSINE;
     if (i == 4) c.schedule.decay = (luna_decay)9;
     if (i == 5) c.schedule.floor = NAN;
     if (i == 6) c.schedule.gamma = INFINITY;
@@ -555,7 +555,7 @@ static luna_optimizer *optimizer_of(luna_params *params, int kind, int64_t max_s
                      : luna_apollo(params, &apollo);
 }
 static void run_param(const run *r, int i) {
-  const luna_init normal = {LUNA_NORMAL, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const char name[2] = {(char)('a' + i), 0};
   CHECK(luna_param(r->params, name, 1, &sizes[i], normal) != NULL, "%s", luna_error(r->ctx));
 }
@@ -601,7 +601,7 @@ static void check_not_finite(int kind) {
     for (int round = 0; round < 2; round++) {
       for (int step = 1; step <= 12; step++) {
         const luna_status status = run_step(&r, 2, step, NAN);
-        CHECK(status == (step >= limit ? LUNA_NOT_FINITE : LUNA_OK) && luna_state(r.ctx) == status,
+        CHECK(status == (step >= limit ? LUNA_NOT_FINITE : LUNA_OK) && luna_ctx_status(r.ctx) == status,
               "max_skips %d, NaN %d: %s", (int)max_skips, step, luna_status_text(status));
         if (step >= limit)
           CHECK(strstr(luna_error(r.ctx), "lr") &&
@@ -609,10 +609,10 @@ static void check_not_finite(int kind) {
                 "\"%s\"", luna_error(r.ctx));
       }
       float *after = common_parameters(r.params);
-      CHECK(memcmp(before, after, (size_t)luna_params_count(r.params) * sizeof(float)) == 0,
+      CHECK(memcmp(before, after, (size_t)luna_params_element_count(r.params) * sizeof(float)) == 0,
             "skipped steps change the parameters");
       free(after), free(before);
-      CHECK(run_step(&r, 2, 20, 1) == LUNA_OK && luna_state(r.ctx) == LUNA_OK, "a good step after NaN: %s",
+      CHECK(run_step(&r, 2, 20, 1) == LUNA_OK && luna_ctx_status(r.ctx) == LUNA_OK, "a good step after NaN: %s",
             luna_error(r.ctx));
       before = common_parameters(r.params);
     }
@@ -720,7 +720,7 @@ static void check_backward_missing(bool measure) {
   luna_begin_step(ctx);
   run_loss(&r, 2, 1, 1);
   CHECK(luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "luna_backward") &&
-            luna_state(ctx) == LUNA_BAD_ARGUMENT,
+            luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT,
         "a step without a backward: \"%s\"", luna_error(ctx));
   luna_begin_step(ctx);
   CHECK(luna_backward(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT &&
@@ -744,7 +744,7 @@ static void check_backward_missing(bool measure) {
 /* ---- parameters made after the optimiser: as if made before it, but in no loss until then ---- */
 static void check_late(int kind) {
   enum { JOIN = 3, STEPS = 7 };
-  const luna_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.most_axes = 2, .lr = 2};
+  const luna_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.max_rank = 2, .lr = 2};
   run early = run_open(ctx_open(), 3, kind, 0), late = run_open(ctx_open(), 1, kind, 0), again;
   bytes file = {NULL, 0};
   for (int i = 0; i < 2; i++)
@@ -813,7 +813,7 @@ static void check_late_memory(void) {
     free(before.at), free(after.at);
     run_step(&r, 3, 2, 1);
     float *a = common_parameters(want.params), *b = common_parameters(r.params);
-    CHECK(memcmp(a, b, (size_t)luna_params_count(r.params) * sizeof(float)) == 0,
+    CHECK(memcmp(a, b, (size_t)luna_params_element_count(r.params) * sizeof(float)) == 0,
           "after memory ended in a join, training goes elsewhere");
     free(a), free(b);
     luna_close(r.ctx);

@@ -28,9 +28,9 @@ static bool lm_open(lm *m, int kind, luna_isa isa) {
   config.layer.heads = kind == 3 ? 1 : 2;
   config.layer.pre_norm = kind % 2 == 1;
   config.layer.convolution = kind == 2 ? 0 : kind == 3 ? 7 : 4;
-  config.layer.sharing = kind >= 2 ? LUNA_FULL : LUNA_TIED;
-  config.layer.omega = kind == 1 ? LUNA_ELU1 : kind == 2 ? LUNA_SOFTPLUS : LUNA_NONE;
-  config.layer.activation = kind == 1 ? LUNA_GELU : LUNA_NONE;
+  config.layer.sharing = kind >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  config.layer.omega = kind == 1 ? LUNA_ACTIVATION_ELU1 : kind == 2 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_NONE;
+  config.layer.activation = kind == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
   if (!CHECK(luna_lm_init(&m->model, m->params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(m->ctx))) return false;
   common_params(m->params, 60);
   return true;
@@ -170,7 +170,7 @@ static void check_far(luna_isa isa, int64_t position, int64_t rows_a_call) {
       reference_row(&reference, h, position + t + 1, q + t * d + h * HEAD_DIM, k + t * d + h * HEAD_DIM, v + t * d + h * HEAD_DIM,
                     s + t * l + h * SLOTS, 0.4, expected + t * d + h * HEAD_DIM);
   memset(&c, 0, sizeof c);
-  c.batch = 1, c.heads = HEADS, c.head_dim = HEAD_DIM, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_SOFTPLUS2;
+  c.batch = 1, c.heads = HEADS, c.head_dim = HEAD_DIM, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_ACTIVATION_SOFTPLUS2;
   c.mean_ka = state.ka, c.mean_av = state.av;
   for (int64_t t = 0; t < ROWS; t += rows_a_call) {
     c.rows = lunai_min(rows_a_call, ROWS - t);
@@ -350,9 +350,9 @@ static void check_bytes(int kind) {
   loaded.params = luna_params_open(loaded.ctx);
   if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK, "luna_lm_load_bytes: %s",
             luna_error(loaded.ctx))) {
-    CHECK(luna_params_size(loaded.params) == luna_params_size(m.params), "%lld parameters were loaded",
-          (long long)luna_params_size(loaded.params));
-    for (int64_t i = 0; i < luna_params_size(m.params); i++) {
+    CHECK(luna_params_tensor_count(loaded.params) == luna_params_tensor_count(m.params), "%lld parameters were loaded",
+          (long long)luna_params_tensor_count(loaded.params));
+    for (int64_t i = 0; i < luna_params_tensor_count(m.params); i++) {
       const char *name = "";
       const luna_tensor *p = luna_params_at(m.params, i, &name), *q = luna_params_find(loaded.params, name);
       CHECK(q && luna_count(q) == luna_count(p) && memcmp(p->data, q->data, (size_t)luna_count(p) * sizeof(float)) == 0,

@@ -62,12 +62,12 @@ typedef struct encoder {
 static bool encoder_init(encoder *e, luna_params *params) {
   luna_layer_config config = {0};
   const int64_t table[2] = {40, 24}, memory[2] = {6, 24};
-  const luna_init normal = {LUNA_NORMAL, 0.2f}, xavier = {LUNA_XAVIER, 1};
+  const luna_init normal = {LUNA_INIT_NORMAL, 0.2f}, xavier = {LUNA_INIT_XAVIER, 1};
   config.dim = 24;
   config.heads = 4;
   config.pack_heads = 2;
   config.ffn = 50;
-  config.activation = LUNA_GELU;
+  config.activation = LUNA_ACTIVATION_GELU;
   config.dropout = config.attention_dropout = config.activation_dropout = 0.1f;
   e->table = luna_param(params, "table", 2, table, normal);
   e->memory = luna_param(params, "memory", 2, memory, normal);
@@ -79,7 +79,7 @@ static luna_tensor *encoder_loss(encoder *e, int step) {
   enum { BATCH = 2, N = 1100 };
   static const int32_t lengths[BATCH] = {1100, 530}, labels[BATCH] = {3, 1};
   int32_t *tokens = common_tokens(BATCH * N, 95 + (uint64_t)step, 40);
-  luna_tensor *x = luna_embedding(e->table, tokens, BATCH, N), *p = luna_repeat(e->memory, BATCH);
+  luna_tensor *x = luna_embedding(e->table, tokens, BATCH, N), *p = luna_expand(e->memory, BATCH);
   for (int i = 0; i < 2; i++) x = luna_encoder_layer_forward(&e->layer[i], x, &p, lengths);
   free(tokens);
   return luna_cross_entropy(luna_linear_layer_forward(&e->head, luna_add(luna_mean(x, 1), luna_mean(p, 1))), labels);
@@ -114,9 +114,9 @@ static trained train(luna_options options, bool lm) {
     if (!CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "step: %s", luna_error(ctx))) break;
     t.loss = (double)luna_item(loss);
   }
-  t.count = luna_params_count(params);
+  t.count = luna_params_element_count(params);
   t.values = common_floats(t.count);
-  for (int64_t i = 0, at = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0, at = 0; i < luna_params_tensor_count(params); i++) {
     const luna_tensor *p = luna_params_at(params, i, NULL);
     luna_read(p, t.values + at);
     at += luna_count(p);
@@ -251,7 +251,7 @@ static void check_sharing(void) {
   config.layer.dim = 24;
   config.layer.heads = 3;
   if (CHECK(encoder_init(&e, params) && luna_lm_init(&model, more, &config) == LUNA_OK, "init: %s", luna_error(ctx))) {
-    check_readers("contexts", reader_context, params, NULL, LUNA_FORM_PLAIN, 2 * READER_N * 5);
+    check_readers("contexts", reader_context, params, NULL, LUNA_FORM_UNFOLDED, 2 * READER_N * 5);
     check_readers("contexts", reader_context, params, NULL, LUNA_FORM_FOLDED, 2 * READER_N * 5);
     check_readers("streams", reader_stream, NULL, &model, LUNA_FORM_CHEAPEST, 40);
   }
@@ -289,7 +289,7 @@ static float *forked_run(forked *f, int step) {
     luna_begin_step(f->ctx);
     if (luna_backward(lm_loss(&f->model, step)) != LUNA_OK || luna_optimizer_step(f->optimizer) != LUNA_OK) return NULL;
   }
-  const int64_t count = luna_params_count(f->params);
+  const int64_t count = luna_params_element_count(f->params);
   float *out = (float *)realloc(common_parameters(f->params), (size_t)(count + 120) * sizeof(float));
   const float *logits = luna_stream_step(f->stream, tokens);
   luna_begin_inference(f->sharer);
@@ -302,7 +302,7 @@ static void forked_close(forked *f) { luna_stream_close(f->stream), luna_close(f
 /* what a process makes of the run after its first step: 0 when it has the bits of one that never forked */
 static int forked_end(forked *f, const float *expected) {
   float *out = forked_run(f, 1);
-  const size_t size = (size_t)(luna_params_count(f->params) + 120) * sizeof(float);
+  const size_t size = (size_t)(luna_params_element_count(f->params) + 120) * sizeof(float);
   const int status = !out ? 3 : memcmp(out, expected, size) != 0 ? 4 : 0;
   free(out);
   forked_close(f);
@@ -346,7 +346,7 @@ int main(void) {
   check_forks();
 #endif
   check_training(true, LUNA_FORM_CHEAPEST, LUNA_ISA_BEST);
-  if (!TEST_QUICK) check_training(false, LUNA_FORM_PLAIN, LUNA_ISA_BEST);
+  if (!TEST_QUICK) check_training(false, LUNA_FORM_UNFOLDED, LUNA_ISA_BEST);
   check_training(false, LUNA_FORM_FOLDED, LUNA_ISA_BEST);
   if (luna_isa_best() != LUNA_ISA_SCALAR) check_training(true, LUNA_FORM_CHEAPEST, LUNA_ISA_SCALAR);
   check_sharing();

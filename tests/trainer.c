@@ -95,21 +95,21 @@ static void check_params(void) {
   luna_params *params = luna_params_open(ctx);
   const int64_t shape[2] = {40, 50}, other[1] = {7};
   const char *name = NULL;
-  luna_tensor *w = luna_param(params, "w", 2, shape, init_of(LUNA_XAVIER, 1)),
-              *b = luna_param(params, "b", 1, other, init_of(LUNA_ZEROS, 0));
-  CHECK(w && b && luna_params_size(params) == 2 && luna_params_count(params) == 2007, "two parameters make %lld, %lld numbers",
-        (long long)luna_params_size(params), (long long)luna_params_count(params));
+  luna_tensor *w = luna_param(params, "w", 2, shape, init_of(LUNA_INIT_XAVIER, 1)),
+              *b = luna_param(params, "b", 1, other, init_of(LUNA_INIT_ZEROS, 0));
+  CHECK(w && b && luna_params_tensor_count(params) == 2 && luna_params_element_count(params) == 2007, "two parameters make %lld, %lld numbers",
+        (long long)luna_params_tensor_count(params), (long long)luna_params_element_count(params));
   CHECK(luna_params_find(params, "w") == w && luna_params_find(params, "b") == b && !luna_params_find(params, "c") &&
             !luna_params_find(params, ""),
         "find does not find what there is");
   CHECK(luna_params_at(params, 1, &name) == b && name && strcmp(name, "b") == 0, "at(1) is %s", name ? name : "null");
   CHECK(!luna_params_at(params, 2, &name) && !luna_params_at(params, -1, NULL), "at() gives what is not there");
   luna_begin_step(ctx);
-  CHECK(!luna_param(params, "w", 1, other, init_of(LUNA_ONES, 0)) && luna_state(ctx) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "w"),
+  CHECK(!luna_param(params, "w", 1, other, init_of(LUNA_INIT_ONES, 0)) && luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "w"),
         "a name twice: %s", luna_error(ctx));
-  CHECK(luna_params_size(params) == 2, "a refused parameter is in the set");
+  CHECK(luna_params_tensor_count(params) == 2, "a refused parameter is in the set");
   luna_begin_step(ctx);
-  CHECK(!luna_param(params, NULL, 1, other, init_of(LUNA_ONES, 0)), "a parameter without a name");
+  CHECK(!luna_param(params, NULL, 1, other, init_of(LUNA_INIT_ONES, 0)), "a parameter without a name");
   luna_begin_step(ctx);
   CHECK(luna_params_set(params, "author", "nobody") == LUNA_OK && luna_params_set(params, "author", "somebody \"else\"") == LUNA_OK,
         "set: %s", luna_error(ctx));
@@ -130,7 +130,7 @@ static void check_params_values(void) {
     luna_params *params = luna_params_open(ctx[c]);
     for (int i = 0; i < 3; i++) {
       const int at = c == 1 ? 2 - i : i; /* in another order */
-      p[c][at] = luna_param(params, names[at], 2, shape, init_of(at ? LUNA_NORMAL : LUNA_XAVIER, 0));
+      p[c][at] = luna_param(params, names[at], 2, shape, init_of(at ? LUNA_INIT_NORMAL : LUNA_INIT_XAVIER, 0));
     }
   }
   for (int i = 0; i < 3; i++) {
@@ -146,7 +146,7 @@ static void check_params_distribution(void) {
   luna_ctx *ctx = open_seeded(11, LUNA_ISA_BEST);
   luna_params *params = luna_params_open(ctx);
   const int64_t shape[2] = {100, 300};
-  static const luna_init_kind kinds[5] = {LUNA_ZEROS, LUNA_ONES, LUNA_XAVIER, LUNA_NORMAL, LUNA_UNIFORM};
+  static const luna_init_kind kinds[5] = {LUNA_INIT_ZEROS, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM};
   static const char *const names[5] = {"zeros", "ones", "xavier", "normal", "uniform"};
   static const double deviation[5] = {0, 0, 0.5, 0.02, 0.25}, scale[5] = {0, 0, 0.5, 0.02, 0.25};
   for (int k = 0; k < 5; k++) {
@@ -185,7 +185,7 @@ static void fit_open(fit *f) {
   f->ctx = open_seeded(1, LUNA_ISA_BEST);
   f->params = luna_params_open(f->ctx);
   for (int k = 0; k < PARTS; k++) {
-    luna_tensor *p = luna_param(f->params, names[k], 1, &part_size[k], init_of(LUNA_NORMAL, 1));
+    luna_tensor *p = luna_param(f->params, names[k], 1, &part_size[k], init_of(LUNA_INIT_NORMAL, 1));
     for (int64_t i = 0; p && i < part_size[k]; i++) f->w[k][i] = (double)p->data[i];
   }
 }
@@ -292,7 +292,7 @@ static void check_optimizers(void) {
   sgd.nesterov = true;
   check_sgd("SGD with Nesterov's momentum", &sgd);
   sgd.clip = 0.7f;
-  sgd.schedule.decay = LUNA_COSINE;
+  sgd.schedule.decay = LUNA_DECAY_COSINE;
   sgd.schedule.warmup = 2;
   sgd.schedule.total = 6;
   sgd.schedule.floor = 0.1f;
@@ -305,7 +305,7 @@ static void check_optimizers(void) {
   adam.weight_decay = 0.3f;
   check_adamw("AdamW with its own numbers", &adam);
   adam.clip = 0.5f;
-  adam.schedule.decay = LUNA_INVERSE_SQRT;
+  adam.schedule.decay = LUNA_DECAY_INVERSE_SQRT;
   adam.schedule.warmup = 2;
   check_adamw("AdamW clipped and scheduled", &adam);
 }
@@ -356,7 +356,7 @@ static void check_protocol(void) {
   luna_tensor *loss = fit_loss(&f);
   luna_backward(loss);
   luna_matmul(a, a, false, false);
-  CHECK(luna_state(f.ctx) != LUNA_OK && luna_optimizer_step(f.optimizer) == luna_state(f.ctx),
+  CHECK(luna_ctx_status(f.ctx) != LUNA_OK && luna_optimizer_step(f.optimizer) == luna_ctx_status(f.ctx),
         "the optimiser's step hides an earlier error");
   CHECK(read_weight(&f, 0, 0) == again, "the optimiser's step used gradients although a call failed");
   luna_close(f.ctx);
@@ -388,7 +388,7 @@ static void check_halves(void) {
   CHECK(luna_write(a, values) == LUNA_OK && luna_read(a, back) == LUNA_OK && memcmp(values, back, sizeof back) == 0, "luna_write does not write");
   CHECK(luna_write(a, NULL) == LUNA_BAD_ARGUMENT && luna_write(NULL, values) == LUNA_BAD_ARGUMENT, "luna_write writes nothing, or nowhere");
   luna_params *shared = luna_params_share(whole.ctx, whole.params);
-  luna_tensor *borrowed = luna_param(shared, "a", 1, &part_size[0], init_of(LUNA_NORMAL, 1));
+  luna_tensor *borrowed = luna_param(shared, "a", 1, &part_size[0], init_of(LUNA_INIT_NORMAL, 1));
   CHECK(borrowed && luna_write(borrowed, back) == LUNA_BAD_ARGUMENT, "luna_write changes what is borrowed");
   luna_close(whole.ctx);
   luna_close(halves.ctx);
@@ -416,16 +416,16 @@ static void check_schedules(void) {
     double floor;
     int64_t step;
     double factor;
-  } known[] = {{LUNA_CONSTANT, 0, 0, 0, 1, 1},           {LUNA_CONSTANT, 0, 0, 0, 1000000, 1},
-               {LUNA_CONSTANT, 10, 0, 0, 1, 0.1},        {LUNA_CONSTANT, 10, 0, 0, 5, 0.5},
-               {LUNA_CONSTANT, 10, 0, 0, 10, 1},         {LUNA_CONSTANT, 10, 0, 0, 11, 1},
-               {LUNA_INVERSE_SQRT, 100, 0, 0, 50, 0.5},  {LUNA_INVERSE_SQRT, 100, 0, 0, 100, 1},
-               {LUNA_INVERSE_SQRT, 100, 0, 0, 400, 0.5}, {LUNA_INVERSE_SQRT, 100, 0, 0, 10000, 0.1},
-               {LUNA_LINEAR, 10, 110, 0.2, 10, 1},       {LUNA_LINEAR, 10, 110, 0.2, 60, 0.6},
-               {LUNA_LINEAR, 10, 110, 0.2, 110, 0.2},    {LUNA_LINEAR, 10, 110, 0.2, 500, 0.2},
-               {LUNA_COSINE, 10, 110, 0.2, 60, 0.6},     {LUNA_COSINE, 10, 110, 0, 35, 0.8535534},
-               {LUNA_COSINE, 10, 110, 0.2, 110, 0.2},    {LUNA_COSINE, 10, 110, 0.2, 5000, 0.2},
-               {LUNA_COSINE, 0, 100, 0, 100, 0}};
+  } known[] = {{LUNA_DECAY_CONSTANT, 0, 0, 0, 1, 1},           {LUNA_DECAY_CONSTANT, 0, 0, 0, 1000000, 1},
+               {LUNA_DECAY_CONSTANT, 10, 0, 0, 1, 0.1},        {LUNA_DECAY_CONSTANT, 10, 0, 0, 5, 0.5},
+               {LUNA_DECAY_CONSTANT, 10, 0, 0, 10, 1},         {LUNA_DECAY_CONSTANT, 10, 0, 0, 11, 1},
+               {LUNA_DECAY_INVERSE_SQRT, 100, 0, 0, 50, 0.5},  {LUNA_DECAY_INVERSE_SQRT, 100, 0, 0, 100, 1},
+               {LUNA_DECAY_INVERSE_SQRT, 100, 0, 0, 400, 0.5}, {LUNA_DECAY_INVERSE_SQRT, 100, 0, 0, 10000, 0.1},
+               {LUNA_DECAY_LINEAR, 10, 110, 0.2, 10, 1},       {LUNA_DECAY_LINEAR, 10, 110, 0.2, 60, 0.6},
+               {LUNA_DECAY_LINEAR, 10, 110, 0.2, 110, 0.2},    {LUNA_DECAY_LINEAR, 10, 110, 0.2, 500, 0.2},
+               {LUNA_DECAY_COSINE, 10, 110, 0.2, 60, 0.6},     {LUNA_DECAY_COSINE, 10, 110, 0, 35, 0.8535534},
+               {LUNA_DECAY_COSINE, 10, 110, 0.2, 110, 0.2},    {LUNA_DECAY_COSINE, 10, 110, 0.2, 5000, 0.2},
+               {LUNA_DECAY_COSINE, 0, 100, 0, 100, 0}};
   for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
     s.decay = known[i].decay, s.warmup = known[i].warmup, s.total = known[i].total, s.floor = (float)known[i].floor;
     const double factor = (double)luna_schedule_at(&s, known[i].step);
@@ -516,7 +516,7 @@ static luna_optimizer *stored_optimizer(luna_params *params, const char *text) {
 /* adds to the gradients of every parameter these numbers, exactly: loss = sum over all of parameter x number */
 static luna_status backward_of(luna_params *params, float *const *gradient) {
   luna_tensor *loss = NULL;
-  for (int64_t i = 0; i < luna_params_size(params); i++) {
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *p = luna_params_at(params, i, NULL);
     const int64_t flat[2] = {1, luna_count(p)};
     luna_tensor *part = luna_sum(luna_reshape(luna_mul(p, luna_tensor_new(p->ctx, gradient[i], p->rank, p->shape)), 2, flat), 1);
@@ -533,7 +533,7 @@ static void check_stored_case(const stored *s, int at, const char *text, luna_is
   luna_ctx *ctx = open_seeded(1, isa);
   luna_params *params = luna_params_open(ctx);
   for (int k = 0; k < PARTS; k++) {
-    luna_tensor *p = luna_param(params, names[k], k ? 1 : 2, shapes[k], init_of(LUNA_ZEROS, 0));
+    luna_tensor *p = luna_param(params, names[k], k ? 1 : 2, shapes[k], init_of(LUNA_INIT_ZEROS, 0));
     int64_t starts = 0, gradients = 0, rows = 0;
     float *start = stored_floats(s, "start", k, -1, &starts);
     gradient[k] = stored_floats(s, "gradient", k, -1, &gradients), expected[k] = stored_floats(s, "case", at, k, &rows);
@@ -600,7 +600,7 @@ static void check_apollo_large(void) {
     luna_options options = {0};
     options.threads = c ? 3 : 1;
     ctx[c] = luna_open(&options), params[c] = luna_params_open(ctx[c]);
-    p[c] = luna_param(params[c], "w", 1, &n, init_of(LUNA_NORMAL, 1));
+    p[c] = luna_param(params[c], "w", 1, &n, init_of(LUNA_INIT_NORMAL, 1));
     optimizer[c] = luna_apollo(params[c], &config);
   }
   for (int i = 0; i < SIZE && p[0]; i++) w[i] = (double)p[0]->data[i], m[i] = B[i] = d[i] = 0;
@@ -657,14 +657,14 @@ static void check_groups(void) {
     float before[4][15];
     double norm = 0;
     for (int i = 0; i < 4; i++) {
-      luna_tensor *p = luna_param(params, names[i], axes[i], axes[i] == 2 ? shape : shape + 1, init_of(LUNA_NORMAL, 1));
+      luna_tensor *p = luna_param(params, names[i], axes[i], axes[i] == 2 ? shape : shape + 1, init_of(LUNA_INIT_NORMAL, 1));
       luna_read(p, before[i]);
     }
     config.lr = 0.1f, config.weight_decay = 0.2f;
     luna_optimizer *sgd = luna_sgd(params, &config);
     for (int g = 0; g < 2; g++) {
       const luna_group *group = &cases[c].group[g];
-      if (g == 0 || group->name || group->most_axes) CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
+      if (g == 0 || group->name || group->max_rank) CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
     }
     luna_begin_step(ctx);
     backward_of(params, gradients);
@@ -741,7 +741,7 @@ static void fit_open_told(fit *f, told *t) {
 static luna_optimizer *optimizer_of(luna_params *params, int kind) {
   luna_sgd_config sgd = {0};
   sgd.lr = 0.05f, sgd.momentum = 0.9f;
-  return kind == LUNA_SGD ? luna_sgd(params, &sgd) : kind == LUNA_ADAM ? luna_adam(params, NULL) : kind == LUNA_ADAMW ? luna_adamw(params, NULL) : luna_apollo(params, NULL);
+  return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, NULL) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, NULL) : luna_apollo(params, NULL);
 }
 /* parameters, then moments */
 static int fit_read(const fit *f, float *out) {
@@ -775,7 +775,7 @@ static void check_nonfinite(int kind) {
     luna_begin_step(f.ctx);
     luna_tensor *loss = poison_loss(&f, bad[i].part, bad[i].poison, bad[i].add), *kept = luna_params_at(f.params, 0, NULL);
     CHECK(luna_backward(loss) == LUNA_OK && isfinite(loss->data[0]) == (bad[i].add == 0), "kind %d, %s: %s", kind, bad[i].what, luna_error(f.ctx));
-    CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_state(f.ctx) == LUNA_OK, "kind %d, %s is an error: %s", kind, bad[i].what, luna_error(f.ctx));
+    CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_ctx_status(f.ctx) == LUNA_OK, "kind %d, %s is an error: %s", kind, bad[i].what, luna_error(f.ctx));
     CHECK(fit_read(&f, after) == n && memcmp(before, after, (size_t)n * sizeof(float)) == 0, "kind %d, %s reaches parameters or moments", kind, bad[i].what);
     CHECK(luna_optimizer_skipped(f.optimizer) == i + 1 && luna_optimizer_steps(f.optimizer) == steps, "kind %d, %s: %lld skipped, %lld made", kind, bad[i].what,
           (long long)luna_optimizer_skipped(f.optimizer), (long long)luna_optimizer_steps(f.optimizer));
@@ -793,7 +793,7 @@ static void check_nonfinite(int kind) {
   /* a step that was skipped leaves no trace (but in Apollo, whose warm-up counts it) */
   fit_step(&f), fit_step(&calm);
   const int n = fit_read(&f, before);
-  CHECK(fit_read(&calm, after) == n && (kind == LUNA_APOLLO || memcmp(before, after, (size_t)n * sizeof(float)) == 0), "kind %d: skipped steps leave a trace", kind);
+  CHECK(fit_read(&calm, after) == n && (kind == LUNA_OPTIMIZER_APOLLO || memcmp(before, after, (size_t)n * sizeof(float)) == 0), "kind %d: skipped steps leave a trace", kind);
   luna_close(f.ctx), luna_close(calm.ctx);
 }
 static void check_nonfinite_rest(void) {
@@ -856,7 +856,7 @@ static void check_accumulation(void) {
         CHECK(luna_backward(c ? luna_scale(loss, 1.0f / BATCH) : loss) == LUNA_OK, "%s", luna_error(ctx[c]));
       }
     for (int c = 0; c < 2; c++) CHECK(luna_optimizer_step(optimizer[c]) == LUNA_OK, "%s", luna_error(ctx[c]));
-    for (int64_t i = 0; i < luna_params_size(params[0]); i++) {
+    for (int64_t i = 0; i < luna_params_tensor_count(params[0]); i++) {
       const char *name;
       const luna_tensor *one = luna_params_at(params[0], i, &name), *many = luna_params_at(params[1], i, NULL);
       const double error = common_error(many->data, one->data, luna_count(one), 0.1); /* a bias that starts from 0 stays near it */
@@ -884,7 +884,7 @@ int main(void) {
   check_apollo_large();
   check_groups();
   check_groups_refused();
-  for (int kind = LUNA_SGD; kind <= LUNA_APOLLO; kind++) check_nonfinite(kind);
+  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_nonfinite(kind);
   check_nonfinite_rest();
   check_accumulation();
   return test_report("trainer");

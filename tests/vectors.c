@@ -67,17 +67,17 @@ static const claim claims[] = {
   {"exp", VECTORS_EXP, 0, 0, -INFINITY, -87, 1, 1.3e-38},
   {"log", VECTORS_LOG, 0, 0, 0, INFINITY, 2e-7, INFINITY},
   {"erf", VECTORS_ERF, 0, 0, -INFINITY, INFINITY, 3e-7, 2e-7},
-  {"relu", -1, LUNA_RELU, 0, -INFINITY, INFINITY, 0, 0},
-  {"gelu", -1, LUNA_GELU, 0, -5, INFINITY, 1e-6, INFINITY},
-  {"gelu", -1, LUNA_GELU, 0, -INFINITY, 5, 1e-5, 5e-7},
-  {"elu1", -1, LUNA_ELU1, 0, -87, INFINITY, 2e-7, INFINITY},
-  {"softplus", -1, LUNA_SOFTPLUS, 0, -87, INFINITY, 3e-7, INFINITY},
-  {"softplus2", -1, LUNA_SOFTPLUS2, 0, -125, INFINITY, 4e-7, INFINITY},
-  {"relu's slope", -1, LUNA_RELU, 1, -INFINITY, INFINITY, 0, 0},
-  {"gelu's slope", -1, LUNA_GELU, 1, -INFINITY, INFINITY, INFINITY, 4e-7},
-  {"elu1's slope", -1, LUNA_ELU1, 1, -87, INFINITY, 2e-7, 1e-7},
-  {"softplus's slope", -1, LUNA_SOFTPLUS, 1, -87, INFINITY, 3e-7, 2e-7},
-  {"softplus2's slope", -1, LUNA_SOFTPLUS2, 1, -125, INFINITY, 3e-7, 2e-7},
+  {"relu", -1, LUNA_ACTIVATION_RELU, 0, -INFINITY, INFINITY, 0, 0},
+  {"gelu", -1, LUNA_ACTIVATION_GELU, 0, -5, INFINITY, 1e-6, INFINITY},
+  {"gelu", -1, LUNA_ACTIVATION_GELU, 0, -INFINITY, 5, 1e-5, 5e-7},
+  {"elu1", -1, LUNA_ACTIVATION_ELU1, 0, -87, INFINITY, 2e-7, INFINITY},
+  {"softplus", -1, LUNA_ACTIVATION_SOFTPLUS, 0, -87, INFINITY, 3e-7, INFINITY},
+  {"softplus2", -1, LUNA_ACTIVATION_SOFTPLUS2, 0, -125, INFINITY, 4e-7, INFINITY},
+  {"relu's slope", -1, LUNA_ACTIVATION_RELU, 1, -INFINITY, INFINITY, 0, 0},
+  {"gelu's slope", -1, LUNA_ACTIVATION_GELU, 1, -INFINITY, INFINITY, INFINITY, 4e-7},
+  {"elu1's slope", -1, LUNA_ACTIVATION_ELU1, 1, -87, INFINITY, 2e-7, 1e-7},
+  {"softplus's slope", -1, LUNA_ACTIVATION_SOFTPLUS, 1, -87, INFINITY, 3e-7, 2e-7},
+  {"softplus2's slope", -1, LUNA_ACTIVATION_SOFTPLUS2, 1, -125, INFINITY, 3e-7, 2e-7},
 };
 enum { CLAIMS = sizeof claims / sizeof *claims };
 
@@ -159,14 +159,14 @@ static void check_edges(void) {
 }
 static void check_activation_edges(void) {
   const float x[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 0}, one[4] = {1, 1, 1, 1};
-  for (int kind = LUNA_NONE; kind <= LUNA_SOFTPLUS2; kind++) {
+  for (int kind = LUNA_ACTIVATION_NONE; kind <= LUNA_ACTIVATION_SOFTPLUS2; kind++) {
     float y[4], slope[4] = {0, 0, 0, 0};
     kernels->activate(kind, 4, x, y);
     kernels->activate_backward(kind, 4, x, one, slope);
-    CHECK(y[0] != y[0] && (kind == LUNA_NONE || slope[0] != slope[0]), "%s: activation %d of NaN is %g, its slope %g", kernels_name, kind,
+    CHECK(y[0] != y[0] && (kind == LUNA_ACTIVATION_NONE || slope[0] != slope[0]), "%s: activation %d of NaN is %g, its slope %g", kernels_name, kind,
           (double)y[0], (double)slope[0]);
     CHECK(same_bits(y[1], (float)INFINITY), "%s: activation %d of Inf is %g", kernels_name, kind, (double)y[1]);
-    CHECK(kind == LUNA_NONE || kind == LUNA_GELU || y[2] == 0, "%s: activation %d of -Inf is %g", kernels_name, kind, (double)y[2]);
+    CHECK(kind == LUNA_ACTIVATION_NONE || kind == LUNA_ACTIVATION_GELU || y[2] == 0, "%s: activation %d of -Inf is %g", kernels_name, kind, (double)y[2]);
     CHECK(fabs((double)y[3] - exact_activation(kind, 0)) < 1e-7, "%s: activation %d of 0 is %g", kernels_name, kind, (double)y[3]);
   }
 }
