@@ -936,13 +936,25 @@ typedef struct luna_op {
   luna_tensor *out[2];
   const int32_t *index;              /* tokens or labels, in backend memory */
   const int32_t *lengths, *query_offsets, *key_offsets;
-  int64_t size[6];                   /* the row's whole numbers: axis, heads, counts, ... */
-  float number[2];                   /* the row's real numbers: factor, scale, smoothing */
+  union {                            /* the arguments of its kind, where it has any */
+    struct { int64_t axes[LUNA_MAX_RANK]; } permute;
+    struct { int64_t axis, start; } slice;
+    struct { int64_t axis; } concat;
+    struct { int64_t count; } expand;
+    struct { int64_t period; } binary; /* add, mul: elements of the second input, which repeats along the first */
+    struct { float factor; } scale;
+    struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
+    struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
+    struct { bool recompute; } feed_forward;
+    struct { float smoothing, factor; } cross_entropy; /* factor 1, or 1 / labels that count */
+    struct { int64_t heads, batch, queries, keys; float scale; bool causal; } attention; /* softmax attention, pack */
+    struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
+  } arg;
   float dropout;                     /* 0 outside training */
   uint32_t dropout_op;               /* this op's number among those of the step that drop */
   float last_dropout;                /* of the result, before a residual is added: a second drop of the same op, */
   uint32_t last_dropout_op;          /* with a number of its own */
-  bool flag[2];
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
   int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
@@ -6309,7 +6321,7 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
   int a, pad = 4 - x->rank;
   for (a = 0; a < 4; a++) {
     int64_t s = 1;
-    int axis = a < pad ? -1 : (int)op->size[a - pad], inner;
+    int axis = a < pad ? -1 : (int)op->arg.permute.axes[a - pad], inner;
     for (inner = axis + 1; axis >= 0 && inner < x->rank; inner++) s *= x->shape[inner];
     stride[a] = axis < 0 ? 0 : s;
     shape[a] = a < pad ? 1 : y->shape[a - pad];
@@ -6339,16 +6351,16 @@ LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part,
 }
 LUNAI_FN luna_status lunai_slice_forward(luna_op *op) {
   int64_t rows, width, stride, r, start;
-  lunai_axis_part(op->in[0], op->out[0], (int)op->size[0], &rows, &width, &stride);
-  start = op->size[1] * (stride / lunai_max(1, op->in[0]->shape[op->size[0]]));
+  lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
+  start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
   for (r = 0; r < rows; r++) memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
   int64_t rows, width, stride, r, start;
   float *dx = op->in[0]->grad;
-  lunai_axis_part(op->in[0], op->out[0], (int)op->size[0], &rows, &width, &stride);
-  start = op->size[1] * (stride / lunai_max(1, op->in[0]->shape[op->size[0]]));
+  lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
+  start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
   for (r = 0; r < rows; r++) lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
@@ -6356,7 +6368,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   int64_t rows, width, stride, r, start = 0;
   int i;
   for (i = 0; i < op->inputs; i++) {
-    lunai_axis_part(op->out[0], op->in[i], (int)op->size[0], &rows, &width, &stride);
+    lunai_axis_part(op->out[0], op->in[i], (int)op->arg.concat.axis, &rows, &width, &stride);
     for (r = 0; r < rows; r++) {
       float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
       if (!back) lunai_copy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
@@ -6372,18 +6384,18 @@ LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_ru
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   int64_t i;
-  for (i = 0; i < op->size[0] && n > 0; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
+  for (i = 0; i < op->arg.expand.count && n > 0; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  lunai_k(op)->sum_rows(op->size[0], n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
+  lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
 
 /* --- elementwise: add, mul, scale, activation, dropout. size[0]: elements of b, which repeats along a --- */
 LUNAI_FN void lunai_add_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->size[0];
+  const int64_t n = op->arg.binary.period;
   int64_t r;
   for (r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
@@ -6398,18 +6410,18 @@ LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   switch (op->kind) {
     case LUNA_OP_ADD: lunai_k(op)->add(last - first, x, op->in[1]->data + first, y); break;
     case LUNA_OP_MUL: lunai_k(op)->mul(last - first, x, op->in[1]->data + first, y); break;
-    case LUNA_OP_SCALE: lunai_k(op)->scale(last - first, op->number[0], x, y); break;
+    case LUNA_OP_SCALE: lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y); break;
     default: lunai_k(op)->activate((int)op->activation, last - first, x, y); break;
   }
 }
 LUNAI_FN luna_status lunai_same_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_binary_forward(luna_op *op) {
-  if (op->size[0] == luna_count(op->in[0])) return lunai_same_forward(op);
-  lunai_split(op, op->size[0] ? luna_count(op->in[0]) / op->size[0] : 0, op->size[0], lunai_add_body);
+  if (op->arg.binary.period == luna_count(op->in[0])) return lunai_same_forward(op);
+  lunai_split(op, op->arg.binary.period ? luna_count(op->in[0]) / op->arg.binary.period : 0, op->arg.binary.period, lunai_add_body);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->size[0];
+  const int64_t n = op->arg.binary.period;
   lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
 }
 LUNAI_FN void lunai_map_query(luna_op *op) { op->in_place = true; }
@@ -6427,12 +6439,12 @@ LUNAI_FN luna_status lunai_add_backward(luna_op *op) {
   if (n == 0) return LUNA_OK;
   if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, n, 1, lunai_add_to_first);
   if (!op->in[1]->grad) return LUNA_OK;
-  if (op->size[0] == n) lunai_split(op, n, 1, lunai_add_to_second);
-  else lunai_split(op, op->size[0], n / op->size[0], lunai_add_columns);
+  if (op->arg.binary.period == n) lunai_split(op, n, 1, lunai_add_to_second);
+  else lunai_split(op, op->arg.binary.period, n / op->arg.binary.period, lunai_add_columns);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_mul_backward(luna_op *op) {
-  const int64_t n = op->size[0], rows = n ? luna_count(op->in[0]) / n : 0;
+  const int64_t n = op->arg.binary.period, rows = n ? luna_count(op->in[0]) / n : 0;
   int64_t r;
   for (r = 0; r < rows; r++) {
     const float *dy = op->out[0]->grad + r * n;
@@ -6442,7 +6454,7 @@ LUNAI_FN luna_status lunai_mul_backward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
-  lunai_k(op)->scale_add(luna_count(op->in[0]), op->number[0], op->out[0]->grad, op->in[0]->grad);
+  lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
@@ -6472,39 +6484,39 @@ LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_
 /* --- reduce: size outer, axis, inner; number[0]: the factor (1, or 1/axis for the mean) --- */
 LUNAI_FN void lunai_reduce_query(luna_op *op) { op->set = 1; }
 LUNAI_FN void lunai_reduce_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t axis = op->size[1], inner = op->size[2];
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   int64_t o;
-  for (o = 0; o < op->size[0]; o++) lunai_k(op)->sum_rows(axis, inner, inner, first, last, op->number[0], op->in[0]->data + o * axis * inner, op->out[0]->data + o * inner);
+  for (o = 0; o < op->arg.reduce.outer; o++) lunai_k(op)->sum_rows(axis, inner, inner, first, last, op->arg.reduce.factor, op->in[0]->data + o * axis * inner, op->out[0]->data + o * inner);
 }
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
-  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
+  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   float *y = op->out[0]->data;
   int64_t o;
   memset(y, 0, (size_t)(outer * inner) * sizeof(float));
   if (inner > 1) lunai_split(op, inner, outer * axis, lunai_reduce_columns);
-  for (o = 0; inner == 1 && o < outer; o++) y[o] = (float)(lunai_k(op)->sum(axis, op->in[0]->data + o * axis) * (double)op->number[0]);
+  for (o = 0; inner == 1 && o < outer; o++) y[o] = (float)(lunai_k(op)->sum(axis, op->in[0]->data + o * axis) * (double)op->arg.reduce.factor);
   return LUNA_OK;
 }
 /* rows [first, last) of outer * axis: each gets its group's gradient */
 LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t axis = op->size[1], inner = op->size[2];
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const bool fresh = op->fresh & 1;
   const float *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad, same[256];
   int64_t r, i, n;
   for (r = first; inner > 1 && r < last; r++) {
-    if (fresh) lunai_k(op)->scale(inner, op->number[0], dy + r / axis * inner, dx + r * inner);
-    else lunai_k(op)->scale_add(inner, op->number[0], dy + r / axis * inner, dx + r * inner);
+    if (fresh) lunai_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+    else lunai_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
   }
   for (r = first; inner == 1 && r < last; r += n) {
     n = lunai_min(lunai_min(256, last - r), axis - r % axis);
-    for (i = 0; i < n; i++) same[i] = op->number[0] * dy[r / axis];
+    for (i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
     if (fresh) memcpy(dx + r, same, (size_t)n * sizeof(float));
     else lunai_k(op)->add(n, dx + r, same, dx + r);
   }
 }
 LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
-  lunai_split(op, op->size[0] * op->size[1], op->size[2], lunai_reduce_back);
+  lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
   return LUNA_OK;
 }
 
@@ -6517,7 +6529,7 @@ LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int6
   return axis > 0;
 }
 LUNAI_FN luna_status lunai_max_forward(luna_op *op) {
-  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
+  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   int64_t r, at;
   for (r = 0; r < outer * inner; r++) {
     const float *x = op->in[0]->data + r / inner * axis * inner + r % inner;
@@ -6526,7 +6538,7 @@ LUNAI_FN luna_status lunai_max_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
-  const int64_t outer = op->size[0], axis = op->size[1], inner = op->size[2];
+  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   int64_t r, at;
   for (r = 0; r < outer * inner; r++) {
     const int64_t start = r / inner * axis * inner + r % inner;
@@ -6538,24 +6550,24 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
 /* --- mask: rows from lengths[b] on become number[0], and what lies there is not read; size[0]: floats a row --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) { return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]]; }
 LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->size[0];
+  const int64_t n = op->arg.mask.width;
   int64_t r, i;
   for (r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
     if (!lunai_mask_row(op, r)) memcpy(y, op->in[0]->data + r * n, (size_t)n * sizeof(float));
-    else for (i = 0; i < n; i++) y[i] = op->number[0];
+    else for (i = 0; i < n; i++) y[i] = op->arg.mask.fill;
   }
 }
 LUNAI_FN void lunai_mask_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->size[0];
+  const int64_t n = op->arg.mask.width;
   int64_t r;
   for (r = first; r < last; r++) {
     float *dx = op->in[0]->grad + r * n;
     if (!lunai_mask_row(op, r)) lunai_k(op)->add(n, dx, op->out[0]->grad + r * n, dx);
   }
 }
-LUNAI_FN luna_status lunai_mask_forward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->size[0], lunai_mask_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_mask_backward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->size[0], lunai_mask_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_mask_forward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_mask_backward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK; }
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -6591,40 +6603,40 @@ LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t
   g->alpha = 1;
 }
 LUNAI_FN void lunai_matmul_batch(const luna_op *op, lunai_gemm *g, int64_t a, int64_t b, int64_t c) {
-  g->batch[0] = op->size[0];
-  g->batch[1] = op->size[1];
-  g->a_batch[0] = a * op->size[1]; g->a_batch[1] = a;
+  g->batch[0] = op->arg.matmul.outer;
+  g->batch[1] = op->arg.matmul.inner;
+  g->a_batch[0] = a * op->arg.matmul.inner; g->a_batch[1] = a;
   g->b_batch[0] = 0; g->b_batch[1] = b;
-  g->c_batch[0] = c * op->size[1]; g->c_batch[1] = c;
+  g->c_batch[0] = c * op->arg.matmul.inner; g->c_batch[1] = c;
 }
 /* the three products of a matmul: 0 forward, 1 for a's gradient, 2 for b's (one of `outer`) */
 LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) {
-  const int64_t m = op->size[2], n = op->size[3], k = op->size[4];
+  const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t ar = op->flag[0] ? 1 : k, ac = op->flag[0] ? m : 1, br = op->flag[1] ? 1 : n, bc = op->flag[1] ? k : 1;
+  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1, br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
   if (which == 0) {
     lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
-    if (op->flag[0]) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n); /* dA^T = B dC^T */
+    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n); /* dA^T = B dC^T */
     else lunai_matrix(g, y->grad, n, 1, w->data, bc, br, x->grad, m, k, n);            /* dA = dC B^T */
     lunai_matmul_batch(op, g, m * n, k * n, m * k);
-    if (op->flag[0]) {
+    if (op->arg.matmul.transpose_a) {
       g->a_batch[0] = 0; g->a_batch[1] = k * n;
-      g->b_batch[0] = m * n * op->size[1]; g->b_batch[1] = m * n;
+      g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
     }
   } else {
-    if (op->flag[1]) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m); /* dB^T = dC^T A */
+    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m); /* dB^T = dC^T A */
     else lunai_matrix(g, x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m);            /* dB = A^T dC */
-    g->batch[1] = op->size[1];
-    g->a_batch[1] = op->flag[1] ? m * n : m * k;
-    g->b_batch[1] = op->flag[1] ? m * k : m * n;
+    g->batch[1] = op->arg.matmul.inner;
+    g->a_batch[1] = op->arg.matmul.transpose_b ? m * n : m * k;
+    g->b_batch[1] = op->arg.matmul.transpose_b ? m * k : m * n;
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
-  if (op->size[1] == 1 && !op->flag[0] && op->size[0] > 1) { /* one b for all: the batch is more rows */
-    if (which < 2) g->m *= op->size[0];
-    else g->k *= op->size[0];
+  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) { /* one b for all: the batch is more rows */
+    if (which < 2) g->m *= op->arg.matmul.outer;
+    else g->k *= op->arg.matmul.outer;
     g->batch[0] = 1;
   }
 }
@@ -6651,10 +6663,10 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   lunai_matmul_product(op, 1, &g);
   if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
   lunai_matmul_product(op, 2, &g);
-  for (o = 0; g.c && o < (op->size[1] == 1 && !op->flag[0] ? 1 : op->size[0]); o++) {
+  for (o = 0; g.c && o < (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a ? 1 : op->arg.matmul.outer); o++) {
     lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
-    g.a += g.a_batch[1] * op->size[1];
-    g.b += g.b_batch[1] * op->size[1];
+    g.a += g.a_batch[1] * op->arg.matmul.inner;
+    g.b += g.b_batch[1] * op->arg.matmul.inner;
   }
   return LUNA_OK;
 }
@@ -6838,7 +6850,7 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   op->set = 1;
   op->take = 1 << 5;
   op->kept_size = 0;
-  if (op->training && !op->flag[0]) op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
+  if (op->training && !op->arg.feed_forward.recompute) op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = lunai_ffn_start(&w, op, true, NULL);
   for (which = 0; which < 6; which++) {
@@ -7030,18 +7042,18 @@ LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
 LUNAI_FN void lunai_cross_entropy_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
   float *kept = (float *)op->kept;
-  lunai_k(op)->cross_entropy(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->number[0],
+  lunai_k(op)->cross_entropy(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->arg.cross_entropy.smoothing,
                              (float *)op->workspace + first, kept ? kept + first : NULL);
 }
 LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
-  lunai_k(op)->cross_entropy_backward(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->number[0],
-                                      (const float *)op->kept + first, op->number[1] * op->out[0]->grad[0], op->in[0]->grad + first * n);
+  lunai_k(op)->cross_entropy_backward(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->arg.cross_entropy.smoothing,
+                                      (const float *)op->kept + first, op->arg.cross_entropy.factor * op->out[0]->grad[0], op->in[0]->grad + first * n);
 }
 LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
   const int64_t rows = lunai_rows(op->in[0]);
   lunai_split(op, rows, lunai_last(op->in[0]), lunai_cross_entropy_body);
-  op->out[0]->data[0] = (float)(lunai_k(op)->sum(rows, (const float *)op->workspace) * (double)op->number[1]);
+  op->out[0]->data[0] = (float)(lunai_k(op)->sum(rows, (const float *)op->workspace) * (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
@@ -7080,7 +7092,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
   a->lse = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
-  a->heads = op->size[0]; a->batch = op->size[1]; a->queries = op->size[2]; a->keys = op->size[3];
+  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries; a->keys = op->arg.attention.keys;
   a->q_row = lunai_last(q); a->k_row = lunai_last(k); a->v_row = lunai_last(v);
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
@@ -7090,14 +7102,14 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->v_batch = packed || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
   a->out_batch = packed ? 0 : a->queries * a->out_row;
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
-  a->scale = op->number[0];
-  a->causal = op->flag[0];
+  a->scale = op->arg.attention.scale;
+  a->causal = op->arg.attention.causal;
   a->dropout = lunai_op_dropout(op);
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
 }
-LUNAI_KERNEL_ROW(attention, lunai_rows(op->out[0]) * op->size[0])
+LUNAI_KERNEL_ROW(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -7128,7 +7140,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   const luna_tensor *x = op->in[0], *z = op->in[2];
   memset(c, 0, sizeof *c);
   c->x = x->data; c->y = op->in[1]->data; c->z = z->data; c->out = op->out[0]->data;
-  c->batch = x->shape[0]; c->rows = x->shape[1]; c->heads = op->size[0];
+  c->batch = x->shape[0]; c->rows = x->shape[1]; c->heads = op->arg.causal.heads;
   c->xy_row = lunai_last(x); c->z_row = lunai_last(z);
   c->dim = c->xy_head = c->xy_row / c->heads;
   c->value_dim = c->z_head = c->z_row / c->heads;
@@ -7146,11 +7158,11 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->q = q->data; c->k = op->in[1]->data; c->v = op->in[2]->data; c->s = op->in[3]->data;
   c->out = op->out[0]->data;
   c->w = (float *)op->kept;
-  c->batch = q->shape[0]; c->rows = q->shape[1]; c->heads = op->size[0];
+  c->batch = q->shape[0]; c->rows = q->shape[1]; c->heads = op->arg.causal.heads;
   c->head_dim = lunai_last(q) / c->heads;
   c->slots = lunai_last(op->in[3]) / c->heads;
   c->lengths = op->lengths;
-  c->scale = op->number[0];
+  c->scale = op->arg.causal.scale;
   c->activation = (int)op->activation;
   c->position = op->position;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
@@ -8408,8 +8420,8 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
   memcpy(shape, x->shape, sizeof shape);
   shape[axis] = count;
   if (axis == 0) return lunai_view(&s, x, x->rank, shape, start * (x->shape[1] * x->shape[2] * x->shape[3]));
-  s.op.size[0] = axis;
-  s.op.size[1] = start;
+  s.op.arg.slice.axis = axis;
+  s.op.arg.slice.start = start;
   return lunai_finish(&s, x->rank, shape);
 }
 
@@ -8424,7 +8436,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
       return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_permute: axis %d of %t is asked for twice or does not exist", (int64_t)axes[a], x);
     seen |= 1 << axes[a];
     shape[a] = x->shape[axes[a]];
-    s.op.size[a] = axes[a];
+    s.op.arg.permute.axes[a] = axes[a];
   }
   return lunai_finish(&s, x->rank, shape);
 }
@@ -8443,7 +8455,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
     shape[axis] += x[i]->shape[axis];
     lunai_input(&s, x[i]);
   }
-  s.op.size[0] = axis;
+  s.op.arg.concat.axis = axis;
   return lunai_finish(&s, x[0]->rank, shape);
 }
 
@@ -8455,7 +8467,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   if (x->rank == LUNA_MAX_RANK || count < 0) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_expand: %t %d times", x, count);
   shape[0] = count;
   for (a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
-  s.op.size[0] = count;
+  s.op.arg.expand.count = count;
   return lunai_finish(&s, x->rank + 1, shape);
 }
 
@@ -8471,7 +8483,7 @@ LUNAI_FN luna_tensor *lunai_binary(luna_op_kind row, const char *name, luna_tens
   lunai_build s;
   if (!lunai_start(&s, row, name, 2, a, b, NULL)) return NULL;
   if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first", name, a, b);
-  s.op.size[0] = luna_count(b);
+  s.op.arg.binary.period = luna_count(b);
   return lunai_finish_like(&s, a);
 }
 LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_ADD, "luna_add", a, b); }
@@ -8480,7 +8492,7 @@ LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b) { return lunai_bi
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
-  s.op.number[0] = factor;
+  s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
 
@@ -8516,13 +8528,13 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind row, int axis, b
   lunai_build s;
   if (!lunai_start(&s, row, name, 1, x, NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: %t has no axis %d", name, x, (int64_t)axis);
-  s.op.size[0] = s.op.size[2] = 1;
+  s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
-    if (a != axis) s.op.size[a < axis ? 0 : 2] *= x->shape[a];
+    if (a != axis) *(a < axis ? &s.op.arg.reduce.outer : &s.op.arg.reduce.inner) *= x->shape[a];
   }
-  s.op.size[1] = x->shape[axis];
-  s.op.number[0] = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
+  s.op.arg.reduce.axis = x->shape[axis];
+  s.op.arg.reduce.factor = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
   return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum"); }
@@ -8544,18 +8556,18 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   kb = b->shape[b->rank - (transpose_b ? 1 : 2)];
   n = b->shape[b->rank - (transpose_b ? 2 : 1)];
   if (k != kb) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows", a, b, k, kb);
-  s.op.size[0] = s.op.size[1] = 1;
+  s.op.arg.matmul.outer = s.op.arg.matmul.inner = 1;
   for (i = 0; i < a->rank - 2; i++) {
     shape[i] = a->shape[i];
-    s.op.size[a->rank - i <= b->rank ? 1 : 0] *= a->shape[i];
+    *(a->rank - i <= b->rank ? &s.op.arg.matmul.inner : &s.op.arg.matmul.outer) *= a->shape[i];
   }
   shape[a->rank - 2] = m;
   shape[a->rank - 1] = n;
-  s.op.size[2] = m;
-  s.op.size[3] = n;
-  s.op.size[4] = k;
-  s.op.flag[0] = transpose_a;
-  s.op.flag[1] = transpose_b;
+  s.op.arg.matmul.m = m;
+  s.op.arg.matmul.n = n;
+  s.op.arg.matmul.k = k;
+  s.op.arg.matmul.transpose_a = transpose_a;
+  s.op.arg.matmul.transpose_b = transpose_b;
   return lunai_finish(&s, a->rank, shape);
 }
 
@@ -8609,7 +8621,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
-  s.op.flag[0] = c->recompute;
+  s.op.arg.feed_forward.recompute = c->recompute;
   return lunai_finish(&s, x->rank, shape);
 }
 
@@ -8632,8 +8644,8 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
-  s.op.size[0] = x->shape[2] * x->shape[3];
-  s.op.number[0] = fill;
+  s.op.arg.mask.width = x->shape[2] * x->shape[3];
+  s.op.arg.mask.fill = fill;
   return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
@@ -8702,15 +8714,15 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
   }
   s.op.index = lunai_far(logits->ctx) ? lunai_numbers_kept(&s, kept, rows, "label") : kept;
   if (rows && !s.op.index) return lunai_give_up(&s);
-  s.op.number[0] = c->smoothing;
-  s.op.number[1] = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
+  s.op.arg.cross_entropy.smoothing = c->smoothing;
+  s.op.arg.cross_entropy.factor = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return lunai_finish(&s, 1, &one);
 }
 
 /* --- attention --- */
 LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads: want [batch, n, h d], [batch, m, h d], [batch, m, h e] (or all [rows, ...] with offsets)",
-                    s->name, s->op.in[0], s->op.in[1], s->op.in[2], s->op.size[0]);
+                    s->name, s->op.in[0], s->op.in[1], s->op.in[2], s->op.arg.attention.heads);
 }
 
 /* offsets of packed sequences: from 0 up, never down, to the number of rows */
@@ -8735,24 +8747,24 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   const int64_t heads = c->heads ? c->heads : 1;
   const int axis = packed ? 0 : 1;
   int64_t batch, longest = 0, b;
-  s->op.size[0] = heads;
+  s->op.arg.attention.heads = heads;
   if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k)) return false;
   if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
   if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
   if (packed) {
     for (b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.size[1] = c->packed;
-    s->op.size[2] = longest;
+    s->op.arg.attention.batch = c->packed;
+    s->op.arg.attention.queries = longest;
     for (longest = 0, b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
-    s->op.size[3] = longest;
+    s->op.arg.attention.keys = longest;
     return true;
   }
   batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
   if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
   if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) || (v->shape[0] != batch && v->shape[0] != 1)) return false;
-  s->op.size[1] = batch;
-  s->op.size[2] = q->shape[1];
-  s->op.size[3] = k->shape[1];
+  s->op.arg.attention.batch = batch;
+  s->op.arg.attention.queries = q->shape[1];
+  s->op.arg.attention.keys = k->shape[1];
   return true;
 }
 
@@ -8768,21 +8780,21 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (packed && (!c->query_offsets || !c->key_offsets || c->lengths))
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: packed sequences need query_offsets and key_offsets, and no lengths");
   if (!lunai_attention_shapes(&s, c, packed)) return lunai_attention_wrong(&s);
-  s.op.lengths = lunai_numbers(&s, c->lengths, s.op.size[1], 0, s.op.size[3], "length", &failed);
+  s.op.lengths = lunai_numbers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
   if (packed) {
     s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->packed, q->shape[0], "query offset", &failed);
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->packed, k->shape[0], "key offset", &failed);
   }
   if (failed) return lunai_give_up(&s);
-  s.op.flag[0] = c->causal;
-  s.op.number[0] = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.size[0]))) : c->scale;
+  s.op.arg.attention.causal = c->causal;
+  s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
-  shape[0] = packed ? q->shape[0] : s.op.size[1];
+  shape[0] = packed ? q->shape[0] : s.op.arg.attention.batch;
   shape[1] = packed ? lunai_last(v) : q->shape[1];
   shape[2] = lunai_last(v);
   sums[0] = shape[0];
-  sums[1] = packed ? s.op.size[0] : q->shape[1];
-  sums[2] = s.op.size[0];
+  sums[1] = packed ? s.op.arg.attention.heads : q->shape[1];
+  sums[2] = s.op.arg.attention.heads;
   return lunai_finish_two(&s, packed ? 2 : 3, shape, c->sums, packed ? 2 : 3, sums);
 }
 
@@ -8795,7 +8807,7 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 && z->shape[2] % heads == 0;
   good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
   if (!good) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads: want [batch, n, h a] twice and [batch, n, h b]", x, y, z, heads);
-  s.op.size[0] = heads;
+  s.op.arg.causal.heads = heads;
   return lunai_finish_like(&s, z);
 }
 
@@ -8828,11 +8840,11 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   }
   s.op.lengths = lunai_numbers(&s, lengths, context->shape[0], 0, context->shape[1], "length", &failed);
   if (failed) return lunai_give_up(&s);
-  s.op.size[0] = sums_shape[2] = 1;
-  s.op.size[1] = sums_shape[0] = weights->shape[0];
-  s.op.size[2] = sums_shape[1] = weights->shape[1];
-  s.op.size[3] = context->shape[1];
-  s.op.number[0] = 1;
+  s.op.arg.attention.heads = sums_shape[2] = 1;
+  s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
+  s.op.arg.attention.queries = sums_shape[1] = weights->shape[1];
+  s.op.arg.attention.keys = context->shape[1];
+  s.op.arg.attention.scale = 1;
   s.op.dropout = dropout;
   return lunai_finish_two(&s, 3, weights->shape, sums, 3, sums_shape);
 }
@@ -8914,8 +8926,8 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (!lunai_has_row(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
   build.op.lengths = lunai_numbers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
-  build.op.size[0] = heads;
-  build.op.number[0] = scale;
+  build.op.arg.causal.heads = heads;
+  build.op.arg.causal.scale = scale;
   build.op.activation = omega;
   return failed ? lunai_give_up(&build) : lunai_finish_like(&build, q);
 }
@@ -11956,8 +11968,8 @@ LUNAI_FN void lunai_far_linear(luna_stream *s, const float *x, int64_t rows, int
 LUNAI_FN void lunai_far_matmul(luna_stream *s, const float *x, const float *w, int64_t batch, int64_t m, int64_t n, int64_t k, float *y) {
   lunai_far_op f;
   lunai_far_start(s, &f, LUNA_OP_MATMUL);
-  f.op.size[0] = 1; f.op.size[1] = batch; f.op.size[2] = m; f.op.size[3] = n; f.op.size[4] = k;
-  f.op.flag[1] = true;
+  f.op.arg.matmul.outer = 1; f.op.arg.matmul.inner = batch; f.op.arg.matmul.m = m; f.op.arg.matmul.n = n; f.op.arg.matmul.k = k;
+  f.op.arg.matmul.transpose_b = true;
   lunai_far_in(&f, x, 3, batch, m, k, 1);
   lunai_far_in(&f, w, 3, batch, n, k, 1);
   lunai_far_out(s, &f, y, 3, batch, m, n, 1);
@@ -11966,7 +11978,7 @@ LUNAI_FN void lunai_far_matmul(luna_stream *s, const float *x, const float *w, i
 LUNAI_FN void lunai_far_swap(luna_stream *s, const float *x, int64_t a, int64_t b, int64_t c, int64_t d, float *y) {
   lunai_far_op f;
   lunai_far_start(s, &f, LUNA_OP_PERMUTE);
-  f.op.size[1] = 2; f.op.size[2] = 1; f.op.size[3] = 3;
+  f.op.arg.permute.axes[1] = 2; f.op.arg.permute.axes[2] = 1; f.op.arg.permute.axes[3] = 3;
   lunai_far_in(&f, x, 4, a, b, c, d);
   lunai_far_out(s, &f, y, 4, a, c, b, d);
 }
@@ -11974,7 +11986,7 @@ LUNAI_FN void lunai_far_swap(luna_stream *s, const float *x, int64_t a, int64_t 
 LUNAI_FN void lunai_far_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
   lunai_far_op f;
   lunai_far_start(s, &f, LUNA_OP_ADD);
-  f.op.size[0] = each;
+  f.op.arg.binary.period = each;
   lunai_far_in(&f, a, 2, count / each, each, 1, 1);
   lunai_far_in(&f, b, 1, each, 1, 1, 1);
   lunai_far_out(s, &f, y, 2, count / each, each, 1, 1);
@@ -12010,8 +12022,8 @@ LUNAI_FN void lunai_far_attend(luna_stream *s, const lunai_stream_layer *layer, 
   const int64_t d = s->sizes.dim, h = s->sizes.heads;
   lunai_far_op f;
   lunai_far_start(s, &f, LUNA_OP_CAUSAL_LUNA);
-  f.op.size[0] = h;
-  f.op.number[0] = (float)(1.0 / sqrt((double)(d / h)));
+  f.op.arg.causal.heads = h;
+  f.op.arg.causal.scale = (float)(1.0 / sqrt((double)(d / h)));
   f.op.activation = (luna_activation)s->sizes.omega;
   f.op.lengths = s->slots;
   f.op.mean_ka = layer->mean_ka;
@@ -12027,8 +12039,8 @@ LUNAI_FN void lunai_far_cross(luna_stream *s, const lunai_stream_layer *layer, i
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, queries = s->batch / s->sources * rows;
   lunai_far_op f;
   lunai_far_start(s, &f, LUNA_OP_SOFTMAX_ATTENTION);
-  f.op.size[0] = h; f.op.size[1] = s->sources; f.op.size[2] = queries; f.op.size[3] = l;
-  f.op.number[0] = (float)(1.0 / sqrt((double)(d / h)));
+  f.op.arg.attention.heads = h; f.op.arg.attention.batch = s->sources; f.op.arg.attention.queries = queries; f.op.arg.attention.keys = l;
+  f.op.arg.attention.scale = (float)(1.0 / sqrt((double)(d / h)));
   f.op.lengths = s->source_slots;
   lunai_far_in(&f, s->q, 3, s->sources, queries, d, 1);
   lunai_far_in(&f, layer->keys, 3, s->sources, l, d, 1);
@@ -12056,7 +12068,7 @@ LUNAI_FN void lunai_far_last(luna_stream *s, int64_t rows) {
   lunai_far_op f;
   if (rows == 1) return;
   lunai_far_start(s, &f, LUNA_OP_SLICE);
-  f.op.size[0] = 1; f.op.size[1] = rows - 1;
+  f.op.arg.slice.axis = 1; f.op.arg.slice.start = rows - 1;
   lunai_far_in(&f, s->x, 3, s->batch, rows, d, 1);
   lunai_far_out(s, &f, s->x, 3, s->batch, 1, d, 1);
 }
@@ -12071,7 +12083,7 @@ LUNAI_FN void lunai_far_embed(luna_stream *s, const int32_t *tokens, int64_t n, 
   if (s->scale != 1) {
     lunai_far_op f;
     lunai_far_start(s, &f, LUNA_OP_SCALE);
-    f.op.number[0] = s->scale;
+    f.op.arg.scale.factor = s->scale;
     lunai_far_in(&f, s->x, 2, all, d, 1, 1);
     lunai_far_out(s, &f, s->x, 2, all, d, 1, 1);
   }

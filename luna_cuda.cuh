@@ -701,13 +701,13 @@ static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *p
 /* slice: size axis, start */
 static void lunacu_slice_query(luna_op *op) { (void)op; }
 static luna_status lunacu_slice_forward(luna_op *op) {
-  const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->size[0]);
-  lunacu_part(op, a.rows, a.width, op->in[0]->data + op->size[1] * a.unit, a.stride, op->out[0]->data, a.width, false);
+  const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
+  lunacu_part(op, a.rows, a.width, op->in[0]->data + op->arg.slice.start * a.unit, a.stride, op->out[0]->data, a.width, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_slice_backward(luna_op *op) {
-  const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->size[0]);
-  lunacu_part(op, a.rows, a.width, op->out[0]->grad, a.width, op->in[0]->grad + op->size[1] * a.unit, a.stride, true);
+  const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
+  lunacu_part(op, a.rows, a.width, op->out[0]->grad, a.width, op->in[0]->grad + op->arg.slice.start * a.unit, a.stride, true);
   return lunacu_row_done(op);
 }
 
@@ -716,7 +716,7 @@ static void lunacu_concat_query(luna_op *op) { op->set = (1 << op->inputs) - 1; 
 static luna_status lunacu_concat_run(luna_op *op, bool back) {
   int64_t start = 0;
   for (int i = 0; i < op->inputs; i++) {
-    const lunacu_axis a = lunacu_axis_of(op->out[0], op->in[i], op->size[0]);
+    const lunacu_axis a = lunacu_axis_of(op->out[0], op->in[i], op->arg.concat.axis);
     if (!back) lunacu_part(op, a.rows, a.width, op->in[i]->data, a.width, op->out[0]->data + start, a.stride, false);
     else if (op->in[i]->grad) lunacu_part(op, a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width, !lunacu_fresh(op, i));
     start += a.width;
@@ -729,18 +729,18 @@ static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_ru
 /* repeat: size count */
 static void lunacu_expand_query(luna_op *op) {
   op->set = 1;
-  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->size[0], luna_count(op->in[0]), true), 1) * sizeof(float);
+  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->arg.expand.count, luna_count(op->in[0]), true), 1) * sizeof(float);
 }
 static luna_status lunacu_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  lunacu_part(op, op->size[0], n, op->in[0]->data, 0, op->out[0]->data, n, false);
+  lunacu_part(op, op->arg.expand.count, n, op->in[0]->data, 0, op->out[0]->data, n, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_expand_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  const lunacu_column f = {op->out[0]->grad, op->size[0], n};
+  const lunacu_column f = {op->out[0]->grad, op->arg.expand.count, n};
   const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 0)};
-  lunacu_sums_run<1>(op, lunacu_sums_of(1, op->size[0], n, true), f, to, (float *)op->workspace);
+  lunacu_sums_run<1>(op, lunacu_sums_of(1, op->arg.expand.count, n, true), f, to, (float *)op->workspace);
   return lunacu_row_done(op);
 }
 
@@ -805,12 +805,12 @@ static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, cons
 }
 static void lunacu_permute_query(luna_op *op) { op->set = 1; }
 static luna_status lunacu_permute_forward(luna_op *op) {
-  lunacu_permute_run(op, op->in[0], op->size, op->in[0]->data, op->out[0]->data, false);
+  lunacu_permute_run(op, op->in[0], op->arg.permute.axes, op->in[0]->data, op->out[0]->data, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_permute_backward(luna_op *op) {
   int64_t inverse[4] = {0, 0, 0, 0};
-  for (int i = 0; i < op->in[0]->rank; i++) inverse[op->size[i]] = i;
+  for (int i = 0; i < op->in[0]->rank; i++) inverse[op->arg.permute.axes[i]] = i;
   lunacu_permute_run(op, op->out[0], inverse, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0));
   return lunacu_row_done(op);
 }
@@ -845,7 +845,7 @@ static void lunacu_scaled_run(const luna_op *op, const float *x, float factor, f
   lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
 }
 /* of the gradient of a b that repeats */
-static lunacu_sums lunacu_repeated(const luna_op *op) { return lunacu_sums_of(1, op->size[0] ? luna_count(op->in[0]) / op->size[0] : 0, op->size[0], true); }
+static lunacu_sums lunacu_repeated(const luna_op *op) { return lunacu_sums_of(1, op->arg.binary.period ? luna_count(op->in[0]) / op->arg.binary.period : 0, op->arg.binary.period, true); }
 static void lunacu_binary_query(luna_op *op) {
   op->set = 3;
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_repeated(op), 1) * sizeof(float);
@@ -856,11 +856,11 @@ static void lunacu_add_query(luna_op *op) {
   op->take = lunacu_owner(op->in[0]) != lunacu_owner(op->in[1]) ? 1 : 0;
 }
 static luna_status lunacu_add_forward(luna_op *op) {
-  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->size[0], false, op->out[0]->data, false);
+  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, false, op->out[0]->data, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_add_backward(luna_op *op) {
-  const int64_t n = op->size[0];
+  const int64_t n = op->arg.binary.period;
   const float *dy = op->out[0]->grad;
   float *da = op->in[0]->grad, *db = op->in[1]->grad;
   if (da && da != dy) lunacu_scaled_run(op, dy, 1, da, !lunacu_fresh(op, 0));
@@ -875,11 +875,11 @@ static luna_status lunacu_add_backward(luna_op *op) {
 }
 static void lunacu_mul_query(luna_op *op) { lunacu_binary_query(op); }
 static luna_status lunacu_mul_forward(luna_op *op) {
-  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->size[0], true, op->out[0]->data, false);
+  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, true, op->out[0]->data, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_mul_backward(luna_op *op) {
-  const int64_t n = op->size[0];
+  const int64_t n = op->arg.binary.period;
   const float *a = op->in[0]->data, *b = op->in[1]->data, *dy = op->out[0]->grad;
   float *da = op->in[0]->grad, *db = op->in[1]->grad;
   if (da) lunacu_binary_run(op, dy, b, n, true, da, !lunacu_fresh(op, 0));
@@ -896,11 +896,11 @@ static void lunacu_scale_query(luna_op *op) {
   op->set = 1;
 }
 static luna_status lunacu_scale_forward(luna_op *op) {
-  lunacu_scaled_run(op, op->in[0]->data, op->number[0], op->out[0]->data, false);
+  lunacu_scaled_run(op, op->in[0]->data, op->arg.scale.factor, op->out[0]->data, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_scale_backward(luna_op *op) {
-  lunacu_scaled_run(op, op->out[0]->grad, op->number[0], op->in[0]->grad, !lunacu_fresh(op, 0));
+  lunacu_scaled_run(op, op->out[0]->grad, op->arg.scale.factor, op->in[0]->grad, !lunacu_fresh(op, 0));
   return lunacu_row_done(op);
 }
 
@@ -976,11 +976,11 @@ struct lunacu_masked {
 };
 static void lunacu_mask_query(luna_op *op) { op->set = 1; }
 static luna_status lunacu_mask_run(luna_op *op, const float *x, float fill, float *y, bool add) {
-  const lunacu_masked f = {x, op->lengths, op->in[0]->shape[1], op->size[0], fill};
+  const lunacu_masked f = {x, op->lengths, op->in[0]->shape[1], op->arg.mask.width, fill};
   lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(f.width, x), f);
   return lunacu_row_done(op);
 }
-static luna_status lunacu_mask_forward(luna_op *op) { return lunacu_mask_run(op, op->in[0]->data, op->number[0], op->out[0]->data, false); }
+static luna_status lunacu_mask_forward(luna_op *op) { return lunacu_mask_run(op, op->in[0]->data, op->arg.mask.fill, op->out[0]->data, false); }
 static luna_status lunacu_mask_backward(luna_op *op) { return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_fresh(op, 0)); }
 
 /* --- reduce: size outer, axis, inner; number[0]: the factor (1, or 1/axis for the mean) --- */
@@ -995,16 +995,16 @@ struct lunacu_spread {               /* every row of an axis gets the gradient o
 };
 static void lunacu_reduce_query(luna_op *op) {
   op->set = 1;
-  op->workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(op->size[0], op->size[1], op->size[2], true), 1) * sizeof(float);
+  op->workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), 1) * sizeof(float);
 }
 static luna_status lunacu_reduce_forward(luna_op *op) {
-  const lunacu_column f = {op->in[0]->data, op->size[1], op->size[2]};
-  const lunacu_sums_to to = {{op->out[0]->data}, {1}, op->size[2], 1, op->number[0], false};
-  lunacu_sums_run<1>(op, lunacu_sums_of(op->size[0], op->size[1], op->size[2], true), f, to, (float *)op->workspace);
+  const lunacu_column f = {op->in[0]->data, op->arg.reduce.axis, op->arg.reduce.inner};
+  const lunacu_sums_to to = {{op->out[0]->data}, {1}, op->arg.reduce.inner, 1, op->arg.reduce.factor, false};
+  lunacu_sums_run<1>(op, lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), f, to, (float *)op->workspace);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_reduce_backward(luna_op *op) {
-  const lunacu_spread f = {op->out[0]->grad, op->size[1], op->size[2], op->number[0]};
+  const lunacu_spread f = {op->out[0]->grad, op->arg.reduce.axis, op->arg.reduce.inner, op->arg.reduce.factor};
   lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_fresh(op, 0), lunacu_wide(f.inner > 1 ? f.inner : f.axis), f);
   return lunacu_row_done(op);
 }
@@ -1054,15 +1054,15 @@ static void lunacu_max_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(uint32_t);
 }
 static luna_status lunacu_max_forward(luna_op *op) {
-  const lunacu_sums s = lunacu_sums_of(op->size[0], op->size[1], op->size[2], false);
+  const lunacu_sums s = lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, false);
   if (s.outer * s.n > 0)
     LUNACU_LAUNCH(lunacu_max_kernel, s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), op->in[0]->data, s, op->out[0]->data, (uint32_t *)op->kept);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_max_backward(luna_op *op) {
-  const int64_t count = op->size[1] ? luna_count(op->out[0]) : 0;
+  const int64_t count = op->arg.reduce.axis ? luna_count(op->out[0]) : 0;
   if (count > 0)
-    LUNACU_LAUNCH(lunacu_max_back_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), count, op->size[1], op->size[2],
+    LUNACU_LAUNCH(lunacu_max_back_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), count, op->arg.reduce.axis, op->arg.reduce.inner,
                   (const uint32_t *)op->kept, op->out[0]->grad, op->in[0]->grad);
   return lunacu_row_done(op);
 }
@@ -1204,8 +1204,8 @@ static void lunacu_residual_backward(const luna_op *op, int at) {
 
 /* --- matmul: size outer, inner, m, n, k (b has `inner` matrices, a outer * inner); flags: transposed --- */
 static luna_status lunacu_matmul_product(luna_op *op, int which) {
-  const int64_t outer = op->size[0], inner = op->size[1], m = op->size[2], n = op->size[3], k = op->size[4];
-  const bool ta = op->flag[0], tb = op->flag[1];
+  const int64_t outer = op->arg.matmul.outer, inner = op->arg.matmul.inner, m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
+  const bool ta = op->arg.matmul.transpose_a, tb = op->arg.matmul.transpose_b;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t ar = ta ? 1 : k, ac = ta ? m : 1, br = tb ? 1 : n, bc = tb ? k : 1; /* of A [m, k] and B [k, n] */
   lunacu_product p;
@@ -1329,7 +1329,7 @@ static void lunacu_feed_forward_query(luna_op *op) {
   lunacu_ffn f;
   op->set = 1;
   op->take = 1 << 5;
-  op->kept_size = op->training && !op->flag[0] ? (size_t)(lunacu_rows(op->in[0]) * lunacu_last(op->in[3])) * sizeof(float) : 0;
+  op->kept_size = op->training && !op->arg.feed_forward.recompute ? (size_t)(lunacu_rows(op->in[0]) * lunacu_last(op->in[3])) * sizeof(float) : 0;
   op->workspace_size = lunacu_ffn_start(op, &f, false, NULL);
   op->backward_workspace_size = lunacu_ffn_start(op, &f, true, NULL);
 }
@@ -1903,16 +1903,16 @@ static luna_status lunacu_cross_entropy_forward(luna_op *op) {
   char *at = (char *)op->workspace;
   float *loss = lunacu_take(&at, t.rows), *kept = (float *)op->kept;
   if (t.rows > 0 && lunacu_wide(t.n, logits))
-    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<4>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->number[0], loss, kept);
+    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<4>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->arg.cross_entropy.smoothing, loss, kept);
   else if (t.rows > 0)
-    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<1>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->number[0], loss, kept);
-  const lunacu_sums_to to = {{op->out[0]->data}, {1}, 1, 1, op->number[1], false};
+    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<1>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->arg.cross_entropy.smoothing, loss, kept);
+  const lunacu_sums_to to = {{op->out[0]->data}, {1}, 1, 1, op->arg.cross_entropy.factor, false};
   lunacu_sums_run<1>(op, lunacu_sums_of(1, t.rows, 1, true), lunacu_column{loss, t.rows, 1}, to, (float *)at);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_cross_entropy_backward(luna_op *op) {
   const luna_tensor *x = op->in[0];
-  const lunacu_unlikely f = {x->data, (const float *)op->kept, op->out[0]->grad, op->index, lunacu_last(x), lunacu_rows(x), op->number[0], op->number[1]};
+  const lunacu_unlikely f = {x->data, (const float *)op->kept, op->out[0]->grad, op->index, lunacu_last(x), lunacu_rows(x), op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
   lunacu_map(op, luna_count(x), x->grad, !lunacu_fresh(op, 0), lunacu_wide(0, f.logits), f);
   return lunacu_row_done(op);
 }
@@ -2541,7 +2541,7 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.q = q->data; a.k = k->data; a.v = v->data; a.out = op->out[0]->data;
   a.lse = op->kept_size ? (float *)op->kept : NULL;
   a.sums = op->out[1] ? op->out[1]->data : NULL;
-  a.heads = (int)op->size[0]; a.batch = op->size[1]; a.queries = op->size[2]; a.keys = op->size[3];
+  a.heads = (int)op->arg.attention.heads; a.batch = op->arg.attention.batch; a.queries = op->arg.attention.queries; a.keys = op->arg.attention.keys;
   a.q_row = lunacu_last(q); a.k_row = lunacu_last(k); a.v_row = a.out_row = lunacu_last(v);
   a.q_head = a.k_head = a.head_dim = (int)(a.q_row / a.heads);
   a.v_head = a.out_head = a.value_dim = (int)(a.v_row / a.heads);
@@ -2550,8 +2550,8 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.v_batch = packed || v->shape[0] != a.batch ? 0 : a.keys * a.v_row;
   a.out_batch = packed ? 0 : a.queries * a.out_row;
   a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
-  a.scale = op->number[0];
-  a.causal = op->flag[0];
+  a.scale = op->arg.attention.scale;
+  a.causal = op->arg.attention.causal;
   a.dropout = lunacu_op_dropout(op);
   a.grad_out = op->out[0]->grad;
   a.grad_sums = op->out[1] ? op->out[1]->grad : NULL;
@@ -3529,7 +3529,7 @@ static unsigned lunacu_causal_lines(const lunacu_causal_sweep &s) {
 /* --- causal product: in x, y, z; size heads. The state is y^T z, or its transpose where that is taller than wide --- */
 static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char **at) {
   const luna_tensor *x = op->in[0];
-  const int64_t heads = op->size[0], dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
+  const int64_t heads = op->arg.causal.heads, dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
   lunacu_causal_sweep s = lunacu_causal_sweep_of(x->shape[0], x->shape[1], heads, dim * value_dim, dim < value_dim ? dim : value_dim, 0, NULL);
   lunacu_causal_take(&s, at);
   return s;
@@ -3543,7 +3543,7 @@ static void lunacu_causal_product_query(luna_op *op) {
 static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   char *at = (char *)op->workspace;
   lunacu_causal_sweep s = lunacu_causal_product_sweep(op, &at);
-  const int64_t heads = op->size[0];
+  const int64_t heads = op->arg.causal.heads;
   const int dim = (int)(lunacu_last(op->in[0]) / heads), value_dim = (int)(lunacu_last(op->in[2]) / heads);
   const bool turned = dim < value_dim;
   const auto deep = [&](float *data) { return lunacu_causal_tensor(data, s.rows, heads, dim); };
@@ -3586,7 +3586,7 @@ struct lunacu_causal_luna {
 };
 static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c, bool backward, void *workspace) {
   const luna_tensor *q = op->in[0];
-  const int64_t batch = q->shape[0], rows = q->shape[1], heads = op->size[0];
+  const int64_t batch = q->shape[0], rows = q->shape[1], heads = op->arg.causal.heads;
   char *at = (char *)workspace;
   c->heads = heads;
   c->dim = (int)(lunacu_last(q) / heads);
@@ -3660,10 +3660,10 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
 }
 static luna_status lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
-  const int64_t heads = op->size[0];
+  const int64_t heads = op->arg.causal.heads;
   const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data, op->out[0]->data, (float *)op->workspace, op->mean_ka, op->mean_av,
                                   op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads, op->position,
-                                  (int64_t)op->activation, (double)op->number[0]};
+                                  (int64_t)op->activation, (double)op->arg.causal.scale};
   if (a.batch * a.rows * a.heads > 0) LUNACU_LAUNCH(lunacu_causal_stream_kernel, (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
   return lunacu_row_done(op);
 }
@@ -3702,7 +3702,7 @@ static luna_status lunacu_causal_luna_forward(luna_op *op) {
                              w = op->training ? lunacu_causal_here(c.sweep, c.w) : c.w;
     lunacu_causal_luna_omega(op, c);
     lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
-    lunacu_causal_luna_run(c, q, k, c.a, 0, true, lunacu_causal_divided(w), op->number[0], false);
+    lunacu_causal_luna_run(c, q, k, c.a, 0, true, lunacu_causal_divided(w), op->arg.causal.scale, false);
     LUNACU_LAUNCH(lunacu_causal_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, w, c.slots);
     lunacu_causal_luna_run(c, w, c.a, v, 1, false, lunacu_causal_divided(out), 1, false);
   }
@@ -3724,7 +3724,7 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
         lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
         lunacu_causal_luna_run(c, g, v, c.a, 1, true, h, 1, false);
         LUNACU_LAUNCH(lunacu_causal_softmax_backward_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, w, h, c.slots,
-                      op->number[0]);
+                      op->arg.causal.scale);
         if (dq) lunacu_causal_luna_run(c, h, c.a, k, 0, false, lunacu_causal_heads(c, op->in[0], dq), 1, !lunacu_fresh(op, 0));
         continue;
       }
