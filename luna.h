@@ -571,8 +571,8 @@ struct luna_layer_config {
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
-  luna_attention_layer plain;        /* softmax, linear, Linformer */
-  void *hooked;                      /* the hook's */
+  luna_attention_layer other_attention;        /* softmax, linear, Linformer */
+  void *hook_state;                      /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
   luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
   luna_linear_layer fc1, fc2;
@@ -599,8 +599,8 @@ typedef struct luna_causal_layer {
   luna_tensor *kernel;               /* "conv.weight" [d,width], null without */
   luna_tensor *kernel_bias;          /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
-  luna_attention_layer plain;        /* softmax, linear */
-  void *hooked;                      /* the hook's */
+  luna_attention_layer other_attention;        /* softmax, linear */
+  void *hook_state;                      /* the hook's */
   luna_norm_layer attention_norm, final_norm;
   luna_linear_layer fc1, fc2;
 } luna_causal_layer;
@@ -2439,11 +2439,11 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
 
 /* what to subtract before exp: the largest x, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
 LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x) {
-  vf most = vf_set((float)-INFINITY);
+  vf max = vf_set((float)-INFINITY);
   float largest;
   int64_t i;
-  for (i = 0; i < n; i += VF) most = vf_max(most, LUNAI_K(get_filled)(x + i, n - i, most));
-  largest = vf_hmax(most);
+  for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
+  largest = vf_hmax(max);
   return largest > (float)-INFINITY ? largest : 0;
 }
 
@@ -3122,13 +3122,13 @@ LUNAI_FN void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *
 
 /* y = x with 0 for NaN and Inf; whether there were any. So a weight of 0 hides them, as it must: 0 * NaN is NaN. */
 LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
-  const vf most = vf_set(INFINITY);
+  const vf max = vf_set(INFINITY);
   vf odd = vf_zero();
   int64_t i, j;
   for (i = 0; i < rows; i++)
     for (j = 0; j < n; j += VF) {
       const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
-      const vm finite = vf_lt(vf_abs(v), most);
+      const vm finite = vf_lt(vf_abs(v), max);
       LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
       odd = vf_select(finite, odd, vf_set(1));
     }
@@ -3707,12 +3707,12 @@ LUNAI_INLINE const lunai_parallel *LUNAI_K(worth)(const lunai_parallel *parallel
 /* room for any product between a chunk's rows, dim and value_dim */
 LUNAI_FN int64_t LUNAI_K(chunk_packed)(int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
-  int64_t most = LUNAI_K(packed_size)(LUNAI_CHUNK, LUNAI_CHUNK);
+  int64_t max = LUNAI_K(packed_size)(LUNAI_CHUNK, LUNAI_CHUNK);
   int i, j;
   for (i = 0; i < 3; i++)
     for (j = 0; j < 3; j++)
-      if (i != j) most = lunai_max(most, LUNAI_K(packed_size)(size[i], size[j]));
-  return most;
+      if (i != j) max = lunai_max(max, LUNAI_K(packed_size)(size[i], size[j]));
+  return max;
 }
 
 /* the bytes a sweep needs; with a null memory that is all */
@@ -4576,7 +4576,7 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   return LUNA_OK;
 }
 
-LUNAI_FN void lunai_gemm_plain(const lunai_kernels *kernels, const lunai_gemm *g) {
+LUNAI_FN void lunai_gemm_without_scratch(const lunai_kernels *kernels, const lunai_gemm *g) {
   int64_t s, i, j, p;
   for (s = 0; s < g->batch[1]; s++) {
     const float *a = g->a + s * g->a_batch[1], *b = g->b + s * g->b_batch[1];
@@ -4613,7 +4613,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.slots));
   if (scratch) kernels->gemm(&g, &parallel, scratch);
-  else lunai_gemm_plain(kernels, &g);
+  else lunai_gemm_without_scratch(kernels, &g);
   return LUNA_OK;
 }
 
@@ -4694,26 +4694,26 @@ LUNAI_FN float lunai_score(const lunai_kernels *kernels, const lunai_attention *
   return a->scale * kernels->dot(a->head_dim, a->q + r->q, a->k + r->k + j * a->k_row);
 }
 
-LUNAI_FN float lunai_exp_plain(const lunai_kernels *kernels, float x) { /* elu(x) + 1 is exp(x) for x <= 0 */
+LUNAI_FN float lunai_exp_one(const lunai_kernels *kernels, float x) { /* elu(x) + 1 is exp(x) for x <= 0 */
   float y;
   kernels->activate(LUNA_ACTIVATION_ELU1, 1, &x, &y);
   return y;
 }
 
-LUNAI_FN void lunai_attention_plain(const lunai_kernels *kernels, const lunai_attention *a) {
+LUNAI_FN void lunai_attention_without_scratch(const lunai_kernels *kernels, const lunai_attention *a) {
   lunai_attention_row r;
   int64_t b, h, i, j, e;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
-        float *out = a->out + r.out, most = -INFINITY, total = 0, kept = 0, natural = 0;
+        float *out = a->out + r.out, max = -INFINITY, total = 0, kept = 0, natural = 0;
         for (e = 0; e < a->value_dim; e++) out[e] = 0;
         for (j = 0; j < r.keys; j++) {
           const float s = lunai_score(kernels, a, &r, j);
-          if (!(s <= most)) most = s;
+          if (!(s <= max)) max = s;
         }
         for (j = 0; j < r.keys; j++) {
-          const float p = lunai_exp_plain(kernels, lunai_score(kernels, a, &r, j) - most), w = p * lunai_dropout_at(&a->dropout, r.element + j);
+          const float p = lunai_exp_one(kernels, lunai_score(kernels, a, &r, j) - max), w = p * lunai_dropout_at(&a->dropout, r.element + j);
           total += p;
           kept += w;
           kernels->scale_add(a->value_dim, w, a->v + r.v + j * a->v_row, out);
@@ -4721,14 +4721,14 @@ LUNAI_FN void lunai_attention_plain(const lunai_kernels *kernels, const lunai_at
         if (r.keys > 0) {
           kernels->scale(a->value_dim, 1 / total, out, out);
           kept = a->dropout.threshold ? kept / total : 1;
-          natural = most + (float)log((double)total);
+          natural = max + (float)log((double)total);
         }
         if (a->lse) a->lse[r.stat] = natural;
         if (a->sums) a->sums[r.stat] = kept;
       }
 }
 
-LUNAI_FN void lunai_attention_backward_plain(const lunai_kernels *kernels, const lunai_attention *a) {
+LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kernels, const lunai_attention *a) {
   lunai_attention_row r;
   int64_t b, h, i, j;
   for (b = 0; b < a->batch; b++)
@@ -4737,7 +4737,7 @@ LUNAI_FN void lunai_attention_backward_plain(const lunai_kernels *kernels, const
         const float *g = a->grad_out + r.out, extra = a->grad_sums ? a->grad_sums[r.stat] : 0;
         const float mean = kernels->dot(a->value_dim, g, a->out + r.out) + (a->grad_sums ? extra * a->sums[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
-          const float p = lunai_exp_plain(kernels, lunai_score(kernels, a, &r, j) - a->lse[r.stat]);
+          const float p = lunai_exp_one(kernels, lunai_score(kernels, a, &r, j) - a->lse[r.stat]);
           const float mask = lunai_dropout_at(&a->dropout, r.element + j);
           const float ds = a->scale * p * (mask * (kernels->dot(a->value_dim, g, a->v + r.v + j * a->v_row) + extra) - mean);
           if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + r.k + j * a->k_row, a->grad_q + r.q);
@@ -4776,7 +4776,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.slots, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
-  else (backward ? lunai_attention_backward_plain : lunai_attention_plain)(kernels, &a);
+  else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) { return lunai_attention_call(args, false); }
@@ -4807,7 +4807,7 @@ LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal 
 }
 
 /* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, and its three derivatives */
-LUNAI_FN void lunai_causal_plain(const lunai_kernels *kernels, const lunai_causal *c, bool backward) {
+LUNAI_FN void lunai_causal_without_scratch(const lunai_kernels *kernels, const lunai_causal *c, bool backward) {
   int64_t b, h, t, j;
   for (b = 0; b < c->batch; b++)
     for (h = 0; h < c->heads; h++)
@@ -4852,7 +4852,7 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.slots, backward));
   if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
-  else lunai_causal_plain(kernels, &c, backward);
+  else lunai_causal_without_scratch(kernels, &c, backward);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
@@ -4912,7 +4912,7 @@ typedef struct lunai_st_tensor {
 
 /* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no character */
 LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
-  static const uint32_t least[4] = {0, 0x80, 0x800, 0x10000};
+  static const uint32_t min[4] = {0, 0x80, 0x800, 0x10000};
   const uint8_t *s = (const uint8_t *)*at;
   const int more = s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 1 : s[0] < 0xF0 ? 2 : 3;
   uint32_t code = s[0];
@@ -4924,7 +4924,7 @@ LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
       if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
       code = code << 6 | (s[i] & 0x3Fu);
     }
-    if (code < least[more] || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return LUNAI_ST_BAD;
+    if (code < min[more] || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return LUNAI_ST_BAD;
   }
   *at += more + 1;
   return code;
@@ -5078,7 +5078,7 @@ LUNAI_FN bool lunai_st_string(lunai_st_json *j, lunai_st_text *text) {
 }
 
 /* a list of at most `most` whole numbers; returns how many, -1 on failure */
-LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int most) {
+LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int max) {
   int count = 0;
   if (!lunai_st_take(j, '[')) return -1;
   if (lunai_st_skip(j, ']')) return 0;
@@ -5093,7 +5093,7 @@ LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int most) {
     }
     if (j->at == start || (zero && j->at - start > 1))
       return (void)lunai_st_fail(j, "a shape or data_offsets has something other than whole numbers"), -1;
-    if (count == most) return (void)lunai_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
+    if (count == max) return (void)lunai_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
     out[count++] = value;
   } while (lunai_st_skip(j, ','));
   return lunai_st_take(j, ']') ? count : -1;
@@ -5354,11 +5354,11 @@ LUNAI_FN bool lunai_st_little(void) {
 
 /* the value of a floating-point pattern with so many bits of exponent and mantissa */
 LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bits) {
-  const int most = (1 << exponent_bits) - 1, exponent = (int)(bits >> mantissa_bits) & most;
+  const int max = (1 << exponent_bits) - 1, exponent = (int)(bits >> mantissa_bits) & max;
   const uint64_t one = (uint64_t)1 << mantissa_bits, mantissa = bits & (one - 1);
   const double sign = (bits >> (exponent_bits + mantissa_bits)) & 1 ? -1.0 : 1.0;
-  if (exponent == most) return mantissa ? (double)NAN : sign * (double)INFINITY;
-  return sign * ldexp((double)(exponent ? mantissa + one : mantissa), (exponent ? exponent : 1) - most / 2 - mantissa_bits);
+  if (exponent == max) return mantissa ? (double)NAN : sign * (double)INFINITY;
+  return sign * ldexp((double)(exponent ? mantissa + one : mantissa), (exponent ? exponent : 1) - max / 2 - mantissa_bits);
 }
 
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
@@ -5434,7 +5434,7 @@ LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size
 /* a UTF-8 string as JSON; invalid UTF-8 fails, for nobody could read it back */
 LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
   static const char hex[] = "0123456789abcdef";
-  const char *at = string, *end = string + strlen(string), *plain = string;
+  const char *at = string, *end = string + strlen(string), *other_attention = string;
   char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
   lunai_st_write_text(w, "\"");
   while (at < end) {
@@ -5443,14 +5443,14 @@ LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
     if (code == LUNAI_ST_BAD) w->failed = true;
     if (w->failed) return;
     if (code >= 0x20 && code != '"' && code != '\\') continue;
-    lunai_st_write_bytes(w, plain, (size_t)(here - plain));
+    lunai_st_write_bytes(w, other_attention, (size_t)(here - other_attention));
     escape[4] = hex[code >> 4];
     escape[5] = hex[code & 15];
     if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
     else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
-    plain = at;
+    other_attention = at;
   }
-  lunai_st_write_bytes(w, plain, (size_t)(end - plain));
+  lunai_st_write_bytes(w, other_attention, (size_t)(end - other_attention));
   lunai_st_write_text(w, "\"");
 }
 
@@ -5805,8 +5805,8 @@ struct luna_ctx {
   luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
   bool stepped;                      /* an optimiser has made its step since begin */
   uint64_t told;                     /* skipped steps that options.log has heard of */
-  luna_status status, refused;       /* the first failure since begin; that of the last call which returned a status */
-  luna_status broken;                /* the device could not be opened: every call says so */
+  luna_status status, last_status;       /* the first failure since begin; that of the last call which returned a status */
+  luna_status open_status;                /* the device could not be opened: every call says so */
   char error[320];
   int setups;                        /* inits under way, one inside another */
   int64_t sets;                      /* parameter sets opened */
@@ -5869,7 +5869,7 @@ LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, luna_status status, const char *
   va_start(values, format);
   lunai_format(sentence, sizeof sentence, format, values);
   va_end(values);
-  if (ctx->status == LUNA_OK && ctx->broken == LUNA_OK) {
+  if (ctx->status == LUNA_OK && ctx->open_status == LUNA_OK) {
     ctx->status = status;
     memcpy(ctx->error, sentence, sizeof sentence);
   }
@@ -5877,25 +5877,25 @@ LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, luna_status status, const char *
   return NULL;
 }
 /* The failure of a call that returns a status or makes a parameter: always its own sentence. */
-LUNAI_FN luna_status lunai_refuse(luna_ctx *ctx, luna_status status, const char *format, ...) {
+LUNAI_FN luna_status lunai_fail_status(luna_ctx *ctx, luna_status status, const char *format, ...) {
   va_list values;
-  if (ctx->broken != LUNA_OK) return ctx->refused = ctx->broken;
+  if (ctx->open_status != LUNA_OK) return ctx->last_status = ctx->open_status;
   va_start(values, format);
   lunai_format(ctx->error, sizeof ctx->error, format, values);
   va_end(values);
   if (ctx->status == LUNA_OK) ctx->status = status;
-  ctx->refused = status;
+  ctx->last_status = status;
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, ctx->error);
   return status;
 }
 /* what a call of the backend returned, for `return`: its own sentence, if it gave one, stays */
-LUNAI_FN luna_status lunai_backend_did(luna_ctx *ctx, const char *name, luna_status status) {
+LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
   if (status == LUNA_OK) return LUNA_OK;
-  if (ctx->status != LUNA_OK) return ctx->refused = ctx->status;
-  return lunai_refuse(ctx, status, "%s: the backend failed: %s", name, luna_status_text(status));
+  if (ctx->status != LUNA_OK) return ctx->last_status = ctx->status;
+  return lunai_fail_status(ctx, status, "%s: the backend failed: %s", name, luna_status_text(status));
 }
-LUNAI_FN luna_status lunai_no_memory(luna_ctx *ctx, const char *what, size_t bytes) {
-  return lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)", what, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
+LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *what, size_t bytes) {
+  return lunai_fail_status(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)", what, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
 
 /* --- memory --- */
@@ -5906,11 +5906,11 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
 }
 
 /* numbers lie where the host cannot read them */
-LUNAI_FN bool lunai_far(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
+LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
 /* otherwise data pointers may be null and only sizes count */
 LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
-  return ctx->backend->wait && !ctx->options.measure && ctx->broken == LUNA_OK;
+  return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
 }
 LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
   return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes + ctx->arena[1].step_bytes;
@@ -5962,7 +5962,7 @@ LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
 /* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context that has one. False: none left. */
 LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  const bool remote = data && lunai_far(ctx);
+  const bool remote = data && lunai_on_device(ctx);
   lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
@@ -6044,8 +6044,8 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  const size_t least = (size_t)1 << 16, bytes = ctx->arena[remote].step_bytes;
-  lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > least && lunai_computes(ctx) ? bytes : least);
+  const size_t min = (size_t)1 << 16, bytes = ctx->arena[remote].step_bytes;
+  lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
   ctx->arena[remote].step = chunk;
   chunk->used += size;
@@ -6061,7 +6061,7 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
 /* Memory of the step, not zeroed; `data` as above. */
 LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  const bool remote = data && lunai_far(ctx);
+  const bool remote = data && lunai_on_device(ctx);
   lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
@@ -6185,7 +6185,7 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
 
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
   luna_ctx first, *ctx;
-  luna_status broken = LUNA_OK;
+  luna_status open_status = LUNA_OK;
   void *memory;
   memset(&first, 0, sizeof first);
   if (options) first.options = *options;
@@ -6194,7 +6194,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!first.kernels || first.options.threads < 0 || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
-  if (first.options.block && lunai_far(&first)) return NULL;
+  if (first.options.block && lunai_on_device(&first)) return NULL;
   if (first.options.block) {
     char *start = (char *)first.options.block;
     const size_t shift = (LUNAI_ALIGN - (uintptr_t)start % LUNAI_ALIGN) % LUNAI_ALIGN;
@@ -6205,10 +6205,10 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   ctx = (luna_ctx *)memory;
   *ctx = first;
-  if (ctx->backend->open && !ctx->options.measure) broken = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
-  if (broken != LUNA_OK) {
-    if (ctx->status == LUNA_OK) luna_backend_fail(ctx, broken, "luna_open: the device could not be opened");
-    ctx->broken = broken;
+  if (ctx->backend->open && !ctx->options.measure) open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
+  if (open_status != LUNA_OK) {
+    if (ctx->status == LUNA_OK) luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
+    ctx->open_status = open_status;
     return ctx;
   }
   if (!lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &memory) || !lunai_open_threads(ctx)) {
@@ -6217,10 +6217,10 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   }
   ctx->state = (luna_step_state *)memory;
   if (!ctx->options.measure)
-    broken = ctx->backend->copy(ctx, &ctx->state->seed, &ctx->options.seed, sizeof ctx->options.seed, 1);
-  if (broken != LUNA_OK && ctx->status == LUNA_OK)
-    luna_backend_fail(ctx, broken, "luna_open: the device could not be opened");
-  ctx->broken = broken;
+    open_status = ctx->backend->copy(ctx, &ctx->state->seed, &ctx->options.seed, sizeof ctx->options.seed, 1);
+  if (open_status != LUNA_OK && ctx->status == LUNA_OK)
+    luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
+  ctx->open_status = open_status;
   return ctx;
 }
 
@@ -6236,7 +6236,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   luna_status status;
   bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (ctx->broken != LUNA_OK) return ctx->broken;
+  if (ctx->open_status != LUNA_OK) return ctx->open_status;
   repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated; /* keeps its number: the same dropout */
   lunai_step_clear(ctx);
   ctx->tape = NULL;
@@ -6249,7 +6249,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
-  status = lunai_backend_did(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
   return status == LUNA_OK ? ctx->status : status;
 }
 #ifndef LUNA_NO_TRAIN
@@ -7487,12 +7487,12 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
 LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (!out) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: there is nowhere to put %d values", luna_count(t));
+  if (!out) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: there is nowhere to put %d values", luna_count(t));
   if (!lunai_computes(t->ctx)) {
     memset(out, 0, bytes);
     return LUNA_OK;
   }
-  if (!from && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called? (an op's result keeps its own after luna_require_grad)", t);
+  if (!from && bytes) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called? (an op's result keeps its own after luna_require_grad)", t);
   lunai_look(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
@@ -7504,9 +7504,9 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (t->borrowed || (!values && bytes)) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, t->borrowed ? "luna_write: tensor %t is borrowed" : "luna_write: there are no values for tensor %t", t);
+  if (t->borrowed || (!values && bytes)) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, t->borrowed ? "luna_write: tensor %t is borrowed" : "luna_write: there are no values for tensor %t", t);
   if (!lunai_computes(t->ctx)) return LUNA_OK;
-  if (!t->data && bytes) return lunai_refuse(t->ctx, LUNA_BAD_ARGUMENT, "luna_write: the values of tensor %t have been freed", t);
+  if (!t->data && bytes) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_write: the values of tensor %t have been freed", t);
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
@@ -7518,7 +7518,7 @@ LUNA_API float luna_item(const luna_tensor *t) {
 
 /* --- building an op --- */
 /* an input that is null: its own failure has been told, or this is the first */
-LUNAI_FN luna_tensor *lunai_null(luna_ctx *ctx, const char *name, const char *what) {
+LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const char *what) {
   return ctx->status == LUNA_OK ? lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s is null", name, what) : NULL;
 }
 
@@ -7540,7 +7540,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, in
   s->op.in[2] = inputs > 2 ? c : NULL;
   s->op.outputs = 1;
   for (i = 0; i < inputs; i++)
-    if (!s->op.in[i]) return lunai_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
+    if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
 /* Whether an array's inputs are all there. When not, or when they are too many, the context of the first that is there fails. */
@@ -7553,18 +7553,18 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   }
   if (ctx && count > LUNA_MAX_INPUTS)
     lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %d tensors, but at most %d", name, (int64_t)count, (int64_t)LUNA_MAX_INPUTS);
-  else if (ctx && missing) lunai_null(ctx, name, "one of the tensors");
+  else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
 /* one more input, which may be null */
 LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Host whole numbers into the step; null: no memory, or the backend failed */
-LUNAI_FN const int32_t *lunai_numbers_kept(lunai_build *s, const int32_t *values, int64_t count, const char *what) {
+LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count, const char *what) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
   luna_status status;
-  if (!lunai_step(ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), lunai_far(ctx), &memory)) {
+  if (!lunai_step(ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), lunai_on_device(ctx), &memory)) {
     lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d %ss", s->name, count, what);
     return NULL;
   }
@@ -7575,29 +7575,29 @@ LUNAI_FN const int32_t *lunai_numbers_kept(lunai_build *s, const int32_t *values
   return NULL;
 }
 /* the same, each checked to lie in [least, most]; null when null */
-LUNAI_FN const int32_t *lunai_numbers(lunai_build *s, const int32_t *values, int64_t count, int64_t least, int64_t most, const char *what, bool *failed) {
+LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max, const char *what, bool *failed) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
   int64_t i;
   if (!values || *failed) return NULL;
   *failed = true;
   for (i = 0; i < count; i++)
-    if (values[i] < least || values[i] > most) {
-      lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d", s->name, what, i, (int64_t)values[i], least, most);
+    if (values[i] < min || values[i] > max) {
+      lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d", s->name, what, i, (int64_t)values[i], min, max);
       return NULL;
     }
-  kept = lunai_numbers_kept(s, values, count, what);
+  kept = lunai_integers_copy(s, values, count, what);
   *failed = kept == NULL;
   return kept;
 }
 
-LUNAI_FN luna_tensor *lunai_give_up(lunai_build *s) {
+LUNAI_FN luna_tensor *lunai_abandon(lunai_build *s) {
   lunai_step_rewind(s->op.ctx, s->mark);
   return NULL;
 }
 LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s) {
   lunai_fail(s->op.ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for its result (%d bytes in use)", s->name, (int64_t)luna_memory(s->op.ctx).current);
-  return lunai_give_up(s);
+  return lunai_abandon(s);
 }
 
 /* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
@@ -7630,18 +7630,18 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   int i;
   if (!ctx->backend->op[op->kind].forward) {
     lunai_fail(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row %s", s->name, luna_op_name(op->kind));
-    return lunai_give_up(s);
+    return lunai_abandon(s);
   }
   for (i = 0; i < op->inputs; i++) {
     if (op->in[i] && op->in[i]->ctx != ctx) {
       lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)", s->name, (int64_t)i);
-      return lunai_give_up(s);
+      return lunai_abandon(s);
     }
     if (op->in[i] && op->in[i]->needs_grad && ctx->training && !ctx->paused) record = true;
   }
   if (lunai_shape_count(rank, shape) < 0) {
     lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: the result would have too many elements", s->name);
-    return lunai_give_up(s);
+    return lunai_abandon(s);
   }
   if (record) {
     if (!lunai_step(ctx, sizeof(luna_op), false, &memory)) return lunai_op_no_memory(s);
@@ -7655,7 +7655,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, ctx->passing && (record || !ctx->training))) == NULL) return lunai_op_no_memory(s);
   if (extra && (op->out[op->outputs++] = lunai_tensor_take(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
-  if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_give_up(s);
+  if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_abandon(s);
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
   if (extra) *extra = op->out[1];
   if (record) {
@@ -7827,14 +7827,14 @@ LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
   luna_op *op;
-  if (!lunai_grad_take(ctx, loss, true)) return lunai_no_memory(ctx, "luna_backward", sizeof(float));
+  if (!lunai_grad_take(ctx, loss, true)) return lunai_fail_memory(ctx, "luna_backward", sizeof(float));
   if (lunai_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (lunai_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
-  if (status != LUNA_OK) return lunai_backend_did(ctx, "luna_backward", status);
+  if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_backward", status);
   for (op = ctx->tape; op; op = op->previous)
     if (!lunai_op_backward(op, &status))
       return ctx->status != LUNA_OK ? ctx->status :
-             lunai_refuse(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status),
+             lunai_fail_status(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status),
                           op->recompute ? "a block computed again" : luna_op_name(op->kind));
   return LUNA_OK;
 }
@@ -7887,7 +7887,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
     for (i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
   }
   if (status == LUNA_OK && !(lunai_step_reserve(ctx, false, need[0]) && lunai_step_reserve(ctx, true, need[1])))
-    status = lunai_no_memory(ctx, "luna_backward", need[0] + need[1]);
+    status = lunai_fail_memory(ctx, "luna_backward", need[0] + need[1]);
   if (status == LUNA_OK) return LUNA_OK;
   for (; ctx->reserved; ctx->reserved = ctx->reserved->reserved) {
     ctx->reserved->grad = NULL;
@@ -7902,9 +7902,9 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->status != LUNA_OK) return ctx->status;
-  if (luna_count(loss) != 1) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
+  if (luna_count(loss) != 1) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
   if (!ctx->tape || !loss->needs_grad)
-    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
+    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
   status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
   if (status != LUNA_OK) return status;
@@ -8008,7 +8008,7 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   void *memory;
   if (!ctx) return NULL;
   if (!lunai_persist(ctx, sizeof(luna_params), false, &memory)) {
-    lunai_remember(ctx, NULL, 0, lunai_no_memory(ctx, "luna_params_open", sizeof(luna_params)));
+    lunai_remember(ctx, NULL, 0, lunai_fail_memory(ctx, "luna_params_open", sizeof(luna_params)));
     return NULL;
   }
   lunai_remember(ctx, NULL, 0, LUNA_OK);
@@ -8022,7 +8022,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   const luna_params *root = from;
   if (ctx && !from)
     lunai_remember(ctx, NULL, 0,
-                   lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
+                   lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
@@ -8032,7 +8032,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
   ctx->sharing = &params->sharing;
-  return lunai_backend_did(ctx, "luna_params_share", lunai_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
+  return lunai_backend_result(ctx, "luna_params_share", lunai_wait_for_owners(ctx)) == LUNA_OK ? params : NULL;
 }
 
 /* where in the tree a parameter of this name is or belongs; of those before index `before` */
@@ -8067,7 +8067,7 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   lunai_param *p;
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (params->ctx->broken != LUNA_OK) return params->ctx->broken;
+  if (params->ctx->open_status != LUNA_OK) return params->ctx->open_status;
   status = params->ctx->options.measure ? LUNA_OK : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true); /* nonfinite was of a loss whose gradients these were */
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
@@ -8127,7 +8127,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
   *wrong = params->shared ? (params->shared->ctx->backend != params->ctx->backend ? "lies on another device there" : NULL) :
-           lunai_far(params->ctx) ? "cannot be read in place by a device: load a copy (luna_load_bytes)" : NULL;
+           lunai_on_device(params->ctx) ? "cannot be read in place by a device: load a copy (luna_load_bytes)" : NULL;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
   if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = "is not there";
@@ -8152,7 +8152,7 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   luna_status status = LUNA_OK;
   float block[1024];
   int64_t at;
-  if (!lunai_far(ctx)) lunai_st_floats(t, data);
+  if (!lunai_on_device(ctx)) lunai_st_floats(t, data);
   else if (lunai_st_borrow(t)) status = ctx->backend->copy(ctx, data, t->data, t->bytes, 1);
   else for (at = 0; at < t->count && status == LUNA_OK; at += 1024) {
     lunai_st_tensor part = *t;
@@ -8162,7 +8162,7 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
     lunai_st_floats(&part, block);
     status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
   }
-  return lunai_backend_did(ctx, "a parameter's values", status);
+  return lunai_backend_result(ctx, "a parameter's values", status);
 }
 
 LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64; }
@@ -8178,7 +8178,7 @@ LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, i
   luna_tensor like;
   lunai_tensor_set(&like, ctx, rank, shape);
   if (lunai_st_find(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
-  lunai_refuse(ctx, LUNA_MISMATCH, "the file has no tensor %s of shape %t in F32, F16, BF16 or F64", name, &like);
+  lunai_fail_status(ctx, LUNA_MISMATCH, "the file has no tensor %s of shape %t in F32, F16, BF16 or F64", name, &like);
   return false;
 }
 
@@ -8204,24 +8204,24 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   const char *wrong;
   if (!ctx) return NULL;
   if (!name) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a parameter needs a name");
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: a parameter needs a name");
     return NULL;
   }
   if (count < 0) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
     return NULL;
   }
   if ((unsigned)init.kind > LUNA_INIT_IDENTITY || !lunai_is_finite(init.scale)) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: init must be one of luna_init_kind, scale finite", name);
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: init must be one of luna_init_kind, scale finite", name);
     return NULL;
   }
   if (strlen(name) >= LUNAI_MAX_PARAM_NAME || !lunai_is_text(name) || lunai_is_ours(name) ||
       strcmp(name, "__metadata__") == 0) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_MAX_PARAM_NAME - 1));
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_MAX_PARAM_NAME - 1));
     return NULL;
   }
   if (lunai_param_find(params, name)) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
     return NULL;
   }
   if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
@@ -8231,7 +8231,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
     lunai_remember(ctx, params, lunai_hash(name),
-                   lunai_refuse(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count));
+                   lunai_fail_status(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count));
     return NULL;
   }
   p->hash = lunai_hash(name);
@@ -8244,7 +8244,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   else if (!params->filling && lunai_param_fill(ctx, p, init) != LUNA_OK) wrong = "could not be filled by the backend";
   else if (params->filling && !ctx->options.measure && lunai_fill(ctx, p->tensor.data, &stored) != LUNA_OK) wrong = "could not be filled by the backend";
   if (wrong) {
-    lunai_refuse(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
+    lunai_fail_status(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
     lunai_persistent_rewind(ctx, mark);
     return NULL;
   }
@@ -8279,9 +8279,9 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char 
   s->replaced = params->replaced;
   s->count = params->size;
   params->ctx->setups++;
-  params->ctx->refused = params->ctx->broken;
-  if (params->ctx->broken != LUNA_OK || (made && config)) return params->ctx->broken == LUNA_OK;
-  return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+  params->ctx->last_status = params->ctx->open_status;
+  if (params->ctx->open_status != LUNA_OK || (made && config)) return params->ctx->open_status == LUNA_OK;
+  return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                       "a layer's or model's init needs a place to put it, and a config") == LUNA_OK;
 }
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
@@ -8308,7 +8308,7 @@ LUNAI_FN luna_status lunai_setup_end(const lunai_setup *s, bool good) {
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!good) {
     lunai_setup_undo(s);
-    status = ctx->refused == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->refused;
+    status = ctx->last_status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->last_status;
   }
   ctx->setups--;
   lunai_remember(ctx, s->params, s->prefix, status);
@@ -8347,23 +8347,23 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
   lunai_persistent_mark mark;
   lunai_meta *pair;
   void *memory;
-  if (!lunai_is_text(key) || !lunai_is_text(value)) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: key or value is not UTF-8");
+  if (!lunai_is_text(key) || !lunai_is_text(value)) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: key or value is not UTF-8");
   mark = lunai_persistent(params->ctx);
   pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
   if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
   if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value, "");
   if (!pair || !pair->value) {
     lunai_persistent_rewind(params->ctx, mark);
-    return lunai_no_memory(params->ctx, "luna_params_set", strlen(key) + strlen(value));
+    return lunai_fail_memory(params->ctx, "luna_params_set", strlen(key) + strlen(value));
   }
   lunai_meta_put(params, pair);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!key || !value) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
+  if (!key || !value) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
   if (lunai_is_ours(key))
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                         "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
   return lunai_params_put(params, key, value);
 }
@@ -8430,7 +8430,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int a, seen = 0;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
-  if (!axes) return lunai_null(x->ctx, "luna_permute", "axes");
+  if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
       return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_permute: axis %d of %t is asked for twice or does not exist", (int64_t)axes[a], x);
@@ -8594,14 +8594,14 @@ LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
 
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
-  static const luna_feed_forward_config plain = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false };
-  const luna_feed_forward_config *c = config ? config : &plain;
+  static const luna_feed_forward_config other_attention = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false };
+  const luna_feed_forward_config *c = config ? config : &other_attention;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
   int64_t shape[LUNA_MAX_RANK];
   bool good;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
-  if (!w2) return lunai_null(x->ctx, "luna_feed_forward", "w2");
+  if (!w2) return lunai_fail_null(x->ctx, "luna_feed_forward", "w2");
   good = x->rank >= 1 && w1->rank == 2 && w2->rank == 2 && w1->shape[1] == lunai_last(x) && w2->shape[1] == w1->shape[0] && lunai_is_activation(activation);
   good = good && lunai_checked(lunai_rows(x), w1->shape[0]) >= 0;
   good = good && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
@@ -8631,8 +8631,8 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
   if (x->rank < (lengths ? 2 : 1)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_softmax: %t; want [..., n], with lengths [batch, ..., n]", x);
-  s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
-  return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
 
 LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float fill) {
@@ -8643,10 +8643,10 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   if (lengths && x->rank < 2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_mask: %t has no rows; want [batch, n, ...]", x);
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
-  s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
   s.op.arg.mask.fill = fill;
-  return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
 
@@ -8679,17 +8679,17 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
   if (table->rank != 2 || batch < 0 || n < 0 || lunai_checked(batch, n) < 0 || (!tokens && batch * n > 0))
     return lunai_fail(table->ctx, LUNA_BAD_ARGUMENT, "luna_embedding: table %t must be [vocabulary, dim]; %d sequences of %d tokens", table, batch, n);
-  s.op.index = lunai_numbers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
+  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
   shape[0] = batch;
   shape[1] = n;
   shape[2] = table->shape[1];
-  return failed ? lunai_give_up(&s) : lunai_finish(&s, 3, shape);
+  return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
 }
 
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) { return luna_cross_entropy_with(logits, labels, NULL); }
 LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config) {
-  static const luna_cross_entropy_config plain = { 0, false, 0, false };
-  const luna_cross_entropy_config *c = config ? config : &plain;
+  static const luna_cross_entropy_config other_attention = { 0, false, 0, false };
+  const luna_cross_entropy_config *c = config ? config : &other_attention;
   const int64_t one = 1;
   int64_t rows, classes, i, counted = 0;
   void *memory;
@@ -8707,13 +8707,13 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
     const int32_t label = ignored ? -1 : labels[i];
     if (label >= classes) {
       lunai_fail(logits->ctx, LUNA_BAD_ARGUMENT, "luna_cross_entropy: label %d is %d, but there are %d classes", i, (int64_t)label, classes);
-      return lunai_give_up(&s);
+      return lunai_abandon(&s);
     }
     counted += !ignored;
     kept[i] = label;
   }
-  s.op.index = lunai_far(logits->ctx) ? lunai_numbers_kept(&s, kept, rows, "label") : kept;
-  if (rows && !s.op.index) return lunai_give_up(&s);
+  s.op.index = lunai_on_device(logits->ctx) ? lunai_integers_copy(&s, kept, rows, "label") : kept;
+  if (rows && !s.op.index) return lunai_abandon(&s);
   s.op.arg.cross_entropy.smoothing = c->smoothing;
   s.op.arg.cross_entropy.factor = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return lunai_finish(&s, 1, &one);
@@ -8728,7 +8728,7 @@ LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
 /* offsets of packed sequences: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what, bool *failed) {
   int64_t i;
-  const int32_t *kept = lunai_numbers(s, offsets, count + 1, 0, rows, what, failed);
+  const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
   for (i = 0; i <= count && !*failed; i++)
     if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
       lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d; offsets start at 0, never fall, and end at the %d rows", s->name, what, i, (int64_t)offsets[i], rows);
@@ -8769,8 +8769,8 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
 }
 
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
-  static const luna_attention_config plain = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
-  const luna_attention_config *c = config ? config : &plain;
+  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
+  const luna_attention_config *c = config ? config : &other_attention;
   const bool packed = c->packed > 0;
   int64_t shape[3], sums[3];
   bool failed = false;
@@ -8780,12 +8780,12 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (packed && (!c->query_offsets || !c->key_offsets || c->lengths))
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: packed sequences need query_offsets and key_offsets, and no lengths");
   if (!lunai_attention_shapes(&s, c, packed)) return lunai_attention_wrong(&s);
-  s.op.lengths = lunai_numbers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
+  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
   if (packed) {
     s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->packed, q->shape[0], "query offset", &failed);
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->packed, k->shape[0], "key offset", &failed);
   }
-  if (failed) return lunai_give_up(&s);
+  if (failed) return lunai_abandon(&s);
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
@@ -8838,8 +8838,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
     c.sums = sums;
     return luna_softmax_attention(weights, context, context, &c);
   }
-  s.op.lengths = lunai_numbers(&s, lengths, context->shape[0], 0, context->shape[1], "length", &failed);
-  if (failed) return lunai_give_up(&s);
+  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "length", &failed);
+  if (failed) return lunai_abandon(&s);
   s.op.arg.attention.heads = sums_shape[2] = 1;
   s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
   s.op.arg.attention.queries = sums_shape[1] = weights->shape[1];
@@ -8872,7 +8872,7 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   int a;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (!v) return lunai_null(x->ctx, "luna_unpack", "v");
+  if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
   good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
   good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
@@ -8887,9 +8887,9 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   lunai_input(&s, out_bias);
   lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
-  s.op.lengths = lunai_numbers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   s.op.dropout = dropout;
-  return failed ? lunai_give_up(&s) : lunai_finish_like(&s, x);
+  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
   return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout, 0);
@@ -8914,7 +8914,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   int a;
   lunai_build build;
   if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout)) return NULL;
-  if (!s) return lunai_null(q->ctx, "luna_causal_nested_attention", "s");
+  if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
   good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
@@ -8925,11 +8925,11 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!lunai_has_row(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
-  build.op.lengths = lunai_numbers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
+  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
-  return failed ? lunai_give_up(&build) : lunai_finish_like(&build, q);
+  return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom) {
@@ -8979,7 +8979,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   if (copy && both[1]) both[1] = luna_scale(both[1], 1);
   if (both[1] && (both[0] || !second)) lunai_keep(ctx, mark, second ? both : both + 1, op->outputs);
   ctx->paused = false;
-  if (!both[1] || (second && !both[0])) return lunai_null(ctx, "luna_recompute", "a result of the block");
+  if (!both[1] || (second && !both[0])) return lunai_fail_null(ctx, "luna_recompute", "a result of the block");
   op->out[0] = both[1];
   op->out[1] = both[0];
   if (second) *second = both[0];
@@ -9005,7 +9005,7 @@ LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
   const size_t a = prefix ? strlen(prefix) : 0, b = strlen(name);
   if (a + b >= LUNAI_MAX_NAME) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "the parameter name %s%s is longer than 191 characters", prefix, name);
+    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "the parameter name %s%s is longer than 191 characters", prefix, name);
     return false;
   }
   if (a) memcpy(out, prefix, a);
@@ -9054,7 +9054,7 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
   if (x && !made)
     lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: the layer is null or zeroed: its init failed or was not called", name);
-  if (made && !x) lunai_null(made->ctx, name, "the input");
+  if (made && !x) lunai_fail_null(made->ctx, name, "the input");
   return x && made;
 }
 
@@ -9098,7 +9098,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   if (c.pack_heads == 0) c.pack_heads = c.heads;
   if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads ||
       (unsigned)c.sharing > LUNA_SHARING_QK || !(c.dropout >= 0 && c.dropout < 1)) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout "
                  "below 1", c.dim, c.heads, c.pack_heads);
     return lunai_setup_end(&s, false);
@@ -9151,13 +9151,13 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
 LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) { return layer->weight ? luna_linear_layer_forward(layer, x) : x; }
 
 /* lengths of a memory of `most` slots, in the step: host numbers */
-LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t most, bool *failed) {
+LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max, bool *failed) {
   void *memory;
   int64_t i;
   if (!lengths) return NULL;
   *failed = !lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory);
   if (*failed) lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "no memory for %d lengths", count);
-  for (i = 0; i < count && !*failed; i++) ((int32_t *)memory)[i] = (int32_t)lunai_min(lengths[i], most);
+  for (i = 0; i < count && !*failed; i++) ((int32_t *)memory)[i] = (int32_t)lunai_min(lengths[i], max);
   return (const int32_t *)memory;
 }
 
@@ -9219,7 +9219,7 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_nested_attention_layer_forward")) return NULL;
   ctx = x->ctx;
   c = &layer->config;
-  if (!p) return lunai_null(ctx, "luna_nested_attention_layer_forward", "p");
+  if (!p) return lunai_fail_null(ctx, "luna_nested_attention_layer_forward", "p");
   if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
       x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
     return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_forward: x %t, p %t, context %t: want [batch, n, %d], [batch, l, %d], [batch, m, %d]", x, p, context, c->dim, c->dim, c->dim);
@@ -9259,13 +9259,13 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_SHARING_TIED && c.sharing != LUNA_SHARING_FULL) ||
       !(c.dropout >= 0 && c.dropout < 1)) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, "
                  "dropout below 1", c.dim, c.heads);
     return lunai_setup_end(&s, false);
   }
   if (c.omega != LUNA_ACTIVATION_SOFTPLUS2 && c.omega != LUNA_ACTIVATION_SOFTPLUS && c.omega != LUNA_ACTIVATION_ELU1) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_causal_attention_layer_init: omega must not be negative: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or "
                  "LUNA_ACTIVATION_ELU1");
     return lunai_setup_end(&s, false);
@@ -9319,7 +9319,7 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
-  if (!p) return lunai_null(x->ctx, "luna_causal_attention_layer_forward", "p");
+  if (!p) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (x->rank != 3 || p->rank < 2 || p->rank > 3 || x->shape[2] != c->dim || lunai_last(p) != c->dim || (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_forward: x %t, p %t: want [batch, n, %d] and [batch, l, %d] or [l, %d]", x, p, c->dim, c->dim, c->dim);
   mark = lunai_step_mark(x->ctx);
@@ -9346,9 +9346,9 @@ LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { retur
    mean; false when it could not be made. No projection to learn: null, true */
 LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name, const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
   const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
-  const int64_t most = lunai_max(c->k, lunai_max(head, layer)), widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
+  const int64_t max = lunai_max(c->k, lunai_max(head, layer)), widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
   *e = NULL;
-  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) *e = lunai_named(params, prefix, name, 2, most, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
+  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) *e = lunai_named(params, prefix, name, 2, max, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
   else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION) *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
   else return true;
   return *e != NULL;
@@ -9358,7 +9358,7 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
   if (c->k == 0) c->k = lunai_min(64, c->max_length);
   if (c->k >= 1 && c->k_last_layer >= 0 && c->k_last_head >= 0 && c->max_length >= 1 && c->max_length <= 1 << 26 && c->k <= c->max_length && c->k_last_layer <= c->max_length &&
       c->k_last_head <= c->max_length && (unsigned)c->sharing <= LUNA_LINFORMER_SHARING_LAYERWISE && (unsigned)c->projection <= LUNA_LINFORMER_PROJECTION_CONVOLUTION) return true;
-  lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "Linformer: k %d, in the last layer %d, in the last head %d must be at most max_length %d", c->k, c->k_last_layer, c->k_last_head, c->max_length);
+  lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "Linformer: k %d, in the last layer %d, in the last head %d must be at most max_length %d", c->k, c->k_last_layer, c->k_last_head, c->max_length);
   return false;
 }
 
@@ -9372,13 +9372,13 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   if (c.heads == 0) c.heads = 1;
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX ||
       c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1)) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_attention_layer_init: dim %d must be a multiple of heads %d, kind softmax, linear or "
                  "Linformer, dropout below 1", c.dim, c.heads);
     return lunai_setup_end(&s, false);
   }
   if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) {
-    lunai_refuse(params->ctx, LUNA_UNSUPPORTED,
+    lunai_fail_status(params->ctx, LUNA_UNSUPPORTED,
                  "luna_attention_layer_init: Linformer mixes all positions and cannot be causal");
     return lunai_setup_end(&s, false);
   }
@@ -9517,7 +9517,7 @@ LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention ==
 /* Refuses a number of a config that says otherwise than what it is taken from; 0 says nothing */
 LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
   if (value == 0 || value == expected) return true;
-  return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "config: %s is %d, where %s is %d; leave it 0", name, value, from,
+  return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "config: %s is %d, where %s is %d; leave it 0", name, value, from,
                       expected) == LUNA_OK;
 }
 /* What this kind of layer does not have; fields of an attention that is not chosen may stand, so that configs can be
@@ -9546,7 +9546,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
       (unsigned)c->attention <= LUNA_ATTENTION_LINFORMER && (unsigned)c->recompute <= LUNA_RECOMPUTE_LAYER && c->own_memory >= 0 && c->own_memory <= 1 << 20 &&
       (!c->hook || (c->hook->init && c->hook->forward)))
     return true;
-  lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1), enums one of their names, a hook whole", c->dim, c->ffn, c->convolution);
+  lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1), enums one of their names, a hook whole", c->dim, c->ffn, c->convolution);
   return false;
 }
 LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_config *c) {
@@ -9611,12 +9611,12 @@ LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, cons
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
-LUNAI_FN bool lunai_other_init(luna_attention_layer *plain, void **hooked, luna_params *params, const char *prefix, const luna_layer_config *c, bool causal) {
+LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params, const char *prefix, const luna_layer_config *c, bool causal) {
   luna_attention_layer_config a;
   if (c->hook) {
-    *hooked = c->hook->init(c->hook->user, params, prefix, c);
-    if (!*hooked && params->ctx->refused == LUNA_OK) lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "the attention hook's init returned null for %s", prefix);
-    return *hooked != NULL;
+    *hook_state = c->hook->init(c->hook->user, params, prefix, c);
+    if (!*hook_state && params->ctx->last_status == LUNA_OK) lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "the attention hook's init returned null for %s", prefix);
+    return *hook_state != NULL;
   }
   memset(&a, 0, sizeof a);
   a.kind = c->attention;
@@ -9626,11 +9626,11 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *plain, void **hooked, luna_
   a.dropout = c->attention_dropout;
   a.bert_init = c->bert_init;
   a.linformer = c->linformer;
-  return luna_attention_layer_init(plain, params, prefix, &a) == LUNA_OK;
+  return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *plain, void *hooked, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
-  if (!x || !c->hook) return luna_attention_layer_forward(plain, x, NULL, lengths);
-  return c->hook->forward(hooked, x, p, lengths, causal);
+LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention, void *hook_state, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
+  return c->hook->forward(hook_state, x, p, lengths, causal);
 }
 
 /* what a layer's block needs besides its inputs */
@@ -9663,7 +9663,7 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   if (good && is_luna && config->own_memory) good = (layer->memory = lunai_memory_init(params, prefix, config->own_memory, config->dim)) != NULL;
   attention = lunai_nested_config(&layer->config);
   if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->plain, &layer->hooked, params, name, &layer->config, false);
+  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, false);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
   if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", config->dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
@@ -9697,7 +9697,7 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
     x = both[0];                       /* made after X: older first */
     both[0] = both[1];
     both[1] = x;
-  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
+  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
   if (!both[0]) return NULL;
   lunai_keep(ctx, mark, both, had);
   x = both[0];
@@ -9713,7 +9713,7 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
   bool is_luna;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return NULL;
   is_luna = lunai_is_luna(&layer->config);
-  if (is_luna && (!p || (!*p && !layer->memory))) return lunai_null(x->ctx, "luna_encoder_layer_forward", "p");
+  if (is_luna && (!p || (!*p && !layer->memory))) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p");
   in[0] = x;
   in[1] = p && !layer->memory ? *p : NULL;
   y = lunai_layer_run(&layer->config, lunai_encoder_layer_block, layer, lengths, in, in[1] ? 2 : 1, is_luna ? &next : NULL);
@@ -9729,7 +9729,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   bool good;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   if (!lunai_is_luna(config)) {
-    lunai_refuse(params->ctx, LUNA_UNSUPPORTED,
+    lunai_fail_status(params->ctx, LUNA_UNSUPPORTED,
                  "luna_decoder_layer_init: a decoder layer has Luna attention and no other");
     return lunai_setup_end(&s, false);
   }
@@ -9774,7 +9774,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   luna_tensor *in[3], *next = NULL, *y;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!p || !*p || !context) return lunai_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
+  if (!p || !*p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
   in[0] = x;
   in[1] = *p;
   in[2] = context;
@@ -9791,7 +9791,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
   is_luna = lunai_is_luna(config);
   if (is_luna && memory < 1) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
     return lunai_setup_end(&s, false);
   }
@@ -9806,7 +9806,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
     good = layer->kernel_bias != NULL;
   }
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->plain, &layer->hooked, params, name, &layer->config, true);
+  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
@@ -9821,7 +9821,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *c
   (void)second;
   if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
   if (lunai_is_luna(c)) y = lunai_sum_normed(c, lunai_causal_attention(&layer->attention, y, layer->memory, in[0], c->dropout, NULL), &layer->attention_norm);
-  else y = lunai_residual(c, in[0], lunai_other(c, &layer->plain, layer->hooked, y, NULL, NULL, true), &layer->attention_norm);
+  else y = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true), &layer->attention_norm);
   lunai_normed_end(c, normed);
   if (!y) return NULL;
   lunai_keep(in[0]->ctx, mark, &y, 1);
@@ -9845,14 +9845,14 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
 #define LUNAI_LM_KIND "causal_lm"
 typedef struct lunai_lm_sizes {
-#define LUNAI_FIELD(name, least, most) int64_t name;
+#define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_lm_sizes;
 
-typedef struct lunai_field { const char *key; size_t at; int64_t least, most; } lunai_field;
+typedef struct lunai_field { const char *key; size_t at; int64_t min, max; } lunai_field;
 static const lunai_field lunai_lm_fields[] = {
-#define LUNAI_FIELD(name, least, most) { "luna." #name, offsetof(lunai_lm_sizes, name), least, most },
+#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_lm_sizes, name), min, max },
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
@@ -9868,7 +9868,7 @@ LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fi
     int64_t *out = lunai_field_of(&fields[f], sizes);
     *out = 0;
     if (!lunai_st_meta(st, fields[f].key, &value)) {
-      if (fields[f].least > 0) return fields[f].key;
+      if (fields[f].min > 0) return fields[f].key;
       continue;
     }
     if (value.size == 0 || value.size > 9) return fields[f].key;
@@ -9876,7 +9876,7 @@ LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fi
       if (value.at[i] < '0' || value.at[i] > '9') return fields[f].key;
       *out = *out * 10 + (value.at[i] - '0');
     }
-    if (*out < fields[f].least || *out > fields[f].most) return fields[f].key;
+    if (*out < fields[f].min || *out > fields[f].max) return fields[f].key;
   }
   return NULL;
 }
@@ -10001,8 +10001,8 @@ LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const char *name, const lunai_fie
   int f;
   for (f = 0; f < count; f++) {
     const int64_t value = *lunai_field_of(&fields[f], sizes);
-    if (value >= fields[f].least && value <= fields[f].most) continue;
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s is %d, outside %d..%d", name, fields[f].key + 5, value, fields[f].least, fields[f].most);
+    if (value >= fields[f].min && value <= fields[f].max) continue;
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "%s: %s is %d, outside %d..%d", name, fields[f].key + 5, value, fields[f].min, fields[f].max);
     return false;
   }
   return true;
@@ -10020,12 +10020,12 @@ LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, i
 /* Dropout is no size, but training goes on with it: in parts of 10^9, which give the same float again. */
 #define LUNAI_DROPOUT_FIELDS(F) F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
 typedef struct lunai_dropouts {
-#define LUNAI_FIELD(name, least, most) int64_t name;
+#define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_dropouts;
 static const lunai_field lunai_dropout_fields[] = {
-#define LUNAI_FIELD(name, least, most) { "luna." #name, offsetof(lunai_dropouts, name), least, most },
+#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_dropouts, name), min, max },
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
@@ -10033,7 +10033,7 @@ LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *
   lunai_dropouts d;
   const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
   if (wrong) return wrong;
-#define LUNAI_FIELD(name, least, most) c->name = (float)((double)d.name * 1e-9);
+#define LUNAI_FIELD(name, min, max) c->name = (float)((double)d.name * 1e-9);
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
   return NULL;
@@ -10042,7 +10042,7 @@ LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *
 LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c, const lunai_field *fields, int count, void *sizes) {
   lunai_dropouts d;
   if (c->hook) return true;          /* nothing that a file could bring back */
-#define LUNAI_FIELD(name, least, most) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), most);
+#define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
   return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
@@ -10050,7 +10050,7 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
 }
 /* memory for a model's layers, zeroed */
 LUNAI_FN bool lunai_layers_memory(luna_params *params, const char *name, int64_t count, size_t size, void **out) {
-  return lunai_persist(params->ctx, (size_t)count * size, false, out) || lunai_no_memory(params->ctx, name, (size_t)count * size) == LUNA_OK;
+  return lunai_persist(params->ctx, (size_t)count * size, false, out) || lunai_fail_memory(params->ctx, name, (size_t)count * size) == LUNA_OK;
 }
 
 /* --- the causal language model --- */
@@ -10155,12 +10155,12 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *token
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
   F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26)
 typedef struct lunai_model_sizes {
-#define LUNAI_FIELD(name, least, most) int64_t name;
+#define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_MODEL_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_model_sizes;
 static const lunai_field lunai_model_fields[] = {
-#define LUNAI_FIELD(name, least, most) { "luna." #name, offsetof(lunai_model_sizes, name), least, most },
+#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_model_sizes, name), min, max },
   LUNAI_MODEL_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
@@ -10246,7 +10246,7 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
     lunai_print(number, sizeof number, "layers.%d.", i);
     layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
     if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
-    if (layerwise) e->layers[i].plain.e = e->layers[i].plain.f = shared;
+    if (layerwise) e->layers[i].other_attention.e = e->layers[i].other_attention.f = shared;
   }
   return true;
 }
@@ -10364,7 +10364,7 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   if (c.classes == 0) c.classes = 2;
   if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
   if (!is_luna && (c.pooling == LUNA_POOLING_MEMORY || c.pooling == LUNA_POOLING_MEMORY_BATCH)) {
-    lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT,
+    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_classifier_init: to pool the memory takes Luna attention, which has one");
     return lunai_setup_end(&setup, false);
   }
@@ -10401,7 +10401,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   if (x->rank != 3)
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
   if (!p && (model->config.pooling == LUNA_POOLING_MEMORY || model->config.pooling == LUNA_POOLING_MEMORY_BATCH))
-    return lunai_null(x->ctx, "luna_classifier_pool", "p");
+    return lunai_fail_null(x->ctx, "luna_classifier_pool", "p");
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %t has no first row", x)
                                                : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
@@ -10477,7 +10477,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int
   int64_t i, count = 0;
   void *memory;
   if (!x) return NULL;
-  if (!labels) return lunai_null(ctx, "luna_masked_lm_loss", "labels");
+  if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
   for (i = 0; i < batch * n; i++) count += labels[i] >= 0;
   if (count == 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_masked_lm_loss: no place of %d has a label", batch * n);
   if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_masked_lm_loss: no memory for %d places", count);
@@ -10529,11 +10529,11 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
-    lunai_refuse(ctx, LUNA_UNSUPPORTED, "luna_seq2seq_init: an encoder-decoder has Luna attention whose memory goes from the encoder to the decoder");
+    lunai_fail_status(ctx, LUNA_UNSUPPORTED, "luna_seq2seq_init: an encoder-decoder has Luna attention whose memory goes from the encoder to the decoder");
     return false;
   }
   if (c->share_embeddings && c->vocab != c->target_vocab) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_init: to share embeddings vocab %d and target_vocab %d must be the same", c->vocab, c->target_vocab);
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_init: to share embeddings vocab %d and target_vocab %d must be the same", c->vocab, c->target_vocab);
     return false;
   }
   if (!lunai_encoder_defaults(ctx, &c->encoder, &c->encoder)) return false;
@@ -10695,7 +10695,7 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   }
   if (!good) {
     lunai_persistent_rewind(ctx, mark);
-    return lunai_no_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
+    return lunai_fail_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
   }
   o->trained = (lunai_trained *)trained;
   o->parameters = (luna_tensor **)parameters;
@@ -10731,11 +10731,11 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
   if (!ctx) return NULL;
   mark = lunai_persistent(ctx);
   if (params->borrowing) wrong = "this set borrows its parameters, which cannot be trained; load a copy instead";
-  if (ctx->broken != LUNA_OK) wrong = ctx->error;
-  if (wrong) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong);
+  if (ctx->open_status != LUNA_OK) wrong = ctx->error;
+  if (wrong) status = lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong);
   else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
            !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
-    status = lunai_no_memory(ctx, name, sizeof(luna_optimizer));
+    status = lunai_fail_memory(ctx, name, sizeof(luna_optimizer));
   else {
     o = (luna_optimizer *)memory;
     *o = *like;
@@ -10837,15 +10837,15 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *g
   luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (!group || !(lunai_is_rate(group->lr) && lunai_is_rate(group->weight_decay)))
-    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT,
+    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT,
                         "luna_optimizer_group: there must be a group, its lr and weight_decay finite and not negative");
   status = lunai_optimizer_join(o, "luna_optimizer_group");
   if (status != LUNA_OK) return status;
   for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
-    return lunai_refuse(ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes",
+    return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes",
                         group->name ? group->name : "anything");
-  if (!lunai_group_keep(o, group)) return lunai_no_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
+  if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
   lunai_optimizer_activate(o);
   return LUNA_OK;
@@ -10859,7 +10859,7 @@ LUNAI_FN luna_status lunai_optimizer_stopped(const luna_optimizer *o) {
 LUNAI_FN luna_status lunai_optimizer_finite(luna_optimizer *o) {
   const int64_t max = o->config.max_skips == 0 ? 10 : o->config.max_skips;
   if (max < 0 || o->skipped_in_row < (uint64_t)max) return LUNA_OK;
-  return lunai_refuse(o->params->ctx, LUNA_NOT_FINITE,
+  return lunai_fail_status(o->params->ctx, LUNA_NOT_FINITE,
                       "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a gradient was not "
                       "finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data",
                       (int64_t)o->skipped_in_row, o->attempts);
@@ -10883,7 +10883,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   at = o->attempts++ + (o->kind != LUNA_OPTIMIZER_APOLLO);
   lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
-  return lunai_backend_did(ctx, "luna_optimizer_advance", status);
+  return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
@@ -10916,8 +10916,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
     status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
   }
   ctx->stepped = ctx->look = true;
-  if (status != LUNA_OK) return lunai_backend_did(ctx, "luna_optimizer_step", status);
-  if (!lunai_far(ctx)) o->skipped_in_row = o->state->skipped_in_row;
+  if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
+  if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
   return lunai_optimizer_finite(o);
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
@@ -10925,7 +10925,7 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
   status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
-    return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT,
+    return lunai_fail_status(o->params->ctx, LUNA_BAD_ARGUMENT,
                         "luna_optimizer_step: no luna_backward since the last step. Call it before each step; a null "
                         "loss means that an earlier call failed");
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
@@ -10935,7 +10935,7 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!(lr >= 0 && lr < (float)INFINITY)) return lunai_refuse(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_set_lr: lr must be finite and not negative");
+  if (!(lr >= 0 && lr < (float)INFINITY)) return lunai_fail_status(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_set_lr: lr must be finite and not negative");
   o->config.lr = lr;
   return LUNA_OK;
 }
@@ -10980,7 +10980,7 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
   for (m = params->metas; m; m = m->next) pair_count++;
   if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
     lunai_step_rewind(params->ctx, mark);
-    return lunai_no_memory(params->ctx, "luna_save", (size_t)(params->size + count) * sizeof *sources);
+    return lunai_fail_memory(params->ctx, "luna_save", (size_t)(params->size + count) * sizeof *sources);
   }
   pairs = (lunai_st_pair *)memory;
   sources = (lunai_st_source *)more;
@@ -11000,17 +11000,17 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
   saving.io = *io;
   memset(&writer, 0, sizeof writer);
   writer.write = lunai_save_write;
-  writer.fetch = lunai_far(params->ctx) ? lunai_save_fetch : NULL;
+  writer.fetch = lunai_on_device(params->ctx) ? lunai_save_fetch : NULL;
   writer.user = &saving;
   lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
   lunai_step_rewind(params->ctx, mark);
-  return writer.failed ? lunai_refuse(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the file could not be written in full") : LUNA_OK;
+  return writer.failed ? lunai_fail_status(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the file could not be written in full") : LUNA_OK;
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
   lunai_extras none;
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->write)
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_save_io: there is nothing to write with");
+    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_save_io: there is nothing to write with");
   memset(&none, 0, sizeof none);
   return params->ctx->options.measure ? LUNA_OK : lunai_save(params, &none, io);
 }
@@ -11031,14 +11031,14 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (lunai_st_ours(t.name)) continue;
     lunai_st_decode(t.name, name, sizeof name);
     p = lunai_param_of(params, &t);
-    if (!p) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file's tensor %s is no parameter of this set", name);
-    if (!lunai_st_like(&t, &p->tensor)) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: %s is %t here and has another shape in the file", name, &p->tensor);
+    if (!p) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: the file's tensor %s is no parameter of this set", name);
+    if (!lunai_st_like(&t, &p->tensor)) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: %s is %t here and has another shape in the file", name, &p->tensor);
     if (!lunai_st_is_real(&t))
-      return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: %s is stored as %s; F32, F16, BF16 and F64 can be read", name, lunai_st_formats[t.dtype].name);
+      return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: %s is stored as %s; F32, F16, BF16 and F64 can be read", name, lunai_st_formats[t.dtype].name);
     matched++;
   }
   for (p = params->first; p && matched < params->size; p = p->next)
-    if (!lunai_st_find(st, p->name, &t)) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
+    if (!lunai_st_find(st, p->name, &t)) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
   return LUNA_OK;
 }
 /* All of the file's text pairs or none, in its order; what begins with "luna." describes the model and stays with the
@@ -11051,7 +11051,7 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   char *text;
   if (st->pairs == 0) return LUNA_OK;
   while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
-  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_no_memory(params->ctx, "luna_load", size);
+  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, "luna_load", size);
   pairs = pair = (lunai_meta *)memory;
   text = (char *)(pairs + st->pairs);
   for (params->last_meta = NULL; *link;) { /* what the file has too goes */
@@ -11071,7 +11071,7 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
 }
 LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
-  luna_status status = params->borrowing ? lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_load: this set borrows its parameters") : lunai_load_check(params, st);
+  luna_status status = params->borrowing ? lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_load: this set borrows its parameters") : lunai_load_check(params, st);
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
   lunai_st_tensor t;
   size_t cursor = 0;
@@ -11100,11 +11100,11 @@ LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *b
   wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "there are no bytes";
   if (!wrong) {
     const size_t need = (f->st.tensors + f->st.pairs + 1) * sizeof(uint64_t);
-    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_no_memory(ctx, "luna_load", need));
+    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_fail_memory(ctx, "luna_load", need));
     wrong = lunai_st_index(&f->st, (uint64_t *)index, (uint64_t *)index + f->st.tensors);
   }
   if (!wrong) return LUNA_OK;
-  return lunai_file_close(f, lunai_refuse(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong));
+  return lunai_file_close(f, lunai_fail_status(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong));
 }
 
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
@@ -11120,15 +11120,15 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   lunai_param *p;
   const char *wrong;
   void *memory;
-  if (params->shared) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_borrowed: this set shares another's parameters");
+  if (params->shared) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_borrowed: this set shares another's parameters");
   for (p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
-    if (wrong) return lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_borrowed: %s %t %s", p->name, &p->tensor, wrong);
+    if (wrong) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load_borrowed: %s %t %s", p->name, &p->tensor, wrong);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
     const size_t size = st->tensors * sizeof *names;
     if (!lunai_persist(params->ctx, size, false, &memory))
-      return lunai_no_memory(params->ctx, "luna_load_borrowed", size);
+      return lunai_fail_memory(params->ctx, "luna_load_borrowed", size);
     names = (uint64_t *)memory;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
@@ -11172,7 +11172,7 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
 LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   const size_t size = lunai_st_decode(text, NULL, 0) + 1;
   void *memory;
-  if (!lunai_step(ctx, size, false, &memory)) return lunai_no_memory(ctx, "luna_inspect", size), (const char *)NULL;
+  if (!lunai_step(ctx, size, false, &memory)) return lunai_fail_memory(ctx, "luna_inspect", size), (const char *)NULL;
   lunai_st_decode(text, (char *)memory, size);
   return (const char *)memory;
 }
@@ -11214,7 +11214,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   lunai_st_tensor t;
   lunai_param *p;
   size_t cursor = 0;
-  if (params->borrowing) return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_matching: this set borrows its parameters");
+  if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_matching: this set borrows its parameters");
   m->loaded = m->missing = m->unused = 0;
   for (p = params->first; p && status == LUNA_OK; p = p->next) {
     const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
@@ -11230,7 +11230,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
     lunai_st_decode(t.name, name, sizeof name);
     if (m->tell) m->tell(m->user, name, "is in the file and no parameter here");
   }
-  return m->loaded ? LUNA_OK : lunai_refuse(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
+  return m->loaded ? LUNA_OK : lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match) {
   luna_load_report none;
@@ -11252,7 +11252,7 @@ LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_stat
   const int64_t count = lunai_st_tensors(st), made = s->params->size - s->count;
   s->params->filling = NULL;
   if (status == LUNA_OK && made != count)
-    status = lunai_refuse(s->params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d",
+    status = lunai_fail_status(s->params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d",
                           count, made);
   return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
@@ -11262,10 +11262,10 @@ LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai
   lunai_lm_sizes sizes;
   luna_lm_config config;
   const char *wrong = lunai_lm_read(st, &sizes);
-  if (wrong) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong) == LUNA_OK;
+  if (wrong) return lunai_fail_status(ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong) == LUNA_OK;
   lunai_lm_from_sizes(&sizes, &config);
   wrong = lunai_dropouts_read(st, &config.layer);
-  if (wrong) return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_lm_load: %s is out of range", wrong) == LUNA_OK;
+  if (wrong) return lunai_fail_status(ctx, LUNA_BAD_FILE, "luna_lm_load: %s is out of range", wrong) == LUNA_OK;
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
 }
@@ -11310,24 +11310,24 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   int64_t count;
   int k = 0;
   if (params->size)
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already") == LUNA_OK;
+    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already") == LUNA_OK;
   if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
                         "luna_load_model: the file does not say what model it is (luna.kind)") == LUNA_OK;
   model->kind = LUNA_MODEL_LM;
   if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == 3)
-    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
                         "luna_load_model: the file holds a kind of model that luna.h does not know") == LUNA_OK;
   wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
   if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
   if (wrong)
-    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
                         "luna_load_model: %s is missing from the metadata, or out of range", wrong) == LUNA_OK;
   count = lunai_st_tensors(st);
   if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
-    return lunai_refuse(params->ctx, LUNA_BAD_FILE,
+    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
                         "luna_load_model: the metadata claims other layers than the file has tensors for") == LUNA_OK;
   model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   lunai_fill_begin(params, st);
@@ -11407,7 +11407,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   if (!io || !io->write)
-    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
+    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
   status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
   if (status != LUNA_OK || ctx->options.measure) return status;
   state = lunai_optimizer_state(o);
@@ -11443,7 +11443,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   extras.pair_count = LUNAI_TRAINING_KEYS;
   extras.sources = sources;
   extras.count = count;
-  status = good ? lunai_save(o->params, &extras, io) : lunai_no_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
+  status = good ? lunai_save(o->params, &extras, io) : lunai_fail_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
   lunai_step_rewind(ctx, mark);
   return status;
 }
@@ -11465,21 +11465,21 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
     if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) &&
         (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
-      return lunai_refuse(ctx, LUNA_BAD_FILE,
+      return lunai_fail_status(ctx, LUNA_BAD_FILE,
                           "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits",
                           lunai_training_keys[k]);
-  if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
+  if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
   lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
   if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) ||
       value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_ROW] > value[LUNAI_TRAINING_SKIPPED])
-    return lunai_refuse(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
+    return lunai_fail_status(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
-  if (count != o->size * o->moments) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: the file has %d moments, the optimiser %d", count, o->size * o->moments);
+  if (count != o->size * o->moments) return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_load_training: the file has %d moments, the optimiser %d", count, o->size * o->moments);
   for (i = 0; i < o->size; i++)
     for (k = 0; k < o->moments; k++)
-      if (!lunai_moment_find(st, &o->trained[i], k, &t)) return lunai_refuse(ctx, LUNA_MISMATCH, "luna_load_training: moment %d of %s is missing, of another shape, or not F32", (int64_t)k + 1, o->trained[i].name);
+      if (!lunai_moment_find(st, &o->trained[i], k, &t)) return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_load_training: moment %d of %s is missing, of another shape, or not F32", (int64_t)k + 1, o->trained[i].name);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) {
@@ -11543,8 +11543,8 @@ LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void
   const lunai_mark mark = lunai_step_mark(ctx);
   luna_status status = LUNA_OK;
   void *bytes;
-  if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)) return lunai_no_memory(ctx, "luna_load", (size_t)io->size);
-  if (io->size && !io->read(io->user, bytes, (size_t)io->size)) status = lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: the file could not be read in full (%d bytes)", (int64_t)io->size);
+  if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)) return lunai_fail_memory(ctx, "luna_load", (size_t)io->size);
+  if (io->size && !io->read(io->user, bytes, (size_t)io->size)) status = lunai_fail_status(ctx, LUNA_CANNOT_READ, "luna_load: the file could not be read in full (%d bytes)", (int64_t)io->size);
   if (status == LUNA_OK) status = loader(into, params, bytes, (size_t)io->size);
   lunai_step_rewind(ctx, mark);
   return status;
@@ -11552,7 +11552,7 @@ LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->read)
-    return lunai_refuse(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_io: there is nothing to read with");
+    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_io: there is nothing to read with");
   return lunai_load_through(params->ctx, lunai_load_plain, NULL, params, io);
 }
 
@@ -11770,23 +11770,23 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const voi
   luna_io io;
   luna_status status;
   const char *wrong;
-  if (!path) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
+  if (!path) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
   if (ctx->options.measure) return LUNA_OK;
   if (strlen(path) + 32 > sizeof s.path)
-    return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
+    return lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
   memset(&s, 0, sizeof s);
   memcpy(s.path, path, strlen(path));
   s.folder = lunai_folder_of(path);
   wrong = lunai_saving_open(&s);
-  if (wrong) return lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s %s", path, wrong);
+  if (wrong) return lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: %s %s", path, wrong);
   memset(&io, 0, sizeof io);
   io.write = lunai_file_write;
   io.user = s.file;
   status = saver(what, &io);
   if (status == LUNA_OK && !lunai_saving_flush(&s))
-    status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", path);
+    status = lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", path);
   if (status == LUNA_OK && !lunai_saving_replace(&s))
-    status = lunai_refuse(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
+    status = lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
   lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
@@ -11803,9 +11803,9 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   int64_t size;
   FILE *file;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!into || !path) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_load: there must be a path, and a place for what is loaded");
+  if (!into || !path) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_load: there must be a path, and a place for what is loaded");
   file = fopen(path, "rb");
-  if (!file) return lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
+  if (!file) return lunai_fail_status(ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   memset(&io, 0, sizeof io);
@@ -11813,7 +11813,7 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   io.user = file;
   io.size = (uint64_t)size;
   rewind(file);
-  status = size < 0 || size > INT64_MAX / 4 ? lunai_refuse(ctx, LUNA_CANNOT_READ, "luna_load: %s is no file of bytes", path) : lunai_load_through(ctx, loader, into, params, &io);
+  status = size < 0 || size > INT64_MAX / 4 ? lunai_fail_status(ctx, LUNA_CANNOT_READ, "luna_load: %s is no file of bytes", path) : lunai_load_through(ctx, loader, into, params, &io);
   fclose(file);
   return status;
 }
@@ -11886,10 +11886,10 @@ struct luna_stream {
   luna_ctx *ctx;                     /* of a model on a device, where all numbers above lie and these three; null: here */
   int32_t *tokens;                   /* [batch, chunk]; or where the batch's sequences come from */
   float *angles, *heads;             /* sinusoidal positions [chunk, dim]; scores of a chunk in another order */
-  int32_t *near_tokens;              /* here: what goes there, */
-  float *near_angles, *near_logits;  /* and what comes back */
-  char *there;                       /* the device's memory */
-  size_t there_size, scratch_size;
+  int32_t *host_tokens;              /* here: what goes there, */
+  float *host_angles, *host_logits;  /* and what comes back */
+  char *device_memory;                       /* the device's memory */
+  size_t device_size, scratch_size;
   bool measuring;                    /* rows only tell what scratch they need */
   luna_status failed;                /* what the device failed with, */
   char sentence[320];                /* and how it was told */
@@ -11902,30 +11902,30 @@ LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai
 #ifndef LUNA_ONLY_STREAM
 /* --- a stream on a device: what a step is made of as ops, with tensors that last for the call. No op's result lies where an input does: of x
    in place of x it is made in `in`, and the two change places. After a failure nothing more is done --- */
-typedef struct lunai_far_op { luna_op op; luna_tensor tensor[LUNA_MAX_INPUTS + 1]; int tensors; } lunai_far_op;
+typedef struct lunai_device_op { luna_op op; luna_tensor tensor[LUNA_MAX_INPUTS + 1]; int tensors; } lunai_device_op;
 
 /* what a call of the backend returned; its own sentence, if the context has it from just now, becomes the stream's */
-LUNAI_FN void lunai_far_did(luna_stream *s, luna_status status, luna_status before) {
+LUNAI_FN void lunai_device_did(luna_stream *s, luna_status status, luna_status before) {
   if (status == LUNA_OK || s->failed != LUNA_OK) return;
   s->failed = status;
   if (before == LUNA_OK && s->ctx->status != LUNA_OK) memcpy(s->sentence, s->ctx->error, sizeof s->sentence);
   else lunai_print(s->sentence, sizeof s->sentence, "luna_stream: the backend failed: %s", luna_status_text(status));
   s->error = s->sentence;
 }
-LUNAI_FN void lunai_far_copy(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
+LUNAI_FN void lunai_device_copy(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
   const luna_status before = s->ctx->status;
-  if (!s->measuring && s->failed == LUNA_OK) lunai_far_did(s, s->ctx->backend->copy(s->ctx, to, from, bytes, direction), before);
+  if (!s->measuring && s->failed == LUNA_OK) lunai_device_did(s, s->ctx->backend->copy(s->ctx, to, from, bytes, direction), before);
 }
-LUNAI_FN void lunai_far_zero(luna_stream *s, void *at, size_t bytes) {
+LUNAI_FN void lunai_device_zero(luna_stream *s, void *at, size_t bytes) {
   const luna_status before = s->ctx->status;
-  lunai_far_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
+  lunai_device_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
 }
-LUNAI_FN void lunai_far_start(const luna_stream *s, lunai_far_op *f, luna_op_kind row) {
+LUNAI_FN void lunai_device_start(const luna_stream *s, lunai_device_op *f, luna_op_kind row) {
   memset(f, 0, sizeof *f);
   f->op.kind = row;
   f->op.ctx = s->ctx;
 }
-LUNAI_FN luna_tensor *lunai_far_tensor(lunai_far_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+LUNAI_FN luna_tensor *lunai_device_tensor(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   luna_tensor *t = &f->tensor[f->tensors++];
   int64_t shape[4];
   shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
@@ -11934,11 +11934,11 @@ LUNAI_FN luna_tensor *lunai_far_tensor(lunai_far_op *f, const float *data, int r
   return t;
 }
 /* the next input; null: it is absent */
-LUNAI_FN void lunai_far_in(lunai_far_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  f->op.in[f->op.inputs++] = data ? lunai_far_tensor(f, data, rank, a, b, c, d) : NULL;
+LUNAI_FN void lunai_device_in(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  f->op.in[f->op.inputs++] = data ? lunai_device_tensor(f, data, rank, a, b, c, d) : NULL;
 }
 /* the result: runs the op, or finds what it needs */
-LUNAI_FN void lunai_far_out(luna_stream *s, lunai_far_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+LUNAI_FN void lunai_device_out(luna_stream *s, lunai_device_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   const luna_op_functions *row = &s->ctx->backend->op[f->op.kind];
   const luna_status before = s->ctx->status;
   if (s->failed != LUNA_OK) return;
@@ -11947,81 +11947,81 @@ LUNAI_FN void lunai_far_out(luna_stream *s, lunai_far_op *f, float *data, int ra
     s->in = s->x;
     s->x = data;
   }
-  f->op.out[f->op.outputs++] = lunai_far_tensor(f, data, rank, a, b, c, d);
+  f->op.out[f->op.outputs++] = lunai_device_tensor(f, data, rank, a, b, c, d);
   f->op.workspace = s->scratch;
   row->query(&f->op);
   if (s->measuring && f->op.workspace_size > s->scratch_size) s->scratch_size = f->op.workspace_size;
   if (s->measuring) return;
-  lunai_far_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : row->forward(&f->op), before);
+  lunai_device_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : row->forward(&f->op), before);
 }
 
-LUNAI_FN void lunai_far_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_LINEAR);
+LUNAI_FN void lunai_device_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_LINEAR);
   f.op.activation = (luna_activation)activation;
-  lunai_far_in(&f, x, 2, rows, in, 1, 1);
-  lunai_far_in(&f, weight, 2, out, in, 1, 1);
-  lunai_far_in(&f, bias, 1, out, 1, 1, 1);
-  lunai_far_out(s, &f, y, 2, rows, out, 1, 1);
+  lunai_device_in(&f, x, 2, rows, in, 1, 1);
+  lunai_device_in(&f, weight, 2, out, in, 1, 1);
+  lunai_device_in(&f, bias, 1, out, 1, 1, 1);
+  lunai_device_out(s, &f, y, 2, rows, out, 1, 1);
 }
 /* x [batch, m, k] times w [batch, n, k] transposed */
-LUNAI_FN void lunai_far_matmul(luna_stream *s, const float *x, const float *w, int64_t batch, int64_t m, int64_t n, int64_t k, float *y) {
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_MATMUL);
+LUNAI_FN void lunai_device_matmul(luna_stream *s, const float *x, const float *w, int64_t batch, int64_t m, int64_t n, int64_t k, float *y) {
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_MATMUL);
   f.op.arg.matmul.outer = 1; f.op.arg.matmul.inner = batch; f.op.arg.matmul.m = m; f.op.arg.matmul.n = n; f.op.arg.matmul.k = k;
   f.op.arg.matmul.transpose_b = true;
-  lunai_far_in(&f, x, 3, batch, m, k, 1);
-  lunai_far_in(&f, w, 3, batch, n, k, 1);
-  lunai_far_out(s, &f, y, 3, batch, m, n, 1);
+  lunai_device_in(&f, x, 3, batch, m, k, 1);
+  lunai_device_in(&f, w, 3, batch, n, k, 1);
+  lunai_device_out(s, &f, y, 3, batch, m, n, 1);
 }
 /* [a, b, c, d] -> [a, c, b, d] */
-LUNAI_FN void lunai_far_swap(luna_stream *s, const float *x, int64_t a, int64_t b, int64_t c, int64_t d, float *y) {
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_PERMUTE);
+LUNAI_FN void lunai_device_swap(luna_stream *s, const float *x, int64_t a, int64_t b, int64_t c, int64_t d, float *y) {
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_PERMUTE);
   f.op.arg.permute.axes[1] = 2; f.op.arg.permute.axes[2] = 1; f.op.arg.permute.axes[3] = 3;
-  lunai_far_in(&f, x, 4, a, b, c, d);
-  lunai_far_out(s, &f, y, 4, a, c, b, d);
+  lunai_device_in(&f, x, 4, a, b, c, d);
+  lunai_device_out(s, &f, y, 4, a, c, b, d);
 }
 /* b [each] is added to every `each` of a */
-LUNAI_FN void lunai_far_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_ADD);
+LUNAI_FN void lunai_device_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_ADD);
   f.op.arg.binary.period = each;
-  lunai_far_in(&f, a, 2, count / each, each, 1, 1);
-  lunai_far_in(&f, b, 1, each, 1, 1, 1);
-  lunai_far_out(s, &f, y, 2, count / each, each, 1, 1);
+  lunai_device_in(&f, a, 2, count / each, each, 1, 1);
+  lunai_device_in(&f, b, 1, each, 1, 1, 1);
+  lunai_device_out(s, &f, y, 2, count / each, each, 1, 1);
 }
-LUNAI_FN void lunai_far_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
+LUNAI_FN void lunai_device_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
   const int64_t d = s->sizes.dim;
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_LAYER_NORM);
-  lunai_far_in(&f, x, 2, rows, d, 1, 1);
-  lunai_far_in(&f, norm->weight, 1, d, 1, 1, 1);
-  lunai_far_in(&f, norm->bias, 1, d, 1, 1, 1);
-  lunai_far_out(s, &f, y, 2, rows, d, 1, 1);
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_LAYER_NORM);
+  lunai_device_in(&f, x, 2, rows, d, 1, 1);
+  lunai_device_in(&f, norm->weight, 1, d, 1, 1, 1);
+  lunai_device_in(&f, norm->bias, 1, d, 1, 1, 1);
+  lunai_device_out(s, &f, y, 2, rows, d, 1, 1);
 }
 /* rows of a table [from, width] by the numbers in s->tokens */
-LUNAI_FN void lunai_far_rows(luna_stream *s, const float *table, int64_t from, int64_t width, int64_t rows, float *y) {
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_EMBEDDING);
+LUNAI_FN void lunai_device_rows(luna_stream *s, const float *table, int64_t from, int64_t width, int64_t rows, float *y) {
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_EMBEDDING);
   f.op.index = s->tokens;
-  lunai_far_in(&f, table, 2, from, width, 1, 1);
-  lunai_far_out(s, &f, y, 2, rows, width, 1, 1);
+  lunai_device_in(&f, table, 2, from, width, 1, 1);
+  lunai_device_out(s, &f, y, 2, rows, width, 1, 1);
 }
-LUNAI_FN void lunai_far_convolve(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+LUNAI_FN void lunai_device_convolve(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim;
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_SHORT_CONVOLUTION);
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_SHORT_CONVOLUTION);
   f.op.history = layer->history;
-  lunai_far_in(&f, in, 3, s->batch, rows, d, 1);
-  lunai_far_in(&f, layer->conv.weight, 2, d, s->sizes.convolution, 1, 1);
-  lunai_far_in(&f, layer->conv.bias, 1, d, 1, 1, 1);
-  lunai_far_out(s, &f, s->conv, 3, s->batch, rows, d, 1);
+  lunai_device_in(&f, in, 3, s->batch, rows, d, 1);
+  lunai_device_in(&f, layer->conv.weight, 2, d, s->sizes.convolution, 1, 1);
+  lunai_device_in(&f, layer->conv.bias, 1, d, 1, 1, 1);
+  lunai_device_out(s, &f, s->conv, 3, s->batch, rows, d, 1);
 }
-LUNAI_FN void lunai_far_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
+LUNAI_FN void lunai_device_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads;
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_CAUSAL_LUNA);
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_CAUSAL_LUNA);
   f.op.arg.causal.heads = h;
   f.op.arg.causal.scale = (float)(1.0 / sqrt((double)(d / h)));
   f.op.activation = (luna_activation)s->sizes.omega;
@@ -12029,68 +12029,68 @@ LUNAI_FN void lunai_far_attend(luna_stream *s, const lunai_stream_layer *layer, 
   f.op.mean_ka = layer->mean_ka;
   f.op.mean_av = layer->mean_av;
   f.op.position = s->position;
-  lunai_far_in(&f, s->q, 3, s->batch, rows, d, 1);
-  lunai_far_in(&f, s->k, 3, s->batch, rows, d, 1);
-  lunai_far_in(&f, s->v, 3, s->batch, rows, d, 1);
-  lunai_far_in(&f, s->s, 3, s->batch, rows, h * s->sizes.memory, 1);
-  lunai_far_out(s, &f, s->y, 3, s->batch, rows, d, 1);
+  lunai_device_in(&f, s->q, 3, s->batch, rows, d, 1);
+  lunai_device_in(&f, s->k, 3, s->batch, rows, d, 1);
+  lunai_device_in(&f, s->v, 3, s->batch, rows, d, 1);
+  lunai_device_in(&f, s->s, 3, s->batch, rows, h * s->sizes.memory, 1);
+  lunai_device_out(s, &f, s->y, 3, s->batch, rows, d, 1);
 }
-LUNAI_FN void lunai_far_cross(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
+LUNAI_FN void lunai_device_cross(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, queries = s->batch / s->sources * rows;
-  lunai_far_op f;
-  lunai_far_start(s, &f, LUNA_OP_SOFTMAX_ATTENTION);
+  lunai_device_op f;
+  lunai_device_start(s, &f, LUNA_OP_SOFTMAX_ATTENTION);
   f.op.arg.attention.heads = h; f.op.arg.attention.batch = s->sources; f.op.arg.attention.queries = queries; f.op.arg.attention.keys = l;
   f.op.arg.attention.scale = (float)(1.0 / sqrt((double)(d / h)));
   f.op.lengths = s->source_slots;
-  lunai_far_in(&f, s->q, 3, s->sources, queries, d, 1);
-  lunai_far_in(&f, layer->keys, 3, s->sources, l, d, 1);
-  lunai_far_in(&f, layer->values, 3, s->sources, l, d, 1);
-  lunai_far_out(s, &f, s->y, 3, s->sources, queries, d, 1);
+  lunai_device_in(&f, s->q, 3, s->sources, queries, d, 1);
+  lunai_device_in(&f, layer->keys, 3, s->sources, l, d, 1);
+  lunai_device_in(&f, layer->values, 3, s->sources, l, d, 1);
+  lunai_device_out(s, &f, s->y, 3, s->sources, queries, d, 1);
 }
 /* with several sources, which only a decoder has, folded_bias has a row for each of the batch's */
-LUNAI_FN void lunai_far_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
+LUNAI_FN void lunai_device_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, n = s->sources, each = rows / n;
   const bool one = each == 1;        /* then by rows is by heads */
   if (!lunai_stream_folds(&s->sizes)) {
-    lunai_far_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
-    if (!one) lunai_far_swap(s, s->y, n, each, h, d / h, s->q);
-    lunai_far_matmul(s, one ? s->y : s->q, layer->folded, n * h, each, l, d / h, one ? s->s : s->heads);
-    if (!one) lunai_far_swap(s, s->heads, n, h, each, l, s->s);
-  } else if (n == 1) lunai_far_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_ACTIVATION_NONE, s->s);
+    lunai_device_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
+    if (!one) lunai_device_swap(s, s->y, n, each, h, d / h, s->q);
+    lunai_device_matmul(s, one ? s->y : s->q, layer->folded, n * h, each, l, d / h, one ? s->s : s->heads);
+    if (!one) lunai_device_swap(s, s->heads, n, h, each, l, s->s);
+  } else if (n == 1) lunai_device_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_ACTIVATION_NONE, s->s);
   else {
-    lunai_far_matmul(s, in, layer->folded, n, each, h * l, d, s->heads);
-    lunai_far_add(s, rows * h * l, s->heads, layer->folded_bias, rows * h * l, s->s);
+    lunai_device_matmul(s, in, layer->folded, n, each, h * l, d, s->heads);
+    lunai_device_add(s, rows * h * l, s->heads, layer->folded_bias, rows * h * l, s->s);
   }
 }
 /* x = the last of `rows` rows of each sequence */
-LUNAI_FN void lunai_far_last(luna_stream *s, int64_t rows) {
+LUNAI_FN void lunai_device_last(luna_stream *s, int64_t rows) {
   const int64_t d = s->sizes.dim;
-  lunai_far_op f;
+  lunai_device_op f;
   if (rows == 1) return;
-  lunai_far_start(s, &f, LUNA_OP_SLICE);
+  lunai_device_start(s, &f, LUNA_OP_SLICE);
   f.op.arg.slice.axis = 1; f.op.arg.slice.start = rows - 1;
-  lunai_far_in(&f, s->x, 3, s->batch, rows, d, 1);
-  lunai_far_out(s, &f, s->x, 3, s->batch, 1, d, 1);
+  lunai_device_in(&f, s->x, 3, s->batch, rows, d, 1);
+  lunai_device_out(s, &f, s->x, 3, s->batch, 1, d, 1);
 }
 /* tokens: the next `rows` of each sequence of n, or null where nothing is computed */
-LUNAI_FN void lunai_far_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
+LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
   const int64_t d = s->sizes.dim, all = s->batch * rows, first = s->first_position + s->position;
   const float *positions = s->sizes.positions == LUNA_POSITIONS_LEARNED ? s->positions + first * d : s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? s->angles : NULL;
   int64_t i;
-  for (i = 0; tokens && i < all; i++) s->near_tokens[i] = tokens[i / rows * n + i % rows];
-  lunai_far_copy(s, s->tokens, s->near_tokens, (size_t)all * sizeof(int32_t), 1);
-  lunai_far_rows(s, s->embedding, s->sizes.vocab, d, all, s->x);
+  for (i = 0; tokens && i < all; i++) s->host_tokens[i] = tokens[i / rows * n + i % rows];
+  lunai_device_copy(s, s->tokens, s->host_tokens, (size_t)all * sizeof(int32_t), 1);
+  lunai_device_rows(s, s->embedding, s->sizes.vocab, d, all, s->x);
   if (s->scale != 1) {
-    lunai_far_op f;
-    lunai_far_start(s, &f, LUNA_OP_SCALE);
+    lunai_device_op f;
+    lunai_device_start(s, &f, LUNA_OP_SCALE);
     f.op.arg.scale.factor = s->scale;
-    lunai_far_in(&f, s->x, 2, all, d, 1, 1);
-    lunai_far_out(s, &f, s->x, 2, all, d, 1, 1);
+    lunai_device_in(&f, s->x, 2, all, d, 1, 1);
+    lunai_device_out(s, &f, s->x, 2, all, d, 1, 1);
   }
   if (!positions) return;
-  for (i = 0; positions == s->angles && !s->measuring && i < rows; i++) lunai_sinusoid(first + i, d, s->near_angles + i * d);
-  if (positions == s->angles) lunai_far_copy(s, s->angles, s->near_angles, (size_t)(rows * d) * sizeof(float), 1);
-  lunai_far_add(s, all * d, s->x, positions, rows * d, s->x);
+  for (i = 0; positions == s->angles && !s->measuring && i < rows; i++) lunai_sinusoid(first + i, d, s->host_angles + i * d);
+  if (positions == s->angles) lunai_device_copy(s, s->angles, s->host_angles, (size_t)(rows * d) * sizeof(float), 1);
+  lunai_device_add(s, all * d, s->x, positions, rows * d, s->x);
 }
 #define LUNAI_STREAM_FAR(s, call) if ((s)->ctx) { call; return; }
 #else
@@ -12098,7 +12098,7 @@ LUNAI_FN void lunai_far_embed(luna_stream *s, const int32_t *tokens, int64_t n, 
 #endif
 LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) { /* among the stream's numbers */
   (void)s;
-  LUNAI_STREAM_FAR(s, lunai_far_copy(s, to, from, bytes, 0))
+  LUNAI_STREAM_FAR(s, lunai_device_copy(s, to, from, bytes, 0))
   if (bytes) memcpy(to, from, bytes);
 }
 
@@ -12116,7 +12116,7 @@ LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, 
 }
 LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
   lunai_gemm g;
-  LUNAI_STREAM_FAR(s, lunai_far_linear(s, x, rows, in, weight, bias, out, activation, y))
+  LUNAI_STREAM_FAR(s, lunai_device_linear(s, x, rows, in, weight, bias, out, activation, y))
   lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
   g.dots = s->single;
   s->kernels->gemm(&g, NULL, s->scratch);
@@ -12168,7 +12168,7 @@ LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
   lunai_stream_layer layer;
   lunai_causal_luna c;
   lunai_gemm g;
-  size_t most, need;
+  size_t max, need;
   int64_t rows, i;
 #ifndef LUNA_ONLY_STREAM
   if (s->ctx) return s->scratch_size;
@@ -12176,40 +12176,40 @@ LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
   memset(&layer, 0, sizeof layer);
   lunai_stream_attention_args(s, &layer, s->chunk, &c);
   c.mean_ka = c.mean_av = (double *)(void *)s->state;
-  most = s->kernels->causal_luna_scratch(&c, 1, false);
+  max = s->kernels->causal_luna_scratch(&c, 1, false);
   c.rows = 1;
   need = s->kernels->causal_luna_scratch(&c, 1, false);
-  if (need > most) most = need;
+  if (need > max) max = need;
   for (i = 0; i < 8; i++) {
     const int64_t in[4] = { z->dim, widest, z->dim, z->dim }, out[4] = { widest, z->dim, z->heads * z->memory, z->vocab };
     rows = i < 4 ? s->batch * s->chunk : s->batch;
     lunai_stream_product(&g, NULL, rows, in[i % 4], NULL, NULL, out[i % 4], LUNA_ACTIVATION_NONE, NULL);
     need = s->kernels->gemm_scratch(&g, 1);
-    if (need > most) most = need;
+    if (need > max) max = need;
     lunai_stream_product(&g, NULL, i < 4 ? z->memory : rows, z->dim, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
     need = s->kernels->gemm_scratch(&g, 1);
-    if (need > most) most = need;
+    if (need > max) max = need;
   }
   for (i = 0; i < 2; i++) {
     lunai_stream_head_scores(s, NULL, s->batch / s->sources * (i ? 1 : s->chunk), NULL, NULL, &g);
     need = s->kernels->gemm_scratch(&g, 1);
-    if (need > most) most = need;
+    if (need > max) max = need;
     lunai_stream_product(&g, NULL, s->batch / s->sources * (i ? 1 : s->chunk), z->dim, NULL, NULL, z->heads * z->memory, LUNA_ACTIVATION_NONE, NULL);
     need = s->kernels->gemm_scratch(&g, 1);
-    if (need > most) most = need;
+    if (need > max) max = need;
 #ifndef LUNA_ONLY_STREAM
     if (s->cross) {
       lunai_attention a;
       lunai_stream_cross_args(s, &layer, i ? 1 : s->chunk, &a);
       need = s->kernels->attention_scratch(&a, 1, false);
-      if (need > most) most = need;
+      if (need > max) max = need;
     }
 #endif
   }
   lunai_stream_product(&g, NULL, z->memory, z->dim / z->heads, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
   g.b_row = z->dim; g.b_column = 1; g.a_row = z->dim; /* the folding itself */
   need = s->kernels->gemm_scratch(&g, 1);
-  return lunai_round(need > most ? need : most);
+  return lunai_round(need > max ? need : max);
 }
 
 LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
@@ -12230,13 +12230,13 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
 #ifndef LUNA_ONLY_STREAM
   if (s->ctx) {
-    s->near_tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
-    s->near_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
-    s->near_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
+    s->host_tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
+    s->host_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
+    s->host_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
   }
   here = used;
   if (s->ctx) {
-    base = s->there;
+    base = s->device_memory;
     used = 0;
     s->tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
     s->angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
@@ -12279,7 +12279,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->spare = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
 #ifndef LUNA_ONLY_STREAM
-  s->there_size = used;                /* that is, of a stream on a device */
+  s->device_size = used;                /* that is, of a stream on a device */
   if (s->ctx) return here;
 #endif
   return used;
@@ -12316,7 +12316,7 @@ LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
 LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
   int64_t b;
-  LUNAI_STREAM_FAR(s, lunai_far_convolve(s, layer, in, rows))
+  LUNAI_STREAM_FAR(s, lunai_device_convolve(s, layer, in, rows))
   for (b = 0; b < s->batch; b++) {
     const float *x = in + b * rows * d;
     float *history = layer->history + b * past * d;
@@ -12329,7 +12329,7 @@ LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *laye
   const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
   int64_t i;
   lunai_gemm g;
-  LUNAI_STREAM_FAR(s, lunai_far_scores(s, layer, in, rows))
+  LUNAI_STREAM_FAR(s, lunai_device_scores(s, layer, in, rows))
   if (!lunai_stream_folds(&s->sizes)) {
     lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
     in = s->y;
@@ -12347,18 +12347,18 @@ LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *laye
 
 LUNAI_FN void lunai_stream_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   lunai_causal_luna c;
-  LUNAI_STREAM_FAR(s, lunai_far_attend(s, layer, rows))
+  LUNAI_STREAM_FAR(s, lunai_device_attend(s, layer, rows))
   lunai_stream_attention_args(s, layer, rows, &c);
   s->kernels->causal_luna(&c, NULL, s->scratch);
 }
 
 LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  LUNAI_STREAM_FAR(s, lunai_far_norm(s, x, rows, norm, y))
+  LUNAI_STREAM_FAR(s, lunai_device_norm(s, x, rows, norm, y))
   s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
 }
 
 LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) { /* to x */
-  LUNAI_STREAM_FAR(s, lunai_far_add(s, count, s->x, out, count, s->x))
+  LUNAI_STREAM_FAR(s, lunai_device_add(s, count, s->x, out, count, s->x))
   s->kernels->add(count, s->x, out, s->x);
 }
 
@@ -12374,7 +12374,7 @@ LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const 
 #ifndef LUNA_ONLY_STREAM
 LUNAI_FN void lunai_stream_cross_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   lunai_attention a;
-  LUNAI_STREAM_FAR(s, lunai_far_cross(s, layer, rows))
+  LUNAI_STREAM_FAR(s, lunai_device_cross(s, layer, rows))
   lunai_stream_cross_args(s, layer, rows, &a);
   s->kernels->attention(&a, NULL, s->scratch);
 }
@@ -12423,7 +12423,7 @@ LUNAI_FN void lunai_stream_embed_one(luna_stream *s, int32_t token, int64_t posi
 /* the same of the next `rows` of each sequence of n */
 LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
   int64_t b, i;
-  LUNAI_STREAM_FAR(s, lunai_far_embed(s, tokens, n, rows))
+  LUNAI_STREAM_FAR(s, lunai_device_embed(s, tokens, n, rows))
   for (b = 0; b < s->batch; b++)
     for (i = 0; i < rows; i++) lunai_stream_embed_one(s, tokens[b * n + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
 }
@@ -12431,7 +12431,7 @@ LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t 
 LUNAI_FN void lunai_stream_last(luna_stream *s, int64_t rows) {
   const int64_t d = s->sizes.dim;
   int64_t b;
-  LUNAI_STREAM_FAR(s, lunai_far_last(s, rows))
+  LUNAI_STREAM_FAR(s, lunai_device_last(s, rows))
   for (b = 0; b < s->batch; b++) memmove(s->x + b * d, s->x + (b * rows + rows - 1) * d, (size_t)d * sizeof(float));
 }
 /* logits after `rows` rows; null when the device failed */
@@ -12441,8 +12441,8 @@ LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
   if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
   lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_ACTIVATION_NONE, s->logits);
 #ifndef LUNA_ONLY_STREAM
-  if (s->ctx) lunai_far_copy(s, s->near_logits, s->logits, (size_t)(s->batch * s->sizes.vocab) * sizeof(float), 2);
-  if (s->ctx) return s->failed == LUNA_OK ? s->near_logits : NULL;
+  if (s->ctx) lunai_device_copy(s, s->host_logits, s->logits, (size_t)(s->batch * s->sizes.vocab) * sizeof(float), 2);
+  if (s->ctx) return s->failed == LUNA_OK ? s->host_logits : NULL;
 #endif
   return s->logits;
 }
@@ -12451,14 +12451,14 @@ LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
   int64_t b;
   lunai_stream_move(s, s->spare, rows, size * (size_t)s->batch);
-  LUNAI_STREAM_FAR(s, lunai_far_rows(s, (const float *)s->spare, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
+  LUNAI_STREAM_FAR(s, lunai_device_rows(s, (const float *)s->spare, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
   for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->spare + (size_t)from[b] * size, size);
 }
 LUNAI_FN void lunai_stream_reorder_all(luna_stream *s, const int32_t *from) {
   const size_t means = (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double);
   int64_t i;
 #ifndef LUNA_ONLY_STREAM
-  if (s->ctx) lunai_far_copy(s, s->tokens, from, (size_t)s->batch * sizeof(int32_t), 1);
+  if (s->ctx) lunai_device_copy(s, s->tokens, from, (size_t)s->batch * sizeof(int32_t), 1);
 #endif
   for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
     lunai_stream_reorder_rows(s, s->layers[i].mean_ka, means, from);
@@ -12482,7 +12482,7 @@ LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
 LUNA_API void luna_stream_reset(luna_stream *s) {
   if (!s || !lunai_stream_ready(s)) return;
   s->position = 0;
-  LUNAI_STREAM_FAR(s, lunai_far_zero(s, s->state, s->state_size))
+  LUNAI_STREAM_FAR(s, lunai_device_zero(s, s->state, s->state_size))
   memset(s->state, 0, s->state_size);
 }
 
@@ -12666,12 +12666,12 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   first->allocator = ctx->options.allocator;
-  first->ctx = lunai_far(ctx) ? ctx : NULL;
+  first->ctx = lunai_on_device(ctx) ? ctx : NULL;
   if (ctx->options.measure) wrong = "a context that measures has no weights";
   if (!wrong) wrong = lunai_stream_config(first, &own);
-  if (wrong) return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong) == LUNA_OK;
+  if (wrong) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong) == LUNA_OK;
   if (!first->ctx || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
-  return lunai_refuse(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row CAUSAL_LUNA, which streams are made of", name) == LUNA_OK;
+  return lunai_fail_status(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row CAUSAL_LUNA, which streams are made of", name) == LUNA_OK;
 }
 /* memory from the context's allocator, laid out but for what lies on a device */
 LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
@@ -12680,7 +12680,7 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   char *raw;
   first->memory_size = size + LUNAI_ALIGN;
   if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
-    lunai_no_memory(ctx, ctx->options.block ? "luna_stream_open: a context in one block has none to spare (use luna_stream_open_bytes)" : "luna_stream_open", size);
+    lunai_fail_memory(ctx, ctx->options.block ? "luna_stream_open: a context in one block has none to spare (use luna_stream_open_bytes)" : "luna_stream_open", size);
     return NULL;
   }
   s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
@@ -12697,26 +12697,26 @@ LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   int64_t rows;
   if (!ctx) return true;
   if ((s->failed = lunai_wait_for_owners(ctx)) != LUNA_OK) return false;
-  s->there = (char *)s;
+  s->device_memory = (char *)s;
   lunai_stream_lay_out(s, (char *)s);
   s->measuring = true;
   for (rows = 1; rows <= s->chunk; rows++) {
-    lunai_far_embed(s, NULL, 0, rows);
+    lunai_device_embed(s, NULL, 0, rows);
     lunai_stream_layer_run(s, &s->layers[0], rows);
     lunai_stream_output(s, rows);
   }
   lunai_stream_reorder_all(s, NULL);
   s->measuring = false;
-  s->there = NULL;
+  s->device_memory = NULL;
   lunai_stream_lay_out(s, (char *)s);
-  s->there = (char *)ctx->backend->allocate(ctx->self, s->there_size);
-  if (!s->there) return lunai_no_memory(ctx, "luna_stream_open", s->there_size) == LUNA_OK;
+  s->device_memory = (char *)ctx->backend->allocate(ctx->self, s->device_size);
+  if (!s->device_memory) return lunai_fail_memory(ctx, "luna_stream_open", s->device_size) == LUNA_OK;
   lunai_stream_lay_out(s, (char *)s);
   luna_stream_reset(s);
   return s->failed == LUNA_OK;
 }
 /* what a stream has of its memory p [sources, l, d] or [l, d], made by ops of the context that leave nothing behind in it */
-LUNAI_FN bool lunai_far_fold(luna_stream *s, lunai_stream_layer *w, const luna_causal_attention_layer *layer, luna_tensor *p) {
+LUNAI_FN bool lunai_device_fold(luna_stream *s, lunai_stream_layer *w, const luna_causal_attention_layer *layer, luna_tensor *p) {
   luna_ctx *ctx = s->ctx;
   const int64_t hl = s->sizes.heads * s->sizes.memory;
   const bool folds = lunai_stream_folds(&s->sizes), paused = ctx->paused;
@@ -12726,8 +12726,8 @@ LUNAI_FN bool lunai_far_fold(luna_stream *s, lunai_stream_layer *w, const luna_c
   folded = lunai_causal_queries(layer, p);
   if (folds) folded = lunai_causal_folded(layer, folded, &bias);
   if (s->cross) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, s->sources, hl, 1, 1), s->batch / s->sources), 1, 0, 2, 3);
-  if (folded) lunai_far_copy(s, w->folded, folded->data, (size_t)luna_count(folded) * sizeof(float), 0);
-  if (bias) lunai_far_copy(s, w->folded_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0);
+  if (folded) lunai_device_copy(s, w->folded, folded->data, (size_t)luna_count(folded) * sizeof(float), 0);
+  if (bias) lunai_device_copy(s, w->folded_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0);
   ctx->paused = paused;
   lunai_step_rewind(ctx, mark);
   return folded && (bias || !folds) && s->failed == LUNA_OK;
@@ -12737,7 +12737,7 @@ LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool go
   const luna_status failed = s->failed;
   if (good) return s;
   luna_stream_close(s);
-  (void)lunai_backend_did(ctx, "luna_stream_open", failed);
+  (void)lunai_backend_result(ctx, "luna_stream_open", failed);
   return NULL;
 }
 
@@ -12749,7 +12749,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
-  if (!lunai_is_luna(&model->config.layer)) lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: only Luna attention streams in constant memory");
+  if (!lunai_is_luna(&model->config.layer)) lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: only Luna attention streams in constant memory");
   else if (lunai_stream_from(ctx, &first, config, "luna_stream_open") && (s = lunai_stream_allocate(ctx, &first)) != NULL) {
     s->embedding = s->output = lunai_stream_values(model->embedding);
     s->positions = lunai_stream_values(model->positions);
@@ -12757,7 +12757,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_causal(&model->layers[i], &s->layers[i]);
     good = lunai_stream_place(s);
     for (i = 0; i < s->sizes.layers && good; i++) {
-      if (s->ctx) good = lunai_far_fold(s, &s->layers[i], &model->layers[i].attention, model->layers[i].memory);
+      if (s->ctx) good = lunai_device_fold(s, &s->layers[i], &model->layers[i].attention, model->layers[i].memory);
       else lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
     }
     return lunai_stream_opened(ctx, s, good);
@@ -12772,7 +12772,7 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
   luna_tensor *packed = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
   int64_t b;
-  if (s->ctx && !lunai_far_fold(s, w, &layer->self_attention, *p)) return false;
+  if (s->ctx && !lunai_device_fold(s, w, &layer->self_attention, *p)) return false;
   for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
   v = luna_linear_layer_forward(&cross->v, packed);
   k = cross->config.sharing == LUNA_SHARING_TIED || !packed ? v : lunai_project(&cross->k, packed);
@@ -12784,10 +12784,10 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
 LUNAI_FN void lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const int32_t *lengths, int64_t n) {
-  int32_t *slots = s->ctx ? s->near_tokens : to;
+  int32_t *slots = s->ctx ? s->host_tokens : to;
   int64_t i;
   for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(lengths ? lengths[i / (count / s->sources)] : n, s->sizes.memory);
-  if (s->ctx) lunai_far_copy(s, to, slots, (size_t)count * sizeof(int32_t), 1);
+  if (s->ctx) lunai_device_copy(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam) {
   const luna_seq2seq_config *c;
@@ -12801,7 +12801,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   c = &model->config;
   luna_begin_inference(ctx);
   if (batch < 1 || beam < 1 || lunai_checked(batch, beam) < 0) {
-    lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %d sources with %d sequences each", batch, beam);
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %d sources with %d sequences each", batch, beam);
     return NULL;
   }
   context = luna_encoder_forward(&model->encoder, source, lengths, batch, n, &p);
@@ -12839,7 +12839,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 #ifndef LUNA_ONLY_STREAM
   if (s && s->memory_size) {
     const luna_allocator allocator = s->allocator;
-    if (s->there) s->ctx->backend->release(s->ctx->self, s->there, s->there_size);
+    if (s->device_memory) s->ctx->backend->release(s->ctx->self, s->device_memory, s->device_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
   }
 #else
@@ -12872,7 +12872,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) { return s ? s->err
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
-LUNAI_FN luna_status lunai_stream_refuse(luna_stream *s, const char *sentence) {
+LUNAI_FN luna_status lunai_stream_fail_status(luna_stream *s, const char *sentence) {
   if (s) s->error = sentence;
   return LUNA_BAD_ARGUMENT;
 }
@@ -12894,13 +12894,13 @@ LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
   return LUNA_OK;
 }
 LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
-  LUNAI_STREAM_FAR(s, lunai_far_copy(s, s->state, from, s->state_size, 1))
+  LUNAI_STREAM_FAR(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
   memcpy(s->state, from, s->state_size);
 }
 /* another stream's state: both here, both on one device, or one there */
 LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream *from) {
 #ifndef LUNA_ONLY_STREAM
-  if (to->ctx && from->ctx) lunai_far_copy(to, to->state, from->state, to->state_size, 0);
+  if (to->ctx && from->ctx) lunai_device_copy(to, to->state, from->state, to->state_size, 0);
   else if (to->ctx) lunai_stream_write(to, from->state);
   if (to->ctx) return LUNA_OK;
 #endif
@@ -12909,9 +12909,9 @@ LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream 
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   int64_t b;
-  if (!s || !from) return lunai_stream_refuse(s, "luna_stream_reorder: there must be a stream and an order");
+  if (!s || !from) return lunai_stream_fail_status(s, "luna_stream_reorder: there must be a stream and an order");
   for (b = 0; b < s->batch; b++)
-    if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_refuse(s, "luna_stream_reorder: a sequence asked for does not exist");
+    if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail_status(s, "luna_stream_reorder: a sequence asked for does not exist");
   lunai_stream_reorder_all(s, from);
   return lunai_stream_status(s);
 }
@@ -12921,13 +12921,13 @@ LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
   luna_status status = LUNA_OK;
-  if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_refuse(to, "luna_stream_copy: the streams differ in model sizes or batch");
+  if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail_status(to, "luna_stream_copy: the streams differ in model sizes or batch");
 #ifndef LUNA_ONLY_STREAM
-  if (to->ctx && from->ctx && to->ctx != from->ctx) return lunai_stream_refuse(to, "luna_stream_copy: the streams lie on devices of two contexts; luna_stream_state_save and _load go there");
+  if (to->ctx && from->ctx && to->ctx != from->ctx) return lunai_stream_fail_status(to, "luna_stream_copy: the streams lie on devices of two contexts; luna_stream_state_save and _load go there");
   if (to->ctx && from->ctx) status = from->failed;
 #endif
   if (to != from && status == LUNA_OK) status = lunai_stream_take_state(to, from);
-  if (status != LUNA_OK) return lunai_stream_refuse(to, "luna_stream_copy: the device failed"), status;
+  if (status != LUNA_OK) return lunai_stream_fail_status(to, "luna_stream_copy: the device failed"), status;
   to->position = from->position;
   return lunai_stream_status(to);
 }
@@ -12949,10 +12949,10 @@ LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, s
 }
 LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, size_t size) {
   lunai_stream_head head;
-  if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_refuse(s, "luna_stream_state_load: the bytes are not as many as this stream's state has");
+  if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail_status(s, "luna_stream_state_load: the bytes are not as many as this stream's state has");
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
-    return lunai_stream_refuse(s, "luna_stream_state_load: the bytes are no state of a stream of this model and batch");
+    return lunai_stream_fail_status(s, "luna_stream_state_load: the bytes are no state of a stream of this model and batch");
   lunai_stream_write(s, (const char *)bytes + sizeof head);
   s->position = head.position;
   return lunai_stream_status(s);
@@ -12979,16 +12979,16 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
   const int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
-  float limit = -INFINITY, most = -INFINITY;
+  float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
   if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   for (i = 0; i < vocab; i++) {
     if (logits[i] != logits[i]) return -1;
-    if (logits[i] > most || chosen < 0) { most = logits[i]; chosen = (int32_t)i; }
+    if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
-  if (k == 1 || !sampling || most == -INFINITY || most == INFINITY) return chosen;
+  if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
   if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
   counter[0] = (uint32_t)sampling->drawn;
   counter[1] = (uint32_t)(sampling->drawn >> 32);
@@ -12999,7 +12999,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
     double sum = 0;
     for (ties = k - above, i = 0; i < vocab; i++) {
       if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
-      sum += (double)lunai_exp1_scalar((logits[i] - most) / temperature);
+      sum += (double)lunai_exp1_scalar((logits[i] - max) / temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
     }
@@ -13024,11 +13024,11 @@ typedef struct lunai_beam {
 } lunai_beam;
 
 LUNAI_FN double lunai_log_sum(const float *x, int64_t n) {
-  double most = (double)x[0], sum = 0;
+  double max = (double)x[0], sum = 0;
   int64_t i;
-  for (i = 1; i < n; i++) if ((double)x[i] > most) most = (double)x[i];
-  for (i = 0; i < n; i++) sum += (double)lunai_exp1_scalar((float)((double)x[i] - most));
-  return most + log(sum);
+  for (i = 1; i < n; i++) if ((double)x[i] > max) max = (double)x[i];
+  for (i = 0; i < n; i++) sum += (double)lunai_exp1_scalar((float)((double)x[i] - max));
+  return max + log(sum);
 }
 /* the likeliest continuations of source b's rows, best first; how many */
 LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
@@ -13058,7 +13058,7 @@ LUNAI_FN void lunai_beam_finish(lunai_beam *s, int64_t b, const lunai_candidate 
 }
 /* one step of source b; false when it goes on no more */
 LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
-  const int64_t beam = s->search.beam, most = s->search.max_length, count = lunai_beam_candidates(s, b, logits, length);
+  const int64_t beam = s->search.beam, max = s->search.max_length, count = lunai_beam_candidates(s, b, logits, length);
   int64_t i, kept = 0;
   for (i = 0; i < count && kept < beam; i++) {
     const lunai_candidate *c = &s->candidates[i];
@@ -13067,24 +13067,24 @@ LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int
       if (i < beam) lunai_beam_finish(s, b, c, length);
       continue;
     }
-    memcpy(s->next + row * most, s->tokens + c->row * most, (size_t)length * sizeof(int32_t));
-    s->next[row * most + length] = s->last[row] = c->token;
+    memcpy(s->next + row * max, s->tokens + c->row * max, (size_t)length * sizeof(int32_t));
+    s->next[row * max + length] = s->last[row] = c->token;
     s->from[row] = (int32_t)c->row;
     kept++;
   }
   for (kept = 0, i = 0; i < count && kept < beam; i++) if (s->candidates[i].token != s->search.end) s->score[b * beam + kept++] = s->candidates[i].score;
   for (i = kept; i < beam; i++) s->score[b * beam + i] = (double)-INFINITY;
   if (kept == 0 || (!s->search.exhaustive && s->finished[b] >= beam)) return false;
-  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(most + 1), s->penalty) > s->best[b];
+  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(max + 1), s->penalty) > s->best[b];
 }
 
 LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
-  const size_t rows = (size_t)(s->batch * s->search.beam), most = (size_t)s->search.max_length, batch = (size_t)s->batch;
+  const size_t rows = (size_t)(s->batch * s->search.beam), max = (size_t)s->search.max_length, batch = (size_t)s->batch;
   void *at[8];
   int i;
   size_t size[8];
   size[0] = rows * sizeof(double); size[1] = batch * sizeof(double);
-  size[2] = size[3] = rows * most * sizeof(int32_t);
+  size[2] = size[3] = rows * max * sizeof(int32_t);
   size[4] = size[5] = rows * sizeof(int32_t); size[6] = batch * sizeof(int32_t);
   size[7] = (size_t)(2 * s->search.beam) * sizeof(lunai_candidate);
   for (i = 0; i < 8; i++) {
@@ -13121,20 +13121,20 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   s.out_lengths = out_lengths;
   if (!search || !out || !out_lengths || !lunai_is_finite(s.search.length_penalty) || batch < 1 || n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.max_length < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
       s.search.end < 0 || s.search.end >= s.vocab || lunai_checked(lunai_checked(batch, s.search.beam), s.search.max_length) < 0)
-    return lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: a search with begin and end among %d tokens, a beam of 1 to %d, a finite length_penalty, at least one token, and places for the results", s.vocab, s.vocab);
+    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: a search with begin and end among %d tokens, a beam of 1 to %d, a finite length_penalty, at least one token, and places for the results", s.vocab, s.vocab);
   stream = luna_seq2seq_stream_open(model, source, lengths, batch, n, s.search.beam);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
-  if (!lunai_beam_memory(ctx, &s)) status = lunai_no_memory(ctx, "luna_seq2seq_generate", (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
+  if (!lunai_beam_memory(ctx, &s)) status = lunai_fail_memory(ctx, "luna_seq2seq_generate", (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
   for (i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
     logits = luna_stream_step(stream, s.last);
-    if (!logits) status = lunai_refuse(ctx, stream->failed != LUNA_OK ? stream->failed : LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: %s", luna_stream_error(stream));
+    if (!logits) status = lunai_fail_status(ctx, stream->failed != LUNA_OK ? stream->failed : LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: %s", luna_stream_error(stream));
     for (going = 0, b = 0; b < batch && logits; b++) {
       const int64_t first = b * s.search.beam;
       for (i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;
       if (s.finished[b] >= 0 && !lunai_beam_step(&s, b, logits, length)) {
-        if (s.finished[b] == 0) status = lunai_refuse(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: the model's numbers for source %d are not finite", b);
+        if (s.finished[b] == 0) status = lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: the model's numbers for source %d are not finite", b);
         s.finished[b] = -1;
       }
       going += s.finished[b] >= 0;
