@@ -123,6 +123,13 @@ typedef enum luna_activation { LUNA_ACTIVATION_NONE = 0, LUNA_ACTIVATION_RELU, L
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
 
+/* Sequences of tokens: what every model reads. Padding must be tokens too, and changes nothing. */
+typedef struct luna_input {
+  const int32_t *tokens;             /* [batch,n] */
+  const int32_t *lengths;            /* [batch] real tokens of each sequence; null = n of each */
+  int64_t batch, n;
+} luna_input;
+
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 
@@ -608,8 +615,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>models: config, init, forward. Tokens are [batch,n], lengths [batch] real tokens of each sequence, null = all; what stands in the padding must be
-   tokens, and changes nothing. Inits and loads fail as those of layers do.
+   >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do.
    ---------------------------------------------------------------------------------------------------------------------- */
 /* Causal language model: embedding, causal layers, logits tied to the embedding */
 typedef struct luna_lm_config {
@@ -629,7 +635,7 @@ typedef struct luna_lm {
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n); /* logits [batch,n,vocab] */
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]; lengths are not needed: nothing looks ahead */
 
 /* Encoder: embeddings and encoder layers; the ground of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
@@ -659,11 +665,11 @@ typedef struct luna_encoder {
   luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
 } luna_encoder;
 LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config);
-/* The layers' input: tokens [batch,n], lengths [batch] or null -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
-LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p);
+/* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
+LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 /* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
    it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be null. */
-LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p);
+LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
 /* Classifier */
 typedef enum luna_pooling {
@@ -690,9 +696,8 @@ typedef struct luna_classifier {
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
 /* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
-LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n);
-LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
-                                         const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch);
+LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d] */
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
@@ -710,17 +715,17 @@ typedef struct luna_masked_lm {
   luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config);
-LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n); /* logits [batch,n,vocab] */
+LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input); /* logits [batch,n,vocab] */
 /* Mean loss over the places whose label is not negative; logits are made for those alone */
-LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, const int32_t *labels, int64_t batch, int64_t n);
+LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels); /* labels [batch,n] */
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
   int32_t mask, vocab;               /* the mask's token; random tokens are below vocab (0: below mask) */
   uint64_t seed, step;               /* the same again for the same seed, step and place */
 } luna_masking;
 /* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1 elsewhere
-   [arXiv 1810.04805]. input may be tokens itself. Returns how many were chosen. */
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, int32_t *input, int32_t *labels);
+   [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Returns how many were chosen. */
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels);
 
 /* Encoder-decoder */
 typedef struct luna_seq2seq_config {
@@ -743,9 +748,8 @@ typedef struct luna_seq2seq {
   luna_tensor *output;               /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
 } luna_seq2seq;
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
-/* source [batch,n] with lengths or null, and the target so far [batch,m] with lengths or null (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
-LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int32_t *source, const int32_t *source_lengths, int64_t n,
-                                           const int32_t *target, const int32_t *target_lengths, int64_t m, int64_t batch);
+/* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
 
 /* What a checkpoint says it is: init and load in one; params must be empty. The file's sizes are believed only as far as its tensors bear them out. */
 typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
@@ -877,7 +881,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
-LUNA_API const float *luna_stream_prefill(luna_stream *stream, const int32_t *tokens, int64_t n); /* tokens [batch, n] -> logits after the last */
+LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths: null -> logits after the last */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
 LUNA_API void luna_stream_reset(luna_stream *stream);
@@ -899,7 +903,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
    and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
-LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam);
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
   int64_t beam;                      /* 0 = 1, greedy */
@@ -907,9 +911,9 @@ typedef struct luna_beam_config {
   float length_penalty;              /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
   bool exhaustive;                   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
 } luna_beam_config;
-/* Greedy or beam search. source [batch,n], lengths or null -> out [batch,most] with out_lengths [batch], without begin and end; scores [batch] or null */
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
-                                    int32_t *out, int32_t *out_lengths, float *scores);
+/* Greedy or beam search. source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and end; scores [batch] or null */
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
+                                           int32_t *out_lengths, float *scores);
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>backend: what a device fills in
@@ -8314,7 +8318,7 @@ LUNAI_FN luna_status lunai_setup_end(const lunai_setup *s, bool good) {
   lunai_remember(ctx, s->params, s->prefix, status);
   return status;
 }
-/* the context of a model that is there and whose init succeeded; else null */
+/* the context of a set, or null */
 LUNAI_FN luna_ctx *lunai_ctx_of(const luna_params *params) { return params ? params->ctx : NULL; }
 
 /* --- text pairs --- */
@@ -10120,17 +10124,29 @@ LUNAI_FN luna_tensor *lunai_instead(luna_tensor *x, luna_tensor *y) {
   if (y != x) lunai_drop(x);
   return y;
 }
+/* the context of a model whose init succeeded, where there is an input; else null */
+LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *input, const char *name) {
+  luna_ctx *ctx = lunai_ctx_of(params);
+  if (ctx && !input) lunai_fail_null(ctx, name, "the input");
+  return input ? ctx : NULL;
+}
+LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b, const char *name) {
+  luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
+  if (!ctx || a->batch == b->batch) return ctx;
+  lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: a batch of %d beside one of %d", name, a->batch, b->batch);
+  return NULL;
+}
 /* of a sequence of vectors; 0 when there is no such size: what makes them will say so */
 LUNAI_FN int64_t lunai_floats_of(int64_t batch, int64_t n, int64_t dim) { return lunai_max(0, lunai_checked(lunai_checked(batch, n), dim)); }
-LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const int32_t *tokens, int64_t batch, int64_t n) {
-  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
+  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
   luna_tensor *x, *before;
   lunai_mark mark;
   int64_t i;
   if (!ctx) return NULL;
-  mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, model->config.layer.dim), 2);
+  mark = lunai_mark_prepared(ctx, lunai_floats_of(input->batch, input->n, model->config.layer.dim), 2);
   ctx->passing = true;
-  x = luna_embedding(model->embedding, tokens, batch, n);
+  x = luna_embedding(model->embedding, input->tokens, input->batch, input->n);
   x = lunai_instead(x, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_instead(x, luna_dropout(x, model->config.layer.dropout));
   ctx->passing = false;
@@ -10274,36 +10290,36 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
 /* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
   const float factor = lunai_embedding_factor(c);
   luna_ctx *ctx = table->ctx;
   luna_tensor *x;
   ctx->passing = true;                /* backward makes it again from the tokens */
-  x = luna_embedding(table, tokens, batch, n);
+  x = luna_embedding(table, input->tokens, input->batch, input->n);
   if (factor != 1) x = lunai_instead(x, luna_scale(x, factor));
   x = lunai_instead(x, lunai_add_positions(x, c->positions, positions, c->first_position));
-  if (c->keep_padding) x = lunai_instead(x, luna_mask(x, lengths));
+  if (c->keep_padding) x = lunai_instead(x, luna_mask(x, input->lengths));
   if (norm && norm->weight) x = lunai_instead(x, luna_norm_layer_forward(norm, x));
   x = lunai_instead(x, luna_dropout(x, c->layer.dropout));
-  if (!c->keep_padding) x = lunai_instead(x, luna_mask(x, lengths));
+  if (!c->keep_padding) x = lunai_instead(x, luna_mask(x, input->lengths));
   ctx->passing = false;
   return x;
 }
-LUNAI_FN int64_t lunai_longest(const int32_t *lengths, int64_t batch, int64_t n) {
-  int64_t longest = lengths ? 1 : n, b;
-  for (b = 0; lengths && b < batch; b++) longest = lunai_max(longest, lengths[b]);
-  return lunai_min(longest, lunai_max(n, 1));
+LUNAI_FN int64_t lunai_longest(const luna_input *input) {
+  int64_t longest = input->lengths ? 1 : input->n, b;
+  for (b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
+  return lunai_min(longest, lunai_max(input->n, 1));
 }
 
-LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p) {
-  luna_ctx *ctx = lunai_ctx_of(e ? e->params : NULL);
+LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
+  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
   const luna_encoder_config *c;
   luna_tensor *memory;
   int64_t slots;
   float factor;
   if (!ctx) return NULL;
   c = &e->config;
-  slots = lunai_min(c->memory, lunai_longest(lengths, batch, n));
+  slots = lunai_min(c->memory, lunai_longest(input));
   factor = lunai_embedding_factor(c);
   memory = p && *p ? *p : e->memory;
   if (e->memory && !(p && *p)) {
@@ -10311,16 +10327,16 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const int32_t *t
     if (factor != 1) memory = luna_scale(memory, factor);
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
-    memory = luna_dropout(luna_expand(memory, batch), c->layer.dropout);
-    if (!c->keep_padding) memory = luna_mask(memory, lengths);
+    memory = luna_dropout(luna_expand(memory, input->batch), c->layer.dropout);
+    if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, tokens, lengths, batch, n);
+  return lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input);
 }
 
-LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, luna_tensor **p) {
-  luna_ctx *ctx = lunai_ctx_of(e ? e->params : NULL);
+LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
+  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
   const luna_encoder_config *c;
   luna_tensor *both[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
   lunai_mark mark;
@@ -10329,17 +10345,17 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const int32_t 
   if (!ctx) return NULL;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
-  mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, n, c->dim), 2);
-  both[1] = luna_encoder_embed(e, tokens, lengths, batch, n, &both[0]);
+  mark = lunai_mark_prepared(ctx, lunai_floats_of(input->batch, input->n, c->dim), 2);
+  both[1] = luna_encoder_embed(e, input, &both[0]);
   for (i = 0; i < c->layers && both[1]; i++) {
     x = both[1];
-    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &both[0], lengths);
+    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &both[0], input->lengths);
     if (both[1]) lunai_drop(x);
     if (both[1]) lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
   }
   if (e->memory_norm.weight && both[1]) both[0] = luna_norm_layer_forward(&e->memory_norm, both[0]);
   if (e->norm.weight) both[1] = luna_norm_layer_forward(&e->norm, both[1]);
-  if (!c->keep_padding) both[1] = luna_mask(both[1], lengths);
+  if (!c->keep_padding) both[1] = luna_mask(both[1], input->lengths);
   if (!both[1] || (is_luna && !both[0])) return NULL;
   lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
   if (p) *p = both[0];
@@ -10410,30 +10426,29 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
     default: return lunai_mean_rows(x, lengths);
   }
 }
-LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
-  luna_tensor *p = NULL, *x = luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, &p);
-  return lunai_instead(x, luna_classifier_pool(model, x, p, lengths));
+LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const luna_input *input) {
+  luna_tensor *p = NULL, *x = luna_encoder_forward(&model->encoder, input, &p);
+  return lunai_instead(x, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
   if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_ACTIVATION_GELU);
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
-LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
-  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
+LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
+  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_classifier_forward");
   if (!ctx) return NULL;
   if (model->config.pair)
     return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classifier_forward: this model compares two sequences: luna_classifier_forward_pair");
-  return lunai_classifier_logits(model, lunai_classifier_features(model, tokens, lengths, batch, n));
+  return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
-LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const int32_t *tokens, const int32_t *lengths, int64_t n,
-                                         const int32_t *tokens2, const int32_t *lengths2, int64_t n2, int64_t batch) {
-  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second) {
+  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, first, second, "luna_classifier_forward_pair");
   luna_tensor *part[4];
   if (!ctx) return NULL;
   if (!model->config.pair)
     return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classifier_forward_pair: this model reads one sequence: luna_classifier_forward");
-  part[0] = lunai_classifier_features(model, tokens, lengths, batch, n);
-  part[1] = lunai_classifier_features(model, tokens2, lengths2, batch, n2);
+  part[0] = lunai_classifier_features(model, first);
+  part[1] = lunai_classifier_features(model, second);
   part[2] = luna_mul(part[0], part[1]);
   part[3] = luna_add(part[0], luna_scale(part[1], -1));
   return lunai_classifier_logits(model, luna_concat(part, 4, 1));
@@ -10466,53 +10481,54 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
   x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
   return luna_linear(luna_norm_layer_forward(&model->norm, x), model->encoder.embedding, model->bias);
 }
-LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
-  if (!model) return NULL;
-  return lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL));
+LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
+  return model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
 }
-LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const int32_t *tokens, const int32_t *lengths, const int32_t *labels, int64_t batch, int64_t n) {
-  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
-  luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, tokens, lengths, batch, n, NULL) : NULL;
+LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
+  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
+  luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   int32_t *places, *chosen;
-  int64_t i, count = 0;
+  int64_t i, all, count = 0;
   void *memory;
   if (!x) return NULL;
+  all = input->batch * input->n;
   if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
-  for (i = 0; i < batch * n; i++) count += labels[i] >= 0;
-  if (count == 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_masked_lm_loss: no place of %d has a label", batch * n);
+  for (i = 0; i < all; i++) count += labels[i] >= 0;
+  if (count == 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_masked_lm_loss: no place of %d has a label", all);
   if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_masked_lm_loss: no memory for %d places", count);
   places = (int32_t *)memory;
   chosen = places + count;
-  for (count = 0, i = 0; i < batch * n; i++)
+  for (count = 0, i = 0; i < all; i++)
     if (labels[i] >= 0) {
       places[count] = (int32_t)i;
       chosen[count++] = labels[i];
     }
-  x = luna_embedding(lunai_reshape(x, 2, batch * n, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
+  x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
   return luna_cross_entropy(lunai_masked_lm_head(model, x), chosen);
 }
 
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n, int32_t *input, int32_t *labels) {
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
   const double p = masking && masking->probability != 0 ? (double)masking->probability : 0.15;
   int64_t b, i, count = 0;
-  if (!masking || !tokens || !input || !labels || !(p >= 0 && p <= 1) || lunai_checked(batch, n) <= 0) return 0;
-  for (b = 0; b < batch; b++)
-    for (i = 0; i < n; i++) {
-      const int64_t at = b * n + i;
-      const int32_t token = tokens[at], below = masking->vocab > 0 ? masking->vocab : masking->mask;
+  if (!masking || !input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) || lunai_checked(input->batch, input->n) <= 0)
+    return 0;
+  for (b = 0; b < input->batch; b++)
+    for (i = 0; i < input->n; i++) {
+      const int64_t at = b * input->n + i;
+      const int32_t token = input->tokens[at], below = masking->vocab > 0 ? masking->vocab : masking->mask;
       uint32_t counter[4], word[4];
       counter[0] = (uint32_t)at;
       counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(masking->step >> 32) << 16;
       counter[2] = 0x4D61736Bu;      /* apart from every other use of the seed */
       counter[3] = (uint32_t)masking->step;
       lunai_philox(counter, masking->seed, word);
-      input[at] = token;
+      masked[at] = token;
       labels[at] = -1;
-      if ((lengths && i >= lengths[b]) || (double)word[0] >= p * 4294967296.0) continue;
+      if ((input->lengths && i >= input->lengths[b]) || (double)word[0] >= p * 4294967296.0) continue;
       labels[at] = token;
       count++;
-      if (word[1] % 10 < 8) input[at] = masking->mask;
-      else if (word[1] % 10 == 8) input[at] = below > 0 ? (int32_t)(word[2] % (uint32_t)below) : token;
+      if (word[1] % 10 < 8) masked[at] = masking->mask;
+      else if (word[1] % 10 == 8) masked[at] = below > 0 ? (int32_t)(word[2] % (uint32_t)below) : token;
     }
   return count;
 }
@@ -10578,23 +10594,22 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
   return lunai_setup_end(&setup, good);
 }
 
-LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const int32_t *source, const int32_t *source_lengths, int64_t n,
-                                           const int32_t *target, const int32_t *target_lengths, int64_t m, int64_t batch) {
-  luna_ctx *ctx = lunai_ctx_of(model ? model->params : NULL);
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target) {
+  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
   luna_tensor *p = NULL, *both[2], *context, *x;
   luna_encoder_config c;
   lunai_mark mark;
   int64_t i;
   if (!ctx) return NULL;
-  context = luna_encoder_forward(&model->encoder, source, source_lengths, batch, n, &p);
-  mark = lunai_mark_prepared(ctx, lunai_floats_of(batch, m, model->config.encoder.dim), 2);
+  context = luna_encoder_forward(&model->encoder, source, &p);
+  mark = lunai_mark_prepared(ctx, lunai_floats_of(target->batch, target->n, model->config.encoder.dim), 2);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
   both[0] = p;
-  both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target, target_lengths, batch, m) : NULL;
+  both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
   for (i = 0; i < model->config.decoder_layers && both[1]; i++) {
     x = both[1];
-    both[1] = luna_decoder_layer_forward(&model->layers[i], x, &both[0], context, source_lengths);
+    both[1] = luna_decoder_layer_forward(&model->layers[i], x, &both[0], context, source->lengths);
     if (both[1]) lunai_drop(x);
     if (both[1]) lunai_keep(ctx, mark, both, 2);
   }
@@ -12783,13 +12798,13 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   return s->failed == LUNA_OK;
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
-LUNAI_FN void lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const int32_t *lengths, int64_t n) {
+LUNAI_FN void lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
   int32_t *slots = s->ctx ? s->host_tokens : to;
   int64_t i;
-  for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(lengths ? lengths[i / (count / s->sources)] : n, s->sizes.memory);
+  for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n, s->sizes.memory);
   if (s->ctx) lunai_device_copy(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
-LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam) {
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
   const luna_seq2seq_config *c;
   luna_stream first, *s = NULL;
   luna_stream_config config;
@@ -12800,22 +12815,22 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   if (!ctx) return NULL;
   c = &model->config;
   luna_begin_inference(ctx);
-  if (batch < 1 || beam < 1 || lunai_checked(batch, beam) < 0) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %d sources with %d sequences each", batch, beam);
+  if (!source || source->batch < 1 || beam < 1 || lunai_checked(source->batch, beam) < 0) {
+    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %d sources with %d sequences each", source ? source->batch : 0, beam);
     return NULL;
   }
-  context = luna_encoder_forward(&model->encoder, source, lengths, batch, n, &p);
+  context = luna_encoder_forward(&model->encoder, source, &p);
   if (!context) return NULL;
   memset(&first, 0, sizeof first);
   memset(&config, 0, sizeof config);
-  config.batch = batch * beam;
+  config.batch = source->batch * beam;
   config.chunk = 1;
   first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
   if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
-  first.sources = batch;
+  first.sources = source->batch;
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
@@ -12827,10 +12842,10 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   s->norm = lunai_stream_of_norm(&model->norm);
   for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_decoder(&model->layers[i], &s->layers[i]);
   good = lunai_stream_place(s);
-  if (good) lunai_stream_real(s, s->slots, s->batch, lengths, n);
-  if (good) lunai_stream_real(s, s->source_slots, batch, lengths, n);
+  if (good) lunai_stream_real(s, s->slots, s->batch, source);
+  if (good) lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, lengths);
+    good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
   return lunai_stream_opened(ctx, s, good);
 }
 #endif
@@ -12848,7 +12863,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
-LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens, int64_t n) {
+LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
   int64_t at, i, rows = 0;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
@@ -12867,7 +12882,15 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const int32_t *tokens,
   }
   return lunai_stream_output(s, rows);
 }
-LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return luna_stream_prefill(s, tokens, 1); }
+LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return lunai_stream_run(s, tokens, 1); }
+LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
+  if (!s || !lunai_stream_ready(s)) return NULL;
+  if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) {
+    s->error = "luna_stream_prefill: the input must have the stream's batch and no lengths";
+    return NULL;
+  }
+  return lunai_stream_run(s, input->tokens, input->n);
+}
 LUNA_API const char *luna_stream_error(const luna_stream *s) { return s ? s->error : "there is no stream"; }
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
@@ -13098,20 +13121,22 @@ LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
   return true;
 }
 
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
-                                    int32_t *out, int32_t *out_lengths, float *scores) {
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
+                                           int32_t *out_lengths, float *scores) {
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   luna_stream *stream;
   lunai_beam s;
   luna_status status = LUNA_OK;
   const float *logits;
   int32_t *swap;
-  int64_t b, i, length, going;
+  int64_t b, i, length, going, batch;
   if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!source) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: there is no source");
+  batch = source->batch;
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
-  if (s.search.max_length == 0) s.search.max_length = n < INT64_MAX / 4 ? 2 * n + 10 : -1;
+  if (s.search.max_length == 0) s.search.max_length = source->n < INT64_MAX / 4 ? 2 * source->n + 10 : -1;
   s.stride = s.search.max_length;
   if (model->positions) s.search.max_length = lunai_min(s.search.max_length, model->config.max_target_length - 1);
   s.batch = batch;
@@ -13119,10 +13144,10 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   s.penalty = s.search.length_penalty == 0 ? 1 : s.search.length_penalty < 0 ? 0 : (double)s.search.length_penalty;
   s.out = out;
   s.out_lengths = out_lengths;
-  if (!search || !out || !out_lengths || !lunai_is_finite(s.search.length_penalty) || batch < 1 || n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.max_length < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
+  if (!search || !out || !out_lengths || !lunai_is_finite(s.search.length_penalty) || batch < 1 || source->n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.max_length < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
       s.search.end < 0 || s.search.end >= s.vocab || lunai_checked(lunai_checked(batch, s.search.beam), s.search.max_length) < 0)
     return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: a search with begin and end among %d tokens, a beam of 1 to %d, a finite length_penalty, at least one token, and places for the results", s.vocab, s.vocab);
-  stream = luna_seq2seq_stream_open(model, source, lengths, batch, n, s.search.beam);
+  stream = luna_seq2seq_stream_open(model, source, s.search.beam);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
   if (!lunai_beam_memory(ctx, &s)) status = lunai_fail_memory(ctx, "luna_seq2seq_generate", (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
   for (i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;

@@ -283,6 +283,15 @@ static const int32_t *lengths_of(int64_t batch, int64_t most) {
   return whole(lengths, batch < 0 ? 0 : batch, most < 0 ? 0 : most);
 }
 
+/* these sequences, or none */
+static const luna_input *input_of(const int32_t *t, const int32_t *lengths, int64_t batch, int64_t n) {
+  static luna_input inputs[2];
+  static int at;
+  luna_input *input = &inputs[at++ % 2];
+  input->tokens = t, input->lengths = lengths, input->batch = batch, input->n = n;
+  return turn() ? NULL : input;
+}
+
 /* ---- what came of a call ---- */
 static bool sentence(void) { return (luna_ctx_status(w->ctx) != LUNA_OK && *luna_error(w->ctx)) || (luna_ctx_status(w->other) != LUNA_OK && *luna_error(w->other)); }
 static void got(bool good, bool reached) {
@@ -1164,7 +1173,7 @@ static int64_t vocab_of(void) { return size(VOCAB); }
 static void lm_forward(const luna_lm *model) {
   const int64_t batch = small(), n = small();
   if (model->config.vocab < VOCAB) return;
-  got_tensor(luna_lm_forward(model, words(batch, n), batch, n), true);
+  got_tensor(luna_lm_forward(model, input_of(words(batch, n), NULL, batch, n)), true);
 }
 static void case_luna_lm_init(void) {
   luna_lm model;
@@ -1186,7 +1195,7 @@ static void encoder_forward(const luna_encoder *e, bool embed) {
   luna_tensor *p = pick(4) == 0 ? rows(batch, SLOTS, e->config.dim) : NULL;
   const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n);
   if (e->embedding->shape[0] < VOCAB) return;
-  got_tensor((embed ? luna_encoder_embed : luna_encoder_forward)(e, t, lengths, batch, n, coin() ? &p : NULL), true);
+  got_tensor((embed ? luna_encoder_embed : luna_encoder_forward)(e, input_of(t, lengths, batch, n), coin() ? &p : NULL), true);
 }
 static void case_luna_encoder_init(void) {
   luna_encoder e;
@@ -1201,8 +1210,8 @@ static void classify(const luna_classifier *model) {
   const int64_t batch = small(), n = small(), n2 = small();
   const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n), *t2 = whole(spare_tokens, product(batch, n2), VOCAB - 1);
   if (model->config.vocab < VOCAB) return;
-  if (model->config.pair != turn()) got_tensor(luna_classifier_forward_pair(model, t, lengths, n, t2, NULL, n2, batch), true);
-  else got_tensor(luna_classifier_forward(model, t, lengths, batch, n), true);
+  if (model->config.pair != turn()) got_tensor(luna_classifier_forward_pair(model, input_of(t, lengths, batch, n), input_of(t2, NULL, batch, n2)), true);
+  else got_tensor(luna_classifier_forward(model, input_of(t, lengths, batch, n)), true);
 }
 static void case_luna_classifier_init(void) {
   luna_classifier model;
@@ -1234,7 +1243,7 @@ static void masked_lm(const luna_masked_lm *model, bool loss) {
   const int64_t batch = small(), n = small();
   const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n), *labels = labels_of(batch, n);
   if (model->config.vocab < VOCAB) return;
-  got_tensor(loss ? luna_masked_lm_loss(model, t, lengths, labels, batch, n) : luna_masked_lm_forward(model, t, lengths, batch, n), true);
+  got_tensor(loss ? luna_masked_lm_loss(model, input_of(t, lengths, batch, n), labels) : luna_masked_lm_forward(model, input_of(t, lengths, batch, n)), true);
 }
 static void case_luna_masked_lm_init(void) {
   luna_masked_lm model;
@@ -1256,14 +1265,14 @@ static void case_luna_mask_tokens(void) {
   m.mask = number(VOCAB);
   m.vocab = number(VOCAB);
   if (!t && product(batch, n) > 0) return;
-  const int64_t chosen = luna_mask_tokens(turn() ? NULL : &m, t, lengths_of(batch, n), batch, n, turn() ? NULL : spare_tokens, turn() ? NULL : labels);
+  const int64_t chosen = luna_mask_tokens(turn() ? NULL : &m, input_of(t, lengths_of(batch, n), batch, n), turn() ? NULL : spare_tokens, turn() ? NULL : labels);
   expect(chosen >= 0 && chosen <= NUMBERS, "the number of chosen places");
 }
 static void seq2seq(const luna_seq2seq *model) {
   const int64_t batch = small(), n = small(), m = small();
   const int32_t *source = words(batch, n), *target = whole(spare_tokens, product(batch, m), VOCAB - 1);
   if (model->config.vocab < VOCAB || model->config.target_vocab < VOCAB) return;
-  got_tensor(luna_seq2seq_forward(model, source, lengths_of(batch, n), n, target, NULL, m, batch), true);
+  got_tensor(luna_seq2seq_forward(model, input_of(source, lengths_of(batch, n), batch, n), input_of(target, NULL, batch, m)), true);
 }
 static void case_luna_seq2seq_init(void) {
   luna_seq2seq model;
@@ -1481,7 +1490,7 @@ static void case_luna_stream_step(void) {
 static void case_luna_stream_prefill(void) {
   luna_stream *s = a_stream();
   const int64_t n = small();
-  got_stream(luna_stream_prefill(s, words(2, n), n) != NULL, s);
+  got_stream(luna_stream_prefill(s, input_of(words(2, n), NULL, size(coin() ? 0 : 2), n)) != NULL, s);
 }
 static void case_luna_stream_error(void) { expect((*luna_stream_error(a_stream()) == 0) == (hostile == 0), "the sentence"); }
 static void case_luna_stream_position(void) { expect(luna_stream_position(a_stream()) == 0, "the position"); }
@@ -1522,7 +1531,7 @@ static void case_luna_sample(void) {
 static void case_luna_seq2seq_stream_open(void) {
   const int64_t batch = small(), n = small();
   const int32_t *source = words(batch, n);
-  luna_stream *s = luna_seq2seq_stream_open(turn() ? NULL : &w->seq2seq, source, lengths_of(batch, n), batch, n, size(1 + pick(2)));
+  luna_stream *s = luna_seq2seq_stream_open(turn() ? NULL : &w->seq2seq, input_of(source, lengths_of(batch, n), batch, n), size(1 + pick(2)));
   if (w->measure) hostile++;
   got(s != NULL, false);
   if (s) luna_stream_step(s, words(NUMBERS, 1));
@@ -1540,7 +1549,7 @@ static void case_luna_seq2seq_generate(void) {
   search.exhaustive = coin();
   if (w->measure) hostile++;
   if (search.max_length < 1000 && batch < 100)
-    got_status(luna_seq2seq_generate(turn() ? NULL : &w->seq2seq, turn() ? NULL : &search, source, lengths_of(batch, n), batch, n, turn() ? NULL : out, turn() ? NULL : out_lengths, coin() ? NULL : room), false);
+    got_status(luna_seq2seq_generate(turn() ? NULL : &w->seq2seq, turn() ? NULL : &search, input_of(source, lengths_of(batch, n), batch, n), turn() ? NULL : out, turn() ? NULL : out_lengths, coin() ? NULL : room), false);
 }
 
 /* ==== backend ==== */
@@ -1652,7 +1661,7 @@ static bool closing_open(closing *c) {
   for (int i = 0; i < 2; i++) c->stream[i] = luna_stream_open(&c->model[i], NULL);
   for (int i = 0; i < OBJECTS; i++) c->open[i] = true;
   luna_begin_step(c->ctx[OWNER]);     /* and it is closed in the middle of a step */
-  y = luna_lm_forward(&c->model[OWNER], tokens, 1, 4);
+  y = luna_lm_forward(&c->model[OWNER], &(luna_input){ tokens, NULL, 1, 4 });
   if (!y) return false;
   c->logit = y->data[0];
   luna_backward(luna_cross_entropy(y, tokens));
@@ -1671,7 +1680,7 @@ static void closing_works(closing *c) {
   for (int i = 0; i < 3; i++) {
     if (!reads[i]) continue;
     luna_begin_inference(c->ctx[i]);
-    luna_tensor *y = luna_lm_forward(&c->model[i], tokens, 1, 4);
+    luna_tensor *y = luna_lm_forward(&c->model[i], &(luna_input){ tokens, NULL, 1, 4 });
     expect(y && y->data[0] == c->logit, "another closing has changed a model's logits");
   }
   for (int i = 0; i < 2; i++) if (c->open[OWNER_STREAM + i] && c->open[OWNER]) expect(luna_stream_step(c->stream[i], tokens) != NULL, "another closing has stopped a stream");
@@ -1731,7 +1740,7 @@ static void known_batch(void) {       /* training on a batch of no sequences, wi
   luna_lm_config c = w->lm.config;
   c.layer.heads = c.layer.pack_heads = 1;
   expect(luna_lm_init(&model, new_set(), &c) == LUNA_OK, luna_error(w->ctx));
-  trains(luna_lm_forward(&model, tokens, 0, 3));
+  trains(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 0, 3 }));
 }
 static void known_rows(void) {        /* rows of nothing */
   const int64_t big = (int64_t)1 << 32;
@@ -1812,15 +1821,15 @@ static void null_forwards(void) {
   NONE(luna_encoder_layer, luna_encoder_layer_forward(none, here(), &p, NULL));
   NONE(luna_decoder_layer, luna_decoder_layer_forward(none, here(), &p, here(), NULL));
   NONE(luna_causal_layer, luna_causal_layer_forward(none, here()));
-  NONE(luna_lm, luna_lm_forward(none, tokens, 1, 2));
-  NONE(luna_encoder, luna_encoder_embed(none, tokens, NULL, 1, 2, NULL));
-  NONE(luna_encoder, luna_encoder_forward(none, tokens, NULL, 1, 2, NULL));
-  NONE(luna_classifier, luna_classifier_forward(none, tokens, NULL, 1, 2));
-  NONE(luna_classifier, luna_classifier_forward_pair(none, tokens, NULL, 2, tokens, NULL, 2, 1));
+  NONE(luna_lm, luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  NONE(luna_encoder, luna_encoder_embed(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
+  NONE(luna_encoder, luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
+  NONE(luna_classifier, luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  NONE(luna_classifier, luna_classifier_forward_pair(none, &(luna_input){ tokens, NULL, 1, 2 }, &(luna_input){ tokens, NULL, 1, 2 }));
   NONE(luna_classifier, luna_classifier_pool(none, here(), here(), NULL));
-  NONE(luna_masked_lm, luna_masked_lm_forward(none, tokens, NULL, 1, 2));
-  NONE(luna_masked_lm, luna_masked_lm_loss(none, tokens, NULL, tokens, 1, 2));
-  NONE(luna_seq2seq, luna_seq2seq_forward(none, tokens, NULL, 2, tokens, NULL, 2, 1));
+  NONE(luna_masked_lm, luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  NONE(luna_masked_lm, luna_masked_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2 }, tokens));
+  NONE(luna_seq2seq, luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, &(luna_input){ tokens, NULL, 1, 2 }));
 }
 static void null_inits(void) {
   const luna_init odd = {LUNA_INIT_XAVIER, NAN};
@@ -1848,13 +1857,13 @@ static void null_inits(void) {
   FAILS(luna_encoder_layer, luna_encoder_layer_init(none, new_set(), "a", &layer_c), luna_encoder_layer_forward(none, here(), &p, NULL));
   FAILS(luna_decoder_layer, luna_decoder_layer_init(none, new_set(), "a", &layer_c), luna_decoder_layer_forward(none, here(), &p, here(), NULL));
   FAILS(luna_causal_layer, luna_causal_layer_init(none, new_set(), "a", 3, &layer_c), luna_causal_layer_forward(none, here()));
-  FAILS(luna_lm, luna_lm_init(none, new_set(), &lm_c), luna_lm_forward(none, tokens, 1, 2));
-  FAILS(luna_encoder, luna_encoder_init(none, new_set(), "a", VOCAB, &encoder_c), luna_encoder_forward(none, tokens, NULL, 1, 2, NULL));
-  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c), luna_classifier_forward(none, tokens, NULL, 1, 2));
-  FAILS(luna_masked_lm, luna_masked_lm_init(none, new_set(), &masked_c), luna_masked_lm_forward(none, tokens, NULL, 1, 2));
-  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), &seq2seq_c), luna_seq2seq_forward(none, tokens, NULL, 2, tokens, NULL, 2, 1));
-  FAILS(luna_lm, luna_lm_init(none, NULL, &lm_c), luna_lm_forward(none, tokens, 1, 2));
-  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), NULL), luna_seq2seq_forward(none, tokens, NULL, 2, tokens, NULL, 2, 1));
+  FAILS(luna_lm, luna_lm_init(none, new_set(), &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  FAILS(luna_encoder, luna_encoder_init(none, new_set(), "a", VOCAB, &encoder_c), luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
+  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c), luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  FAILS(luna_masked_lm, luna_masked_lm_init(none, new_set(), &masked_c), luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), &seq2seq_c), luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, &(luna_input){ tokens, NULL, 1, 2 }));
+  FAILS(luna_lm, luna_lm_init(none, NULL, &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), NULL), luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, &(luna_input){ tokens, NULL, 1, 2 }));
 }
 static void check_nulls(void) {
   function = "nulls";

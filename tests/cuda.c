@@ -48,7 +48,7 @@ static void check_custom(void) {
 static luna_tensor *graph_loss(device_run *r) {
   static const int32_t tokens[40] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5, 0, 2, 8, 8, 4, 1, 9, 7};
   luna_begin_step(r->ctx);
-  return luna_cross_entropy(luna_lm_forward(&r->lm, tokens, 2, 19), tokens + 1);
+  return luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, 2, 19 }), tokens + 1);
 }
 static void graph_run(bool replayed, float losses[GRAPH_STEPS], float **parameters, int64_t *skipped) {
   device_run r;
@@ -117,7 +117,7 @@ static void check_shared_graph(void) {
     for (int i = 0; i < 3; i++) { /* the step's memory is there after two */
       if (i == 2) CHECK(cuda_capture(ctx), "a capture does not begin");
       luna_begin_inference(ctx);
-      y = luna_lm_forward(&lm, tokens, 1, 20);
+      y = luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 20 });
       if (i == 1) luna_read(y, expected);
     }
     graph = cuda_captured(ctx);
@@ -292,7 +292,7 @@ static void check_failures(void) {
 /* streams: memory that ends while one is opened, and a device that fails in a step */
 static luna_stream *open_stream(device_models *m, luna_seq2seq *decoder, bool decodes) {
   static const int32_t source[6] = {3, 1, 4, 1, 5, 9};
-  return decodes ? luna_seq2seq_stream_open(decoder, source, NULL, 2, 3, 2) : luna_stream_open(&m->lm[1], &m->config);
+  return decodes ? luna_seq2seq_stream_open(decoder, &(luna_input){ source, NULL, 2, 3 }, 2) : luna_stream_open(&m->lm[1], &m->config);
 }
 static void check_stream_failures(void) {
   static const int32_t tokens[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
@@ -338,7 +338,7 @@ static void check_stream_failures(void) {
         char *state = (char *)common_alloc(size);
         CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK, "a stream does not begin: %s", luna_stream_error(s));
         cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
-        CHECK(!luna_stream_prefill(s, tokens, 3), "%s %d of a prefill fails and nobody says so", kind ? "kernel" : "launch", at);
+        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3 }), "%s %d of a prefill fails and nobody says so", kind ? "kernel" : "launch", at);
         CHECK(strstr(luna_stream_error(s), "CUDA device 0"), "a device's failure in a stream: %s", luna_stream_error(s));
         snprintf(sentence, sizeof sentence, "%s", luna_stream_error(s));
         luna_stream_reset(s);

@@ -165,7 +165,7 @@ static int32_t *padded_tokens(int64_t batch, int64_t n, const int32_t *lengths, 
 /* ---- classifier: a sequence of a padded batch gives what it gives alone, whatever stands in the padding ---- */
 static float *classified(classifier *c, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   luna_begin_inference(c->ctx);
-  return values_of(c->ctx, luna_classifier_forward(&c->model, tokens, lengths, batch, n), "luna_classifier_forward");
+  return values_of(c->ctx, luna_classifier_forward(&c->model, &(luna_input){ tokens, lengths, batch, n }), "luna_classifier_forward");
 }
 static void check_alone(int v, luna_form form, luna_pooling pooling) {
   luna_classifier_config config = {0};
@@ -207,7 +207,7 @@ static void check_padding(int v) {
     int32_t *tokens = common_tokens(BATCH * N, 1, VOCAB);
     const bool kept = c.model.encoder.config.keep_padding;
     luna_begin_inference(c.ctx);
-    float *x = values_of(c.ctx, luna_encoder_forward(&c.model.encoder, tokens, lengths_of_5, BATCH, N, NULL), "luna_encoder_forward");
+    float *x = values_of(c.ctx, luna_encoder_forward(&c.model.encoder, &(luna_input){ tokens, lengths_of_5, BATCH, N }, NULL), "luna_encoder_forward");
     for (int64_t i = 0; i < BATCH * N; i++) {
       const bool padding = i % N >= lengths_of_5[i / N];
       CHECK((length_of(x + i * DIM, DIM) == 0) == (padding && !kept), "%s: place %d of sequence %d, %s, holds %.3g", encoder_names[v],
@@ -223,7 +223,7 @@ static double *hand_features(classifier *c, const int32_t *tokens, const int32_t
   double *f = (double *)common_alloc((size_t)(batch * DIM) * sizeof(double));
   luna_tensor *p = NULL;
   luna_begin_inference(c->ctx);
-  luna_tensor *tx = luna_encoder_forward(&c->model.encoder, tokens, lengths, batch, n, &p);
+  luna_tensor *tx = luna_encoder_forward(&c->model.encoder, &(luna_input){ tokens, lengths, batch, n }, &p);
   const luna_pooling pooling = c->model.config.pooling;
   const bool memory = pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
   const int64_t slots = memory && p ? p->shape[1] : 0, rows = memory ? slots : n;
@@ -279,16 +279,16 @@ static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /
     float *expected = hand_logits(&c, f, BATCH, width);
     luna_begin_inference(c.ctx);
     float *got = values_of(c.ctx,
-                           pair ? luna_classifier_forward_pair(&c.model, tokens, lengths, n, second, lengths_of_5, N, BATCH)
-                                : luna_classifier_forward(&c.model, tokens, lengths, BATCH, n),
+                           pair ? luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n }, &(luna_input){ second, lengths_of_5, BATCH, N })
+                                : luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n }),
                            "logits");
     snprintf(what, sizeof what, "%s, pooling %d of %d tokens%s: logits against the definition", encoder_names[v], pooling, (int)n,
              pair ? ", pairs" : "");
     test_close(what, got, expected, BATCH * 3, 2e-6);
     luna_begin_inference(c.ctx);
     refused(c.ctx,
-            pair ? !luna_classifier_forward(&c.model, tokens, lengths, BATCH, n)
-                 : !luna_classifier_forward_pair(&c.model, tokens, lengths, n, second, lengths_of_5, N, BATCH),
+            pair ? !luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n })
+                 : !luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n }, &(luna_input){ second, lengths_of_5, BATCH, N }),
             pair ? "luna_classifier_forward_pair" : "luna_classifier_forward", "the other number of sequences");
     free(tokens), free(second), free(a), free(b), free(f), free(expected), free(got);
   }
@@ -348,7 +348,7 @@ static void check_tied(void) {
   copy_tied(set[0], set[1]);
   for (int i = 0; i < 2; i++) {
     luna_begin_step(ctx);
-    luna_tensor *y = luna_classifier_forward(&model[i], tokens, lengths_of_5, BATCH, N);
+    luna_tensor *y = luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths_of_5, BATCH, N });
     logits[i] = values_of(ctx, y, "logits");
     luna_backward(luna_cross_entropy(y, labels));
   }
@@ -385,7 +385,7 @@ static void check_own_memory(void) {
     if (!classifier_open(&c, own ? 5 : 0, LUNA_FORM_CHEAPEST, config)) return;
     int32_t *tokens = common_tokens(BATCH * N, 4, VOCAB);
     luna_begin_step(c.ctx);
-    CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model, tokens, lengths_of_5, BATCH, N), labels)) == LUNA_OK, "%s",
+    CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths_of_5, BATCH, N }), labels)) == LUNA_OK, "%s",
           luna_error(c.ctx));
     for (int i = 0; i < 2; i++) {
       snprintf(name, sizeof name, "encoder.layers.%d.projected_embeddings", i);
@@ -450,7 +450,7 @@ static void check_sinusoids(int64_t dim, int64_t first, int64_t n) {
     memset(encoder.embedding->data, 0, (size_t)(2 * dim) * sizeof(float));
     memset(encoder.memory->data, 0, (size_t)(5 * dim) * sizeof(float));
     luna_begin_inference(ctx);
-    float *x = values_of(ctx, luna_encoder_embed(&encoder, tokens, NULL, 1, n, &p), "luna_encoder_embed"),
+    float *x = values_of(ctx, luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, n }, &p), "luna_encoder_embed"),
           *memory = values_of(ctx, p, "the memory");
     for (int64_t t = 0; t < n + 5; t++) /* the tokens, then the slots, which are counted from 0 */
       for (int64_t i = 0; i < dim; i++) {
@@ -480,7 +480,7 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   config.positions = positions, config.embedding_scale = scale, config.first_position = FIRST, config.max_length = LONGEST;
   CHECK(luna_encoder_init(&encoder, params, "", VOCAB, &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
-  float *x = values_of(ctx, luna_encoder_embed(&encoder, tokens, NULL, 1, LONGEST, &p), "luna_encoder_embed"),
+  float *x = values_of(ctx, luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST }, &p), "luna_encoder_embed"),
         *memory = values_of(ctx, p, "the memory");
   float *expected = common_floats(LONGEST * DIM), *slots = common_floats(SLOTS * DIM);
   for (int64_t i = 0; i < LONGEST * DIM; i++)
@@ -491,7 +491,7 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   test_close("the embedded memory", memory, slots, SLOTS * DIM, 1e-6);
   luna_begin_inference(ctx);
   p = NULL;
-  luna_tensor *more = luna_encoder_embed(&encoder, tokens, NULL, 1, LONGEST + 1, &p);
+  luna_tensor *more = luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST + 1 }, &p);
   if (positions == LUNA_POSITIONS_LEARNED) {
     CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s", luna_status_text(luna_ctx_status(ctx)));
     refused(ctx, !more, "max_length", "a sequence longer than the learned positions");
@@ -508,8 +508,8 @@ static void check_learned_lm(void) { /* a language model's learned positions cou
   config.vocab = VOCAB, config.layer.dim = DIM, config.layer.heads = 2, config.positions = LUNA_POSITIONS_LEARNED, config.max_length = 8;
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && model.positions && model.positions->shape[0] == 8, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
-  CHECK(luna_lm_forward(&model, tokens, 1, 8) != NULL, "8 tokens: %s", luna_error(ctx));
-  refused(ctx, !luna_lm_forward(&model, tokens, 1, 9), "max_length", "a language model's sequence of 9");
+  CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 8 }) != NULL, "8 tokens: %s", luna_error(ctx));
+  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), "max_length", "a language model's sequence of 9");
   free(tokens);
   luna_close(ctx);
 }
@@ -533,7 +533,7 @@ static masked mask(const luna_masking *masking, const int32_t *tokens, const int
   masked m;
   m.input = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
   m.labels = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
-  m.count = luna_mask_tokens(masking, tokens, lengths, ROWS, COLUMNS, m.input, m.labels);
+  m.count = luna_mask_tokens(masking, &(luna_input){ tokens, lengths, ROWS, COLUMNS }, m.input, m.labels);
   return m;
 }
 static void masked_free(masked *m) { free(m->input), free(m->labels); }
@@ -603,9 +603,9 @@ static void check_masking(void) {
   again = first;
   again.labels = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
   again.input = alias;
-  again.count = luna_mask_tokens(&masking, alias, lengths, ROWS, COLUMNS, alias, again.labels);
+  again.count = luna_mask_tokens(&masking, &(luna_input){ alias, lengths, ROWS, COLUMNS }, alias, again.labels);
   CHECK(masked_same(&first, &again), "masking in place masks otherwise");
-  CHECK(luna_mask_tokens(NULL, tokens, NULL, 1, 1, alias, alias) == 0 && luna_mask_tokens(&masking, NULL, NULL, 1, 1, alias, alias) == 0,
+  CHECK(luna_mask_tokens(NULL, &(luna_input){ tokens, NULL, 1, 1 }, alias, alias) == 0 && luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1 }, alias, alias) == 0,
         "null is masked");
   masked_free(&first), masked_free(&again), free(tokens);
 }
@@ -624,12 +624,12 @@ static void check_masked_loss(int v, luna_form form) {
   config.vocab = VOCAB + 1, config.encoder = encoder_config(v);
   CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx));
   common_params(params, 62);
-  luna_mask_tokens(&masking, tokens, lengths_of_5, BATCH, N, input, labels);
+  luna_mask_tokens(&masking, &(luna_input){ tokens, lengths_of_5, BATCH, N }, input, labels);
   for (int i = 0; i < 2; i++) {
     luna_params_zero_grad(params);
     luna_begin_step(ctx);
-    luna_tensor *y = i ? luna_masked_lm_loss(&model, input, lengths_of_5, labels, BATCH, N)
-                       : luna_cross_entropy(luna_masked_lm_forward(&model, input, lengths_of_5, BATCH, N), labels);
+    luna_tensor *y = i ? luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels)
+                       : luna_cross_entropy(luna_masked_lm_forward(&model, &(luna_input){ input, lengths_of_5, BATCH, N }), labels);
     loss[i] = luna_item(y);
     CHECK(luna_backward(y) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx));
     gradient[i] = all_gradients(params);
@@ -645,11 +645,11 @@ static void check_masked_loss(int v, luna_form form) {
   }
   for (int i = 0; i < BATCH * N; i++) labels[i] = -1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, input, lengths_of_5, labels, BATCH, N), "label", "no label at all");
-  refused(ctx, !luna_masked_lm_loss(&model, input, lengths_of_5, NULL, BATCH, N), "labels", "null for labels");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "no label at all");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), "labels", "null for labels");
   labels[3] = VOCAB + 1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, input, lengths_of_5, labels, BATCH, N), "label", "a label beyond the vocabulary");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "a label beyond the vocabulary");
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
@@ -901,7 +901,7 @@ static double train_classifier(luna_params *params, const luna_classifier *model
   for (int step = 0; step < steps; step++) {
     counting_task((uint64_t)step, tokens, lengths, labels);
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model, tokens, lengths, TASK_BATCH, TASK_N), labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model, &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), labels);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "step %d: %s", step, luna_error(ctx))) return NAN;
     if (step >= steps - 10) sum += (double)luna_item(loss) / 10 / log(2);
@@ -957,7 +957,7 @@ static void check_lm_trains(luna_attention_kind kind) {
         labels[i] = i % 24 < 2 ? -1 : pattern[(at + 1) % 9];
       }
       luna_begin_step(ctx);
-      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, tokens, 4, 24), labels);
+      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 4, 24 }), labels);
       luna_backward(loss);
       if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "language model %d: %s", kind, luna_error(ctx))) break;
       last = (double)luna_item(loss) / log(5);
@@ -1149,7 +1149,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   }
   counting_task(0, tokens, lengths, labels);
   luna_begin_step(ctx);
-  luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0], tokens, lengths, TASK_BATCH, TASK_N), labels);
+  luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), labels);
   const double value = (double)luna_item(loss);
   const int first_run = state.forwards;
   CHECK(luna_backward(loss) == LUNA_OK, "hook: %s", luna_error(ctx));
@@ -1166,7 +1166,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
     for (int s = 0; s < 2; s++) {
       decay->data[0] = s ? -0.005f : 0.005f;
       luna_begin_step(ctx);
-      side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0], tokens, lengths, TASK_BATCH, TASK_N), labels));
+      side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), labels));
     }
     decay->data[0] = 0;
     const double difference = ((double)side[0] - (double)side[1]) / 0.01;
@@ -1181,7 +1181,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "hook: %s", luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
-    logits[i] = values_of(ctx, luna_classifier_forward(&model[i], tokens, lengths, TASK_BATCH, TASK_N), "logits");
+    logits[i] = values_of(ctx, luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), "logits");
   }
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
@@ -1208,7 +1208,7 @@ static void check_hook_lm(void) {
   luna_optimizer *adam = luna_adamw(params, &adamw);
   for (int step = 0; step < 150; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, tokens, 1, 19), tokens + 1);
+    luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 19 }), tokens + 1);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "hook: %s", luna_error(ctx))) break;
     last = (double)luna_item(loss);
@@ -1220,10 +1220,10 @@ static void check_hook_lm(void) {
         state.with_memory, state.with_lengths);
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
-    before = values_of(ctx, luna_lm_forward(&model, tokens, 1, 20), "logits");
+    before = values_of(ctx, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 20 }), "logits");
     tokens[12] = (tokens[12] + 1) % 5;
     luna_begin_inference(ctx);
-    after = values_of(ctx, luna_lm_forward(&model, tokens, 1, 20), "logits");
+    after = values_of(ctx, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 20 }), "logits");
     CHECK(same_bits(before, after, 12 * 5) && !same_bits(before + 12 * 5, after + 12 * 5, 5),
           "token 12 changes what comes before it, or not what comes after");
     free(before), free(after);
@@ -1419,7 +1419,7 @@ static float *two_segments(segments *s, crossing how, float **x) {
     first[i] = (int32_t)(common_hash(50, (uint64_t)i) % 5), second[i] = 5 + (int32_t)(common_hash(51, (uint64_t)i) % (VOCAB - 5));
   luna_params_zero_grad(s->params);
   luna_begin_step(s->ctx);
-  luna_encoder_forward(&s->encoder, first, NULL, 2, SEGMENT, &p);
+  luna_encoder_forward(&s->encoder, &(luna_input){ first, NULL, 2, SEGMENT }, &p);
   if (how == DETACHED) p = luna_detach(p);
   if (how == AS_CONSTANT) {
     float *values = values_of(s->ctx, p, "the memory");
@@ -1428,7 +1428,7 @@ static float *two_segments(segments *s, crossing how, float **x) {
     p = luna_tensor_new(s->ctx, values, 3, shape);
     free(values);
   }
-  luna_tensor *y = luna_encoder_forward(&s->encoder, second, NULL, 2, SEGMENT, &p);
+  luna_tensor *y = luna_encoder_forward(&s->encoder, &(luna_input){ second, NULL, 2, SEGMENT }, &p);
   *x = values_of(s->ctx, y, "the second segment");
   luna_tensor *both = luna_add(common_loss(y, 52), common_loss(p, 53));
   CHECK(luna_backward(both) == LUNA_OK, "segments: %s", luna_error(s->ctx));
@@ -1466,7 +1466,7 @@ static float *many_segments(segments *s, const int32_t *tokens, int64_t count, b
     if (i == 0 || carried) luna_begin_inference(s->ctx);
     if (i && carried) p = luna_tensor_new(s->ctx, values, 3, shape);
     if (forgetting) p = NULL;
-    y = luna_encoder_forward(&s->encoder, tokens + i * SEGMENT, NULL, 1, SEGMENT, &p);
+    y = luna_encoder_forward(&s->encoder, &(luna_input){ tokens + i * SEGMENT, NULL, 1, SEGMENT }, &p);
     if (!CHECK(y && luna_read(p, values) == LUNA_OK, "segment %lld: %s", (long long)i, luna_error(s->ctx))) break;
     if (i == 1 && peak_early) *peak_early = luna_memory(s->ctx).peak;
   }
@@ -1524,7 +1524,7 @@ static void check_memory_trains(void) {
       tokens[0][b * SEGMENT + step % SEGMENT] = VOCAB - 2 + labels[b];
     }
     luna_begin_step(ctx);
-    for (int i = 0; i < 3; i++) x = luna_encoder_forward(&model.encoder, tokens[i], NULL, 16, SEGMENT, &p);
+    for (int i = 0; i < 3; i++) x = luna_encoder_forward(&model.encoder, &(luna_input){ tokens[i], NULL, 16, SEGMENT }, &p);
     luna_tensor *loss = luna_cross_entropy(luna_linear(luna_classifier_pool(&model, x, p, NULL), model.projection, NULL), labels);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "segments: %s", luna_error(ctx))) break;
@@ -1581,12 +1581,12 @@ static texts texts_make(void) {
 }
 static luna_tensor *model_logits(const luna_model *m, const texts *t) {
   switch (m->kind) {
-    case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, t->tokens, BATCH, N);
+    case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, &(luna_input){ t->tokens, NULL, BATCH, N });
     case LUNA_MODEL_CLASSIFIER:
-      return m->classifier.config.pair ? luna_classifier_forward_pair(&m->classifier, t->tokens, t->lengths, N, t->targets, NULL, TARGET, BATCH)
-                                       : luna_classifier_forward(&m->classifier, t->tokens, t->lengths, BATCH, N);
-    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, t->tokens, t->lengths, BATCH, N);
-    default: return luna_seq2seq_forward(&m->seq2seq, t->tokens, t->lengths, N, t->targets, NULL, TARGET, BATCH);
+      return m->classifier.config.pair ? luna_classifier_forward_pair(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N }, &(luna_input){ t->targets, NULL, BATCH, TARGET })
+                                       : luna_classifier_forward(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N });
+    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, &(luna_input){ t->tokens, t->lengths, BATCH, N });
+    default: return luna_seq2seq_forward(&m->seq2seq, &(luna_input){ t->tokens, t->lengths, BATCH, N }, &(luna_input){ t->targets, NULL, BATCH, TARGET });
   }
 }
 /* Two accumulated steps with dropout everywhere: loss and gradients, [1 + parameters], to be freed. What the model was given is overwritten
@@ -1722,7 +1722,7 @@ static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_r
   luna_status status = params ? luna_classifier_init(&model, params, &config) : luna_ctx_status(ctx);
   for (int step = 0; step < 2 && status == LUNA_OK; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, tokens, NULL, 1, n), &label);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, n }), &label);
     luna_backward(loss);
     status = luna_ctx_status(ctx);
     if (out && status == LUNA_OK) out->loss = luna_item(loss);
@@ -1847,7 +1847,7 @@ static float *teacher(translator *t, const int32_t *source, const int32_t *lengt
   }
   luna_begin_inference(t->ctx);
   float *out =
-      values_of(t->ctx, luna_seq2seq_forward(&t->model, repeated, lengths ? repeated_lengths : NULL, n, target, NULL, m, batch * beam),
+      values_of(t->ctx, luna_seq2seq_forward(&t->model, &(luna_input){ repeated, lengths ? repeated_lengths : NULL, batch * beam, n }, &(luna_input){ target, NULL, batch * beam, m }),
                 "luna_seq2seq_forward");
   free(repeated);
   return out;
@@ -1864,12 +1864,12 @@ static void check_decoder_stream(int v, int64_t beam, bool with_lengths) {
   if (translator_open(&t, &config, 80)) {
     int32_t *source = common_tokens(SOURCES_3 * SOURCE, 81, VOCAB), *target = common_tokens(rows * STEPS, 82, (int32_t)vocab),
             moved[MOST_ROWS * STEPS];
-    luna_stream *s = luna_seq2seq_stream_open(&t.model, source, lengths, SOURCES_3, SOURCE, beam);
+    luna_stream *s = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, lengths, SOURCES_3, SOURCE }, beam);
     float *got = common_floats(rows * STEPS * vocab);
     if (CHECK(s != NULL, "luna_seq2seq_stream_open: %s", luna_error(t.ctx))) {
       for (int part = 0; part < 2; part++) { /* as it is; with the sequences of each source changing places at every third step */
         luna_stream_reset(s);
-        if (part) CHECK(luna_stream_prefill(s, target, 1) != NULL, "prefill: %s", luna_stream_error(s)), luna_stream_reset(s);
+        if (part) CHECK(luna_stream_prefill(s, &(luna_input){ target, NULL, 0, 1 }) != NULL, "prefill: %s", luna_stream_error(s)), luna_stream_reset(s);
         CHECK(luna_stream_position(s) == 0, "a stream that was reset is at %d", (int)luna_stream_position(s));
         for (int64_t step = 0; step < STEPS; step++) {
           for (int64_t i = 0; i < rows; i++) now[i] = target[i * STEPS + step];
@@ -1923,7 +1923,7 @@ static void check_decoder_state(void) {
     int32_t *source = common_tokens(TWO * SOURCE, 121, VOCAB), *target = common_tokens(TWO * STEPS, 122, VOCAB);
     luna_stream *s[3];
     float kept[TWO * VOCAB];
-    for (int i = 0; i < 3; i++) s[i] = luna_seq2seq_stream_open(&t.model, source, NULL, TWO, SOURCE, 1);
+    for (int i = 0; i < 3; i++) s[i] = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, TWO, SOURCE }, 1);
     if (CHECK(s[0] && s[1] && s[2], "luna_seq2seq_stream_open: %s", luna_error(t.ctx))) {
       const size_t size = luna_stream_state_size(s[0]);
       void *state = common_alloc(size);
@@ -1953,14 +1953,14 @@ static void check_seq2seq_forward(void) {
   if (translator_open(&t, &config, 84)) {
     int32_t *source = common_tokens(2 * SOURCE, 85, VOCAB), *target = common_tokens(2 * STEPS, 86, 8);
     luna_begin_inference(t.ctx);
-    float *all = values_of(t.ctx, luna_seq2seq_forward(&t.model, source, source_lengths, SOURCE, target, NULL, 6, 2), "logits"),
-          *some = values_of(t.ctx, luna_seq2seq_forward(&t.model, source, source_lengths, SOURCE, target, target_lengths, 6, 2), "logits");
+    float *all = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, NULL, 2, 6 }), "logits"),
+          *some = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, target_lengths, 2, 6 }), "logits");
     for (int b = 0; b < 2; b++)
       CHECK(same_bits(all + b * 6 * 8, some + b * 6 * 8, target_lengths[b] * 8), "target %d: its length changes what is before its end", b);
     CHECK(!same_bits(all + 3 * 8, some + 3 * 8, 8), "a padded place of a target is read");
-    luna_tensor *longest = luna_seq2seq_forward(&t.model, source, source_lengths, SOURCE, target, NULL, STEPS, 2);
+    luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, NULL, 2, STEPS });
     CHECK(longest != NULL, "%d places: %s", STEPS, luna_error(t.ctx));
-    refused(t.ctx, !luna_seq2seq_forward(&t.model, source, source_lengths, SOURCE, target, NULL, STEPS + 1, 1), "max_length",
+    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE }, &(luna_input){ target, NULL, 1, STEPS + 1 }), "max_length",
             "a target longer than its learned positions");
     free(source), free(target), free(all), free(some);
   }
@@ -2060,7 +2060,7 @@ static void check_searches(int v, uint64_t seed) {
           memset(out, 0, sizeof out);
           snprintf(what, sizeof what, "model %d, beam %d, penalty %g%s", v, (int)beams[i], (double)penalties[j],
                    exhaustive ? ", exhaustive" : "");
-          CHECK(luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "%s: %s", what,
+          CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "%s: %s", what,
                 luna_error(t.ctx));
           hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MOST, penalty_of(penalties[j]), exhaustive);
           check_result(what, out, length, score, &expected);
@@ -2090,7 +2090,7 @@ static void check_greedy(int v) {
       }
       if (ended >= 0) h.length--;
       search.begin = BEGIN, search.end = END, search.max_length = MOST;
-      CHECK(luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
+      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
       CHECK(length == h.length && memcmp(out, h.tokens + 1, (size_t)length * sizeof(int32_t)) == 0,
             "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length, (int)out[0],
             (int)out[1], (int)h.length, (int)h.tokens[1], (int)h.tokens[2]);
@@ -2141,7 +2141,7 @@ static void check_exhaustive(uint64_t seed) {
         CHECK(mass > 0.9999, "the four tokens have %.6f of the probability", mass);
         search.begin = BEGIN, search.end = END, search.beam = WIDE, search.max_length = SHORT, search.length_penalty = penalties[j],
         search.exhaustive = exhaustive;
-        CHECK(luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "%s", luna_error(t.ctx));
+        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "%s", luna_error(t.ctx));
         snprintf(what, sizeof what, "of all sequences, seed %d, penalty %g%s", (int)seed, (double)penalties[j],
                  exhaustive ? ", exhaustive" : "");
         check_result(what, out, length, score, &best);
@@ -2164,10 +2164,10 @@ static void check_batch_of_sources(int v, int64_t most) {
       search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = most;
       const int64_t room = most ? most : 2 * SOURCE + 10;
       for (int i = 0; i < COUNT * ROOM; i++) out[i] = -7;
-      CHECK(luna_seq2seq_generate(&t.model, &search, source, lengths, COUNT, SOURCE, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
+      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, lengths, COUNT, SOURCE }, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
       for (int i = 0; i < COUNT; i++) {
         search.max_length = room;
-        CHECK(luna_seq2seq_generate(&t.model, &search, source + i * SOURCE, NULL, 1, lengths[i], one, &one_length, &one_score) == LUNA_OK, "%s",
+        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i] }, one, &one_length, &one_score) == LUNA_OK, "%s",
               luna_error(t.ctx));
         search.max_length = most;
         CHECK(one_length <= room && length[i] == one_length && memcmp(out + i * room, one, (size_t)one_length * sizeof(int32_t)) == 0 &&
@@ -2194,35 +2194,35 @@ static void check_search_refusals(void) {
     s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1, s[7].max_length = INT64_MAX,
     s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], source, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "", "bad search %d", i);
-    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "bad search %d", i);
+    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no search");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 1, SOURCE, NULL, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no place for the result");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 1, SOURCE, out, NULL, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no place for the length");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 0, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, NULL, 1, -1, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "a source of -1 tokens");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, NULL, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "", "null for a source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, source, lengths, 1, SOURCE, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "null for a source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
             "a length beyond the source");
     bad[4] = VOCAB;
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, bad, NULL, 1, SOURCE, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
             "a source token beyond the vocabulary");
-    CHECK(luna_seq2seq_generate(NULL, &good, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, source, NULL, 0, SOURCE, 1), "luna_seq2seq_stream_open", "a stream of no source");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, source, NULL, 1, SOURCE, 0), "luna_seq2seq_stream_open", "a stream of no sequence");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, source, NULL, 1, SOURCE, INT64_MAX), "", "a stream of 2^63 sequences");
-    CHECK(!luna_seq2seq_stream_open(NULL, source, NULL, 1, SOURCE, 1), "a stream of no model");
-    CHECK(luna_seq2seq_generate(&t.model, &good, source, NULL, 1, SOURCE, out, &length, &score) == LUNA_OK, "after what was refused: %s",
+    CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), "luna_seq2seq_stream_open", "a stream of no source");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0), "luna_seq2seq_stream_open", "a stream of no sequence");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX), "", "a stream of 2^63 sequences");
+    CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE }, 1), "a stream of no model");
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
     const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
     float empty = NAN;
-    CHECK(luna_seq2seq_generate(&t.model, &good, source, nothing, 1, SOURCE, out, &length, &score) == LUNA_OK && isfinite(score),
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, nothing, 1, SOURCE }, out, &length, &score) == LUNA_OK && isfinite(score),
           "a length of 0: %s", luna_error(t.ctx));
-    CHECK(luna_seq2seq_generate(&t.model, &good, source, NULL, 1, 0, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, 0 }, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score, luna_error(t.ctx));
     static const float odd[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 6; i++) { /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
@@ -2231,7 +2231,7 @@ static void check_search_refusals(void) {
       *at = odd[i % 3];
       luna_beam_config search = good;
       search.beam = 1 + i % 2;
-      const luna_status status = luna_seq2seq_generate(&t.model, &search, source, NULL, 1, SOURCE, out, &length, &score);
+      const luna_status status = luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score);
       if (status == LUNA_OK)
         CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g", (double)score);
       else refused(t.ctx, true, "finite", "a weight of %g", (double)odd[i % 3]);

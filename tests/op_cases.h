@@ -533,7 +533,7 @@ static void op_classifier(trial *t, int v) {
   if (luna_classifier_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1); /* begins the step; a model has no input but its parameters */
   in_params(t);
-  give(t, config.pair ? luna_classifier_forward_pair(&model, op_tokens, op_lengths, 9, op_tokens, NULL, 5, 2) : luna_classifier_forward(&model, op_tokens, v % 4 ? op_lengths : NULL, 2, 9));
+  give(t, config.pair ? luna_classifier_forward_pair(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }, &(luna_input){ op_tokens, NULL, 2, 5 }) : luna_classifier_forward(&model, &(luna_input){ op_tokens, v % 4 ? op_lengths : NULL, 2, 9 }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_masked_lm(trial *t, int v) {
@@ -545,8 +545,8 @@ static void op_masked_lm(trial *t, int v) {
   if (luna_masked_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1);
   in_params(t);
-  if (v == 0) give(t, luna_masked_lm_forward(&model, op_tokens, op_lengths, 2, 9));
-  else give(t, luna_masked_lm_loss(&model, op_tokens, op_lengths, labels, 2, 9));
+  if (v == 0) give(t, luna_masked_lm_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }));
+  else give(t, luna_masked_lm_loss(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }, labels));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_seq2seq(trial *t, int v) {
@@ -562,7 +562,7 @@ static void op_seq2seq(trial *t, int v) {
   if (luna_seq2seq_init(&model, trial_params(t, v % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), &config)) t->broken = true;
   in1(t, 1);
   in_params(t);
-  give(t, luna_seq2seq_forward(&model, op_tokens, op_lengths, 9, target, v % 2 ? target_lengths : NULL, 6, 2));
+  give(t, luna_seq2seq_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }, &(luna_input){ target, v % 2 ? target_lengths : NULL, 2, 6 }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 /* the language model with another attention, and positions */
@@ -578,7 +578,7 @@ static void op_lm_other(trial *t, int v) {
   if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1);
   in_params(t);
-  give(t, luna_lm_forward(&model, op_tokens, 2, 9));
+  give(t, luna_lm_forward(&model, &(luna_input){ op_tokens, NULL, 2, 9 }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_lm(trial *t, int v) {
@@ -593,7 +593,7 @@ static void op_lm(trial *t, int v) {
   if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1); /* begins the step; the language model has no input but its parameters */
   in_params(t);
-  give(t, luna_lm_forward(&model, tokens, 2, 4));
+  give(t, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 4 }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 

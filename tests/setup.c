@@ -188,14 +188,14 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case CAUSAL_LAYER: return luna_causal_layer_forward(m ? &m->causal_layer : NULL, x);
     case LM_FILE:
     case LM_PATH:
-    case LM: return luna_lm_forward(m ? &m->lm : NULL, tokens, BATCH, N);
-    case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, tokens, lengths, BATCH, N, NULL);
-    case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, tokens, lengths, N, tokens + 1, lengths, N, BATCH);
-    case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, tokens, lengths, BATCH, N);
+    case LM: return luna_lm_forward(m ? &m->lm : NULL, &(luna_input){ tokens, NULL, BATCH, N });
+    case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, &(luna_input){ tokens, lengths, BATCH, N }, NULL);
+    case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N }, &(luna_input){ tokens + 1, lengths, BATCH, N });
+    case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, &(luna_input){ tokens, lengths, BATCH, N });
     case SEQ2SEQ:
-      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, tokens, lengths, N, tokens + 1, lengths, N - 1, BATCH);
-    case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, tokens, lengths, BATCH, N);
-    default: return luna_classifier_forward(m ? &m->model.classifier : NULL, tokens, lengths, BATCH, N);
+      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N }, &(luna_input){ tokens + 1, lengths, BATCH, N - 1 });
+    case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N });
+    default: return luna_classifier_forward(m ? &m->model.classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N });
   }
 }
 static bool is_zero(const made *m, made_kind kind) {
@@ -345,16 +345,16 @@ static void check_null_calls(void) {
               luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
           "bad parameter %d", i);
   }
-  CHECK(!luna_lm_forward(&lm, tokens, 1, 4) && !luna_encoder_embed(&encoder, tokens, NULL, 1, 4, &p) &&
-            !luna_encoder_embed(NULL, tokens, NULL, 1, 4, NULL) &&
-            !luna_masked_lm_loss(&masked_lm, tokens, NULL, tokens, 1, 4) &&
-            !luna_masked_lm_loss(NULL, tokens, NULL, tokens, 1, 4) && !luna_classifier_forward(&classifier, tokens, NULL, 1, 4),
+  CHECK(!luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 4 }) && !luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, 4 }, &p) &&
+            !luna_encoder_embed(NULL, &(luna_input){ tokens, NULL, 1, 4 }, NULL) &&
+            !luna_masked_lm_loss(&masked_lm, &(luna_input){ tokens, NULL, 1, 4 }, tokens) &&
+            !luna_masked_lm_loss(NULL, &(luna_input){ tokens, NULL, 1, 4 }, tokens) && !luna_classifier_forward(&classifier, &(luna_input){ tokens, NULL, 1, 4 }),
         "zeroed models go forward");
   CHECK(!luna_stream_open(NULL, NULL) && !luna_stream_open(&lm, NULL) &&
-            !luna_seq2seq_stream_open(NULL, tokens, NULL, 1, 4, 1) &&
-            !luna_seq2seq_stream_open(&seq2seq, tokens, NULL, 1, 4, 1) &&
-            luna_seq2seq_generate(NULL, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_seq2seq_generate(&seq2seq, &search, tokens, NULL, 1, 4, out, length, NULL) == LUNA_BAD_ARGUMENT,
+            !luna_seq2seq_stream_open(NULL, &(luna_input){ tokens, NULL, 1, 4 }, 1) &&
+            !luna_seq2seq_stream_open(&seq2seq, &(luna_input){ tokens, NULL, 1, 4 }, 1) &&
+            luna_seq2seq_generate(NULL, &search, &(luna_input){ tokens, NULL, 1, 4 }, out, length, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_seq2seq_generate(&seq2seq, &search, &(luna_input){ tokens, NULL, 1, 4 }, out, length, NULL) == LUNA_BAD_ARGUMENT,
         "streams of zeroed models");
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 4, DIM, 0);

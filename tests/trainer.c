@@ -852,7 +852,7 @@ static void check_accumulation(void) {
     for (int c = 0; c < 2; c++)
       for (int b = 0; b < (c ? BATCH : 1); b++) {
         luna_begin_step(ctx[c]);
-        luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model[c], tokens + b * N, c ? 1 : BATCH, N), labels + b * N);
+        luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model[c], &(luna_input){ tokens + b * N, NULL, c ? 1 : BATCH, N }), labels + b * N);
         CHECK(luna_backward(c ? luna_scale(loss, 1.0f / BATCH) : loss) == LUNA_OK, "%s", luna_error(ctx[c]));
       }
     for (int c = 0; c < 2; c++) CHECK(luna_optimizer_step(optimizer[c]) == LUNA_OK, "%s", luna_error(ctx[c]));
