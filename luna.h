@@ -8269,8 +8269,7 @@ typedef struct lunai_setup {
   int64_t count;
 } lunai_setup;
 /* False when there can be nothing, with a sentence where there is a context. lunai_setup_end must follow either way. */
-LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char *prefix, void *made, size_t size,
-                                const void *config) {
+LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char *prefix, void *made, size_t size) {
   memset(s, 0, sizeof *s);
   s->params = params;
   s->made = made;
@@ -8284,9 +8283,8 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char 
   s->count = params->size;
   params->ctx->setups++;
   params->ctx->last_status = params->ctx->open_status;
-  if (params->ctx->open_status != LUNA_OK || (made && config)) return params->ctx->open_status == LUNA_OK;
-  return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                      "a layer's or model's init needs a place to put it, and a config") == LUNA_OK;
+  if (params->ctx->open_status != LUNA_OK || made) return params->ctx->open_status == LUNA_OK;
+  return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "an init needs a layer or model to fill in") == LUNA_OK;
 }
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
@@ -9065,7 +9063,7 @@ LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, co
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, &init);
+  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer);
   return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
@@ -9076,7 +9074,7 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, &dim);
+  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer);
   return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
@@ -9096,8 +9094,9 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   luna_init init;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
-  c = *config;
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (config) c = *config;
+  else memset(&c, 0, sizeof c);
   if (c.heads == 0) c.heads = 1;
   if (c.pack_heads == 0) c.pack_heads = c.heads;
   if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads ||
@@ -9257,8 +9256,9 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   luna_init init;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
-  c = *config;
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (config) c = *config;
+  else memset(&c, 0, sizeof c);
   if (c.heads == 0) c.heads = 1;
   if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_SHARING_TIED && c.sharing != LUNA_SHARING_FULL) ||
@@ -9371,8 +9371,9 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   luna_init init;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
-  c = *config;
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (config) c = *config;
+  else memset(&c, 0, sizeof c);
   if (c.heads == 0) c.heads = 1;
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX ||
       c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1)) {
@@ -9538,8 +9539,9 @@ LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, luna
 /* fills in the defaults; false with a sentence when the config cannot be */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
-  if (!lunai_layer_agrees(ctx, config, kind)) return false;
-  *c = *config;
+  if (config) *c = *config;
+  else memset(c, 0, sizeof *c);
+  if (!lunai_layer_agrees(ctx, c, kind)) return false;
   if (c->heads == 0) c->heads = 1;
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
@@ -9659,19 +9661,19 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   luna_nested_attention_config attention;
   lunai_setup s;
   bool good, is_luna;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
   good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
          lunai_name(params, name, prefix, "self_attn.");
   is_luna = lunai_is_luna(&layer->config);
-  if (good && is_luna && config->own_memory) good = (layer->memory = lunai_memory_init(params, prefix, config->own_memory, config->dim)) != NULL;
+  if (good && is_luna && layer->config.own_memory) good = (layer->memory = lunai_memory_init(params, prefix, layer->config.own_memory, layer->config.dim)) != NULL;
   attention = lunai_nested_config(&layer->config);
   if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
-  if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", layer->config.dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
 
@@ -9731,8 +9733,8 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   luna_causal_attention_config self;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
-  if (!lunai_is_luna(config)) {
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (config && !lunai_is_luna(config)) {
     lunai_fail_status(params->ctx, LUNA_UNSUPPORTED,
                  "luna_decoder_layer_init: a decoder layer has Luna attention and no other");
     return lunai_setup_end(&s, false);
@@ -9742,13 +9744,13 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   cross = lunai_nested_config(&layer->config);
   self = lunai_causal_config(&layer->config);
   good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
   good = good && lunai_name(params, name, prefix, "encoder_attn.");
   good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", config->dim);
-  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", layer->config.dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
 
@@ -9792,8 +9794,8 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   luna_causal_attention_config attention;
   lunai_setup s;
   bool good, is_luna;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer, config)) return lunai_setup_end(&s, false);
-  is_luna = lunai_is_luna(config);
+  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  is_luna = !config || lunai_is_luna(config);
   if (is_luna && memory < 1) {
     lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
@@ -9803,17 +9805,17 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) &&
          lunai_name(params, name, prefix, "self_attn.");
   attention = lunai_causal_config(&layer->config);
-  if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, config->dim)) != NULL;
-  if (good && config->convolution) {
-    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, config->dim, config->convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f));
-    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, config->dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
+  if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, layer->config.dim)) != NULL;
+  if (good && layer->config.convolution) {
+    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, layer->config.dim, layer->config.convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f));
+    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, layer->config.dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
     good = layer->kernel_bias != NULL;
   }
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", config->dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
 
@@ -10099,7 +10101,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   void *memory = NULL;
   int64_t i;
   bool good;
-  if (!lunai_setup_begin(&s, params, NULL, model, sizeof *model, params)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, params, NULL, model, sizeof *model)) return lunai_setup_end(&s, false);
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
   memset(model, 0, sizeof *model);
   model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
@@ -10210,7 +10212,8 @@ LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const 
 /* --- encoder --- */
 LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *config, luna_encoder_config *c) {
   luna_layer_config layer;
-  *c = *config;
+  if (config) *c = *config;
+  else memset(c, 0, sizeof *c);
   if (c->layers == 0) c->layers = 2;
   if (c->dim == 0) c->dim = 128;
   if (c->heads == 0) c->heads = 4;
@@ -10272,7 +10275,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   lunai_model_sizes s;
   luna_encoder_config c;
   bool good;
-  if (!lunai_setup_begin(&setup, params, prefix, e, sizeof *e, config)) return lunai_setup_end(&setup, false);
+  if (!lunai_setup_begin(&setup, params, prefix, e, sizeof *e)) return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c, &s);
   s.vocab = vocab;
@@ -10373,8 +10376,9 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   lunai_setup setup;
   int64_t features;
   bool good, is_luna;
-  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model, config)) return lunai_setup_end(&setup, false);
-  c = *config;
+  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model)) return lunai_setup_end(&setup, false);
+  if (config) c = *config;
+  else memset(&c, 0, sizeof c);
   is_luna = lunai_is_luna(&c.encoder.layer);
   if (c.vocab == 0) c.vocab = 256;
   if (c.classes == 0) c.classes = 2;
@@ -10460,8 +10464,9 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   lunai_model_sizes s;
   lunai_setup setup;
   bool good;
-  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model, config)) return lunai_setup_end(&setup, false);
-  c = *config;
+  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model)) return lunai_setup_end(&setup, false);
+  if (config) c = *config;
+  else memset(&c, 0, sizeof c);
   if (c.vocab == 0) c.vocab = 257;
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c.encoder, &s);
@@ -10582,8 +10587,9 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
   lunai_model_sizes s;
   lunai_setup setup;
   bool good;
-  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model, config)) return lunai_setup_end(&setup, false);
-  c = *config;
+  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model)) return lunai_setup_end(&setup, false);
+  if (config) c = *config;
+  else memset(&c, 0, sizeof c);
   if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
   lunai_seq2seq_sizes(&c, &s);
   memset(model, 0, sizeof *model);
@@ -11287,7 +11293,7 @@ LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
   good = good && lunai_file_open(params->ctx, &file, bytes, size) == LUNA_OK;
   if (good) {
     good = lunai_lm_load_st(model, &s, &file.st);
@@ -11351,7 +11357,7 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
   if (good) memset(model, 0, sizeof *model);
   good = good && lunai_file_open(params->ctx, &file, bytes, size) == LUNA_OK;
   if (good) {
@@ -11835,12 +11841,12 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
 LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_plain, params, params, path); }
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
   return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_lm, model, params, path) == LUNA_OK);
 }
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model, params);
+  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
   return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_any, model, params, path) == LUNA_OK);
 }
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match) {

@@ -20,7 +20,7 @@ static struct settings set = { .out = "map.svg", .seed = 1 };
 static struct { const char *text; int64_t layer, head, numbers; } own = { .layer = 1 };
 
 static const flag flags[] = {
-  { "--text", "d", TEXT(own.text), "text to look at; without it the input is read" },
+  { "--text", "d", STRING(own.text), "text to look at; without it the input is read" },
   { "--as", "d", CHOICE(own.numbers, "bytes numbers"), "how the text makes tokens" },
   { "--layer", "d", WHOLE(own.layer, 1, 1024), "layer, from 1" },
   { "--head", "d", WHOLE(own.head, 0, 65536), "head, from 1; 0 for the mean of all" },

@@ -88,7 +88,7 @@ typedef struct flag {
   const char *kind;                  /* of a text: "in" or "out", a file that is read or written. Of a whole number: the names of 0, 1, 2, ... */
   const char *help;
 } flag;
-#define TEXT(place) &(place), NULL, NULL, 0, 0, NULL
+#define STRING(place) &(place), NULL, NULL, 0, 0, NULL
 #define READS(place) &(place), NULL, NULL, 0, 0, "in"
 #define WRITES(place) &(place), NULL, NULL, 0, 0, "out"
 #define WHOLE(place, least, most) NULL, &(place), NULL, least, most, NULL
@@ -116,7 +116,7 @@ typedef struct flag {
   { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how a token's place is told" }
 #define FLAGS_RESUME \
   { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), "steps between checkpoints of the training in --out; 0 for none" }, \
-  { "--resume", "t", TEXT(set.resume), "such a checkpoint to go on from; its settings hold" }
+  { "--resume", "t", STRING(set.resume), "such a checkpoint to go on from; its settings hold" }
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
 #define FLAG_DEVICE(commands) { "--device", commands, CHOICE(set.device, "cpu cuda"), "cuda: the first NVIDIA GPU, of a program that make cuda built" }

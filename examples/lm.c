@@ -37,7 +37,7 @@ static const flag flags[] = {
   { "--window", "te", WHOLE(own.window, 1, 1e6), "bytes a window" },
   FLAGS_MODEL,
   { "--convolution", "t", WHOLE(own.convolution, 0, 64), "bytes that the short convolution sees, 0 for none" },
-  { "--prompt", "g", TEXT(own.prompt), "text to write on from" },
+  { "--prompt", "g", STRING(own.prompt), "text to write on from" },
   { "--bytes", "g", WHOLE(own.bytes, 0, 1e18), "how much to write, 0 for no end" },
   { "--temperature", "g", REAL(own.temperature, 1e-3, 100), "lower is safer, higher is wilder" },
   { "--top-k", "g", WHOLE(own.top_k, 0, 256), "choose among the k likeliest bytes, 0 for all" },

@@ -152,14 +152,14 @@ static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *
   return right / (double)(d->count / 10);
 }
 
-static void tell(void *user, const char *name, const char *why) { printf("  %s %s\n", name, why), (void)user; }
+static void report(void *user, const char *name, const char *why) { printf("  %s %s\n", name, why), (void)user; }
 
 /* A classifier with the given encoder, its weights from a checkpoint or, null, from scratch. Returns 0, or 2 after a sentence. */
 static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path, const data *d, double *right) {
   int64_t rows = d->count - d->count / 10, used = own.rows && own.rows < rows ? own.rows : rows;
   luna_classifier model;
   luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN, .encoder = *encoder };
-  luna_load_report match = { .tell = tell };
+  luna_load_report match = { .report = report };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (path && luna_load_matching(params, path, &match) != LUNA_OK) return failed(ctx);
   if (path) printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_tensor_count(params), path);
