@@ -1,32 +1,117 @@
 /* luna.h - attention over long sequences, in one header. Version 0.1. MIT or public domain: see LICENSE.
 
-   Luna (Linear Unified Nested Attention, NeurIPS 2021, arXiv 2106.01540) replaces softmax attention's quadratic cost by two nested attentions
-   through a short memory P: pack the sequence into P, unpack P back to the sequence. Time and memory are linear in the length, lengths may
-   vary, there is a causal form that streams for ever in constant memory, and P itself carries what the sequence means. Equations and
-   sections named in comments are that paper's.
+   Luna (Linear Unified Nested Attention, NeurIPS 2021) replaces softmax attention's quadratic cost by two nested
+   attentions through a short memory P. Equation, section and table numbers in this file are those of version 2 of the
+   paper, arXiv 2106.01540v2: attention (1), Transformer layer (2), pack (3), unpack (4), Luna attention (5), Luna
+   layer (6), causal function (7).
 
-   USE
-     In one C or C++ file:       #define LUNA_IMPLEMENTATION
-                                 #include "luna.h"
-     everywhere else:            #include "luna.h"
-     and link with -lm, and -lpthread where threads need it. There is nothing to configure: the implementation holds scalar, SSE2, AVX2 and
-     AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and picks the best at run time.
+   WHAT P IS
+     P is a short sequence of l vectors, 16 by default, learned like a weight and rewritten by every layer:
+       X   [n,d]   x x x x x x x x x x x x   the sequence
+                    \ \ \ | | | | / / /      pack:   Y_P = Attn(P, X), l queries read n tokens
+       P   [l,d]          p p p p            the memory, then the packed context Y_P
+                    / / / | | | | \ \ \      unpack: Y_X = Attn(X, Y_P), n queries read l slots
+       Y_X [n,d]   y y y y y y y y y y y y   the next layer's X; Y_P is the next layer's P
+     Both take n l dot products instead of n n: time and memory are linear in n. After the last layer P summarises the
+     sequence in a fixed size: classifiers pool it, decoders read it, and it can be carried into the next segment. The
+     causal form replaces the pack by running sums, and so streams one token at a time in memory that does not grow.
 
-       luna_ctx *ctx = luna_open(NULL);                          all cores, own allocator
-       luna_params *params = luna_params_open(ctx);
-       luna_lm model;                                            or luna_classifier, luna_masked_lm, luna_seq2seq, or layers of one's own
-       luna_lm_config config = { 0 };                            zeros are the defaults
-       luna_lm_init(&model, params, &config);
-       luna_optimizer *adam = luna_adamw(params, NULL);
-       for (...) {
-         luna_begin_step(ctx);
-         luna_tensor *logits = luna_lm_forward(&model, tokens, batch, n);
-         luna_tensor *loss = luna_cross_entropy(logits, labels);
-         luna_backward(loss);
-         luna_optimizer_step(adam);
-       }
-       if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
-       luna_close(ctx);
+   WHEN NOT TO USE IT
+     When sequences are short: what Luna saves grows with n / l, and softmax attention (layer.attention =
+     LUNA_ATTENTION_SOFTMAX) loses nothing. When a task must copy or find single distant tokens exactly: all that
+     passes between tokens goes through l slots. When weights of a pretrained Transformer must be used: they belong to
+     another function. The attentions that the papers compare with are here, so that this can be measured on your own
+     data.
+
+   HOW TO USE IT
+     0. In one C or C++ file of its own:
+            #define LUNA_IMPLEMENTATION
+            #include "luna.h"
+        Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
+        about 20 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        configure: it holds scalar, SSE2, AVX2 and AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and
+        picks the best at run time.
+     1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
+            luna_ctx *ctx = luna_open(NULL);              null: the defaults, here and for every config below
+     2. Make a model. Its parameters belong to a set and have names, by which they are trained, saved and loaded.
+            luna_params *params = luna_params_open(ctx);
+            luna_lm model;                                or luna_classifier, luna_masked_lm, luna_seq2seq,
+            luna_lm_init(&model, params, NULL);           luna_encoder, or layers and ops of your own with luna_param
+     3. Train it.
+            luna_optimizer *adam = luna_adamw(params, NULL);
+            for (...) {
+              luna_input input = { tokens, lengths, batch, n };
+              luna_begin_step(ctx);                              releases the last step's activations
+              luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &input), labels);
+              luna_backward(loss);                               adds to the gradients
+              if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
+            }
+     4. Save it, use it.
+            if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
+            luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
+            luna_close(ctx);
+     5. Resume. luna_save_training writes all that a run is made of; after luna_load_training into a model and an
+        optimiser made alike, training goes on with the bits of a run that never stopped. The position in the data is
+        yours to keep: luna_params_set before, luna_params_get after.
+     6. Stream. luna_stream_open, then luna_stream_step for each token. A stream only reads parameters: one thread a
+        stream, any number of streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context,
+        allocator, stdio or threads.
+
+   MEMORY
+     Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
+     empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
+     allocator is called. A context opened with `options.measure` computes nothing, and after one dry step at the
+     largest sizes luna_memory(ctx).peak is the exact size of that block. luna_backward takes all the memory it needs
+     before it changes any gradient, and releases the gradient of an op's result after its last use unless
+     luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with
+     the feed-forward recomputed (layer.recompute trades time for memory and changes no bit); norms and embeddings are
+     always recomputed. Several begin/forward/backward before one optimiser step accumulate.
+
+   ERRORS
+     Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, ops given
+     null return null, and the first failure since begin stays: luna_ctx_status(ctx), and luna_error(ctx) as a
+     sentence that names the call, the sizes and the remedy. One check a step is enough: luna_optimizer_step does
+     nothing but return that failure. An init that fails leaves a zeroed struct, and each begin reports it until it
+     succeeds. options.log gets each failure as it happens. A step whose loss or gradients are not finite is skipped;
+     max_skips of them in a row are LUNA_NOT_FINITE.
+
+   THREADS
+     A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
+     bits for any number of threads. Several contexts may read one set that nobody trains (luna_params_share). A
+     forked child goes on with one thread.
+
+   NUMBERS
+     float32; long sums in double; FMA only where written, never inferred; exp, log, erf, sine and cosine are luna.h's
+     own. Causality is exact: a token, be it Inf or NaN, changes no bit of anything before it. Random numbers are
+     Philox4x32-10: initial values depend on seed and parameter name, dropout on seed, step and place, the same on
+     every machine.
+
+   DEVICES
+     options.backend puts values elsewhere: luna_cuda.cuh on an NVIDIA GPU. The host then reads and writes them by
+     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices.
+
+   OTHER ATTENTIONS, OTHER OPS
+     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
+     it stays the same, so that a comparison compares the mathematics. luna_custom_op makes an op of a forward and a
+     backward function: saving, optimisers and clipping go by the set of parameters, not by the model, and work with
+     it.
+
+   CHECKPOINTS
+     safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
+     text:
+       luna.kind                  causal_lm, classifier, masked_lm or seq2seq
+       luna.vocab, luna.dim, ...  the model's config by its fields' names: decimal numbers, enums by value
+       luna.dropout, luna.attention_dropout, luna.activation_dropout    in units of 10^-9
+       any other key              the caller's, by luna_params_set
+     luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square) and, as 16
+     hexadecimal digits each,
+       luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 Apollo
+       luna.attempts, luna.updates, luna.skipped, luna.skipped_in_row   steps tried, made, skipped as not finite
+       luna.lr                    the float's bits: the learning rate before its schedule
+       luna.step, luna.seed       of the context's dropout
+     Sinusoidal positions are not stored. With w_i = 10000^(-i / (d/2 - 1)), position t has sin(t w_i) at i < d/2 and
+     cos(t w_i) at d/2 + i, as in fairseq. X enters as s E[token] + sinusoid, s = sqrt(d) or 1
+     (config.embedding_scale), and P as s P + sinusoid.
 
    SWITCHES, defined before the implementation (and, for those marked *, before every include)
      LUNA_STATIC *          all functions static
@@ -34,39 +119,18 @@
      LUNA_NO_STDIO *        no files by path; luna_io and bytes in memory remain
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
-     LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else: no context, malloc, stdio, threads
+     LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
      LUNA_MALLOC, LUNA_FREE both or neither
-     LUNA_ASSERT(c)         checked in luna.h's own promises; default: nothing
-     LUNA_API               what stands before public functions
+     LUNA_ASSERT(c)         checks internal invariants; default: nothing
+     LUNA_API               prefix of public functions
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
-   HOW IT WORKS
-     Memory.  A context owns it all. Parameters and optimisers stay until luna_close; activations live in a step arena that luna_begin_step and
-       luna_begin_inference empty, so that a steady step never allocates. `block` gives a context one block for everything; a context opened
-       with `measure` computes nothing and tells in luna_memory() how large that block must be.
-     Errors.  Nothing aborts or prints. A failed op returns null, ops given null return null, and the first sentence since begin stays in
-       luna_error(ctx). An init that fails leaves a zeroed struct, and each begin reports it until it succeeds. So check
-       once: after the loss, or after luna_optimizer_step, which does nothing when a call before it failed.
-     Gradients.  luna_backward adds to the .grad of every parameter that took part; luna_optimizer_step uses and zeroes them. Several
-       begin/forward/backward before one optimiser step accumulate. layer.recompute trades time for memory: a layer, or its feed-forward, is
-       computed again in backward instead of kept, with the same gradients bit for bit. Folded Luna layers keep 2 dim + ffn floats a token, or
-       2 dim with the feed-forward recomputed; norms and embeddings are always made again. luna_backward gives the gradient of an op's result
-       back as soon as it is used, unless luna_require_grad asked for it.
-     Resuming.  luna_save_training writes all that a run is made of; a run loaded from it goes on with the bits of one that never stopped.
-     Comparing.  layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook an attention of one's own; what is around it
-       is the same, so that a comparison compares the mathematics.
-     Threads.  A context is for one thread at a time and uses its pool inside. Results are the same bits for any number of threads. Several
-       contexts may share a set of parameters that nobody trains (luna_params_share); streams only read.
-       A child of fork goes on with one thread and the same bits.
-     Devices.  options.backend puts tensors' numbers elsewhere (luna_cuda.cuh: on an NVIDIA GPU); luna_read, luna_write and luna_item go there and back.
-     Randomness.  Philox4x32-10. First values depend on seed and parameter name, dropout on seed, step and place: the same on every machine.
-     Numbers.  float32; long sums in double; FMA only where written, never by the compiler's choice; exp, log and erf are luna.h's own.
-     Causality is exact: a token, be it Inf or NaN, changes no bit of anything before it.
-
    CONTENTS (search for the tag)
-     1. Public API        >>status >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers >>models >>trainer >>stream >>backend
-     2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions >>safetensors >>threads
-                          >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream */
+     1. Public API        >>status >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers >>models >>trainer
+                          >>stream >>backend
+     2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
+                          >>safetensors >>threads >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer
+                          >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -79,6 +143,7 @@
 #include <stdint.h>
 
 #define LUNA_VERSION "0.1"
+#define LUNA_VERSION_NUMBER 100      /* 10000 major + 100 minor + patch */
 
 #ifndef LUNA_API
 #if defined(LUNA_STATIC) && (defined(__GNUC__) || defined(__clang__))
@@ -97,17 +162,18 @@
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef enum luna_status {
   LUNA_OK = 0,
-  LUNA_BAD_ARGUMENT,                 /* a size, shape, range or null that cannot be */
+  LUNA_BAD_ARGUMENT,                 /* invalid argument */
   LUNA_OUT_OF_MEMORY,                /* the allocator or the block has no more */
-  LUNA_BAD_FILE,                     /* the bytes are not what they should be */
+  LUNA_BAD_FILE,                     /* the bytes are not a valid file of this kind */
   LUNA_CANNOT_READ,                  /* the file is missing or unreadable */
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device refused, or an earlier call's work on it failed */
+  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
+LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementation */
 
 /* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). */
 typedef enum luna_isa {
@@ -135,7 +201,7 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 
 #ifndef LUNA_ONLY_STREAM
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>functions: the kernels by themselves, for somebody's own engine; no context, no allocation
+   >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
    Threads: the caller's alone, or `threads` shares (at most 256) through parallel_for; the bits do not depend on it.
@@ -245,7 +311,7 @@ typedef struct luna_options {
 } luna_options;
 
 /* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
-   device, for instance). A backend whose device cannot be opened gives a context that refuses everything with the reason in luna_error. */
+   device, for instance). A backend whose device cannot be opened gives a context in which every call fails with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
 /* Frees everything made from it; null is fine. At any time, and contexts in any order: what reads its parameters elsewhere
    (sets that share them, streams on the CPU) can afterwards only be closed. */
@@ -260,7 +326,7 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
 /* Both report a failed init, load of a model, luna_params_open, luna_params_share or optimiser, and a luna_param
    without memory: the first, until the same call succeeds, with the same prefix, in that set or one opened since. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* the first failure since begin */
-LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" when there is none */
+LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" without one */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
@@ -287,8 +353,8 @@ typedef struct luna_tensor {
   struct luna_tensor *base;          /* a view's owner, else null */
   int64_t offset;                    /* a view's first element within base */
   struct luna_op *maker;             /* the rest is luna.h's own: the op of the tape whose result this is, */
-  struct lunai_spare *data_spare, *grad_spare; /* memory of the step that is given back before the step ends, */
-  bool keep_grad, dropped, remade;   /* whether grad stays; whether data was given back; whether it was, and was made again */
+  struct lunai_spare *data_spare, *grad_spare; /* memory of the step that is released before the step ends, */
+  bool keep_grad, dropped, remade;   /* grad stays; data was released; data was recomputed in backward */
   struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
 } luna_tensor;
 
@@ -375,7 +441,7 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
 
-/* An op of one's own. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad. state is copied. */
+/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad. state is copied. */
 typedef struct luna_custom {
   void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
   void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
@@ -429,17 +495,17 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
 /* Copies the values. Meanwhile, as every call that opens a file, it takes 8 bytes of the step a tensor or text pair. */
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
-   Before the model's init it also spares the memory for first values. */
+   Called before init, it skips allocating initial values. */
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
 /* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a classifier). Nothing
-   matching is LUNA_MISMATCH. `tell`, if not null, is called for each parameter left as it was and each tensor left out, with a reason. */
+   matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter left unchanged and each tensor not used. */
 typedef struct luna_load_report {
-  void (*tell)(void *user, const char *name, const char *why);
+  void (*report)(void *user, const char *name, const char *why);
   void *user;
   int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
 } luna_load_report;
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match);
-/* What is in a safetensors file, whosever: each text pair, then each tensor, in the file's order. What is passed is valid during the call. */
+/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during the call. */
 typedef struct luna_file_tensor {
   const char *name, *dtype;          /* "F32", "I64", ... */
   int rank;
@@ -543,7 +609,7 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
 
-/* Any other attention in place of luna.h's. init makes a layer's parameters (names start with prefix) and returns what forward will get as
+/* A user-defined attention. init makes a layer's parameters (names start with prefix) and returns what forward will get as
    `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] -> [batch,n,d]; p is the memory where the model has one, else null. */
 typedef struct luna_layer_config luna_layer_config;
 typedef struct luna_attention_hook {
@@ -570,7 +636,7 @@ struct luna_layer_config {
   bool bert_init;
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
   luna_linformer_config linformer;
-  const luna_attention_hook *hook;   /* or an attention of one's own; must outlive the layer */
+  const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
   int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the one that comes in (the paper's non-contextual P); 0 = none */
   luna_recompute_kind recompute;        /* training: what backward computes again instead of keeping it */
 };
@@ -860,9 +926,9 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>stream: a causal language model one token at a time, in constant memory
-   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device lies and runs there,
-   tokens go to it and logits come back: it is used by the thread of its model's context, in whose order of work it stands, and closed before that
-   context is. Where the device fails, a step returns null, and so do all after it. A saved state goes from either kind to the other.
+   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device is stored
+   and runs there, only tokens and logits are copied: it is used by the thread of its model's context, its work is queued on that context's stream, and it is
+   closed before that context is. When the device fails, a step returns null, and so do all later ones. A saved state loads on host and device alike.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
@@ -916,9 +982,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
                                            int32_t *out_lengths, float *scores);
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>backend: what a device fills in
-   A row runs one kind of op. It gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status; it takes and
-   returns no host number that changes from step to step: those are in luna_step_state, in backend memory. Tier 2 rows may be null: the
+   >>backend: the table of functions that a device implements
+   An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status. It takes and
+   returns no host value that changes from step to step: those are in luna_step_state, in backend memory. Entries of tier 2 may be null: the
    op is then composed from tier 1.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_OPS(R) \
@@ -964,7 +1030,7 @@ typedef struct luna_op {
   int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
   bool in_place;                     /* forward may write the result where the first input lies */
   int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
-  /* Streams give CAUSAL_LUNA and SHORT_CONVOLUTION what is left of the rows before these, which forward reads and brings up to date; else null */
+  /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   int64_t position;                  /* where it is 0, the means are too, whatever is there */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
@@ -973,7 +1039,7 @@ typedef struct luna_op {
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_custom custom;
   luna_ctx *ctx;
-  const struct lunai_recompute *recompute; /* not a row's op: a block to run again */
+  const struct lunai_recompute *recompute; /* not a backend op: a block to run again */
   struct luna_op *previous;          /* the tape */
 } luna_op;
 
@@ -1026,7 +1092,7 @@ LUNA_API const char *luna_op_name(luna_op_kind row);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence); /* for a row's `return`: the context's error, if it is the first */
+LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence); /* for an entry's `return`: the context's error, if it is the first */
 #endif /* !LUNA_ONLY_STREAM */
 
 #endif /* LUNA_H */
@@ -2866,7 +2932,7 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #undef LUNAI_PUT
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 5), forward and backward
+   >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial result
    (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later where the
    blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
@@ -4475,6 +4541,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
   return "unknown";
 }
 
+LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
   switch (status) {
     case LUNA_OK: return "ok";
@@ -7521,7 +7588,7 @@ LUNA_API float luna_item(const luna_tensor *t) {
 }
 
 /* --- building an op --- */
-/* an input that is null: its own failure has been told, or this is the first */
+/* a null input: its own failure is already reported, or this is the first */
 LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const char *what) {
   return ctx->status == LUNA_OK ? lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s is null", name, what) : NULL;
 }
@@ -11242,14 +11309,14 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
     if (!why) m->loaded++;
     if (!why && !params->ctx->options.measure) status = lunai_fill(params->ctx, p->tensor.data, &t);
     if (why) m->missing++;
-    if (why && m->tell) m->tell(m->user, p->name, why);
+    if (why && m->report) m->report(m->user, p->name, why);
   }
   if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     if (lunai_st_ours(t.name) || lunai_param_of(params, &t)) continue;
     m->unused++;
     lunai_st_decode(t.name, name, sizeof name);
-    if (m->tell) m->tell(m->user, name, "is in the file and no parameter here");
+    if (m->report) m->report(m->user, name, "is in the file and no parameter here");
   }
   return m->loaded ? LUNA_OK : lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
 }

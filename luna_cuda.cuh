@@ -2719,7 +2719,7 @@ static luna_status lunacu_attention_backward(luna_op *op) {
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>unpack: the folded unpack (eq. 5): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' + out_bias) + residual
+   >>unpack: the folded unpack (eq. 4): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' + out_bias) + residual
    x and out [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots]; all heads' slots lie side by side, so that each product is
    one matrix product a batch row. Few slots: one kernel, a tile of rows at a time, reads x once. Many: in waves of rows, as many as memory is lent for; P of a
    wave lies in memory between its products.

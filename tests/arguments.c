@@ -347,6 +347,7 @@ static bool still_works(void) {
 }
 
 /* ==== status, functions ==== */
+static void case_luna_version(void) { expect(luna_version() == LUNA_VERSION_NUMBER, "another version"); }
 static void case_luna_status_text(void) { expect(luna_status_text((luna_status)number(3)) != NULL, "null"); }
 static void case_luna_isa_best(void) { expect(luna_isa_available(luna_isa_best()), "the best is not there"); }
 static void case_luna_isa_available(void) { luna_isa_available((luna_isa)number(1)); }
@@ -939,7 +940,7 @@ static void case_luna_load_borrowed(void) {
 static void left_out(void *user, const char *name, const char *why) { *(int *)user += name && why; }
 static luna_load_report a_match(int *count) {
   luna_load_report m = {0};
-  m.tell = coin() ? left_out : NULL;
+  m.report = coin() ? left_out : NULL;
   m.user = count;
   return m;
 }
@@ -1565,7 +1566,7 @@ static void case_luna_backend_fail(void) {
 
 /* ==== the table ==== */
 #define FUNCTIONS(F) \
-  F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_name) F(luna_gemm_f32) F(luna_gemm_scratch) \
+  F(luna_version) F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_name) F(luna_gemm_f32) F(luna_gemm_scratch) \
   F(luna_softmax_attention_f32) F(luna_softmax_attention_backward_f32) F(luna_softmax_attention_scratch) F(luna_causal_product_f32) \
   F(luna_causal_product_backward_f32) F(luna_causal_product_scratch) F(luna_philox) F(luna_open) F(luna_close) F(luna_begin_step) \
   F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
