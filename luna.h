@@ -843,7 +843,7 @@ typedef struct luna_schedule {
   luna_decay decay;
   int64_t warmup;                    /* steps from warmup_from to 1 */
   int64_t total;                     /* linear, cosine: the step that reaches `floor` */
-  float floor;                       /* least factor */
+  float floor;                       /* the smallest factor */
   float warmup_from;                 /* the factor at step 0 */
   int64_t milestone[4];              /* steps after each of which the factor is multiplied by gamma; 0 = no more */
   float gamma;                       /* 0 = 0.1 */
@@ -1073,7 +1073,7 @@ struct luna_backend {
   uint32_t version, size;            /* 1, sizeof(luna_backend) */
   int device;
   luna_status (*open)(luna_ctx *ctx, int device, void **self); /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail
-                                        says why) the context is there and refuses all work with that sentence */
+                                        says why) the context exists and every call in it fails with that sentence */
   void (*close)(void *self);
   void *(*allocate)(void *self, size_t bytes); /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
   void (*release)(void *self, void *pointer, size_t bytes);
@@ -2292,7 +2292,7 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
   }
   p.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
   p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
-  p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: what is packed is read at once, keep it near */
+  p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: panels are read at once, so keep them in the cache */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
   p.b_size = g->b_packed ? 0 : p.columns * block_k;
   if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
@@ -2940,7 +2940,7 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
    ---------------------------------------------------------------------------------------------------------------------- */
 #if LUNAI_PASS == LUNAI_ISA_SCALAR /* what all passes share */
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
-#define LUNAI_RUN 256              /* most queries an item of the forward work holds */
+#define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
 #define LUNAI_FEW_KEYS 128         /* so few are worth packing, to read the queries as they lie */
 
 /* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query lie side by
@@ -2960,7 +2960,7 @@ typedef struct lunai_attention_work {
   const lunai_attention *a;
   char *scratch;                        /* the slots' parts, then `partial` */
   size_t slot_bytes;
-  int64_t queries, keys;                /* the most of any batch row */
+  int64_t queries, keys;                /* the maximum over the batch */
   int64_t pairs, blocks, run;           /* (batch row, head) pairs; key blocks of a pair; queries of an item */
   int64_t query_blocks, wave, first, last; /* backward: units (pair, key block) at a time, and those of this wave */
   int64_t unit;                         /* floats a unit keeps in `partial` */
@@ -5148,7 +5148,7 @@ LUNAI_FN bool lunai_st_string(lunai_st_json *j, lunai_st_text *text) {
   return lunai_st_take(j, '"');
 }
 
-/* a list of at most `most` whole numbers; returns how many, -1 on failure */
+/* a list of at most `max` integers; returns how many, -1 on failure */
 LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int max) {
   int count = 0;
   if (!lunai_st_take(j, '[')) return -1;
@@ -5550,7 +5550,7 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
   }
 }
 
-/* elements of a tensor to be written; -1: it cannot be */
+/* elements of a tensor to be written; -1: invalid */
 LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
   int64_t count = 1;
   int i;
@@ -5862,8 +5862,8 @@ struct luna_ctx {
   void *self;                        /* the backend's own, of this context */
   struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
-  lunai_arena arena[2];              /* the host's, and a device's: tensors' numbers lie there */
-  struct lunai_spare *spares;        /* memory of the step that comes and goes, newest first */
+  lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
+  struct lunai_spare *spares;        /* recyclable memory of the step, newest first */
   bool passing;                      /* results of ops now made go into such memory */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
@@ -6101,7 +6101,7 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   ctx->spares = mark.spares;
 }
 
-/* the first chunk from the current one on that has `size` bytes left, else a new last one of at least `grown` */
+/* the first chunk from the current one on that has `size` bytes left, else a new last one of `grown` bytes or more */
 LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
   lunai_arena *arena = &ctx->arena[remote];
   const bool alone = remote && LUNAI_SEPARATE;
@@ -6146,7 +6146,7 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   return true;
 }
 
-/* Memory of the step for a while: what was given back and is not much too large, else new. A spare stays in the list when it is given back. */
+/* Recyclable memory of the step: one that was released and is not much too large, else a new one. Released, it stays in the list. */
 typedef struct lunai_spare { struct lunai_spare *next; void *at; size_t size; bool taken, was_taken; } lunai_spare;
 LUNAI_FN lunai_spare *lunai_spare_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_round(bytes);
@@ -6464,7 +6464,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- elementwise: add, mul, scale, activation, dropout. size[0]: elements of b, which repeats along a --- */
+/* --- elementwise: add, mul, scale, activation, dropout --- */
 LUNAI_FN void lunai_add_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.binary.period;
   int64_t r;
@@ -6552,7 +6552,7 @@ LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
 
-/* --- reduce: size outer, axis, inner; number[0]: the factor (1, or 1/axis for the mean) --- */
+/* --- reduce --- */
 LUNAI_FN void lunai_reduce_query(luna_op *op) { op->set = 1; }
 LUNAI_FN void lunai_reduce_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
@@ -6618,7 +6618,7 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- mask: rows from lengths[b] on become number[0], and what lies there is not read; size[0]: floats a row --- */
+/* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) { return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]]; }
 LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.mask.width;
@@ -6663,7 +6663,7 @@ LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK; }
 
-/* --- matmul: size outer, inner, m, n, k (b has `inner` matrices, a outer * inner); flags: transposed --- */
+/* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
   memset(g, 0, sizeof *g);
@@ -6763,7 +6763,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   int which;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
   op->set = 1;
-  op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
+  op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient is not made in place of y's */
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
   for (which = 0; which < 3; which++) {
@@ -7485,7 +7485,7 @@ LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const in
   t->ctx = ctx;
 }
 
-/* a tensor of the step, values not set, its data in a spare when it is `passing`; null without a sentence when there is no memory */
+/* a tensor of the step, values not set, its data recyclable when `passing`; null without a sentence when there is no memory */
 LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, bool passing) {
   const int64_t count = lunai_shape_count(rank, shape);
   const size_t bytes = (size_t)count * sizeof(float);
@@ -7617,7 +7617,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, in
 /* Whether an array's inputs are all there. When not, or when they are too many, the context of the first that is there fails. */
 LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
-  const int read = count > LUNA_MAX_INPUTS ? 1 : count; /* the first of too many tells the context */
+  const int read = count > LUNA_MAX_INPUTS ? 1 : count; /* the first of too many is enough for the context */
   int i, missing = 0;
   for (i = 0; x && i < read; i++) {
     missing += !x[i];
@@ -7646,7 +7646,7 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
   lunai_fail(ctx, status, "%s: the backend could not take %d %ss", s->name, count, what);
   return NULL;
 }
-/* the same, each checked to lie in [least, most]; null when null */
+/* the same, each checked to be in [min, max]; null when null */
 LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max, const char *what, bool *failed) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
@@ -7766,7 +7766,7 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
   return true;
 }
 
-/* the data of an input, made again by its op when it was dropped; what had to be made again for that goes at once */
+/* the data of an input, recomputed by its op when it was released; what that needed is released at once */
 LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
   luna_tensor *owner = t->base ? t->base : t;
   luna_tensor *first;
@@ -9221,7 +9221,7 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
 
 LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) { return layer->weight ? luna_linear_layer_forward(layer, x) : x; }
 
-/* lengths of a memory of `most` slots, in the step: host numbers */
+/* lengths of a memory of `max` slots, in the step, on the host */
 LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max, bool *failed) {
   void *memory;
   int64_t i;
@@ -9604,7 +9604,7 @@ LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, luna
          (encoder || lunai_agrees(ctx, "layer.own_memory", c->own_memory, "a causal or decoder layer's", 0)) &&
          (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_SHARING_TIED));
 }
-/* fills in the defaults; false with a sentence when the config cannot be */
+/* fills in the defaults; false with a sentence when the config is invalid */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
   if (config) *c = *config;
@@ -9648,7 +9648,7 @@ LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, lun
   return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init);
 }
 
-/* A norm's result lives in memory that comes and goes: what reads it in backward gets it made again, from the sum it is the norm of */
+/* A norm's result is in recyclable memory: for its readers it is recomputed in backward, from the sum that it normalises */
 LUNAI_FN luna_tensor *lunai_passing_norm(const luna_norm_layer *norm, luna_tensor *x) {
   luna_tensor *y;
   if (!x) return NULL;
@@ -10206,7 +10206,7 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
   lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: a batch of %d beside one of %d", name, a->batch, b->batch);
   return NULL;
 }
-/* of a sequence of vectors; 0 when there is no such size: what makes them will say so */
+/* of a sequence of vectors; 0 for an invalid size, which the op that makes them reports */
 LUNAI_FN int64_t lunai_floats_of(int64_t batch, int64_t n, int64_t dim) { return lunai_max(0, lunai_checked(lunai_checked(batch, n), dim)); }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
@@ -11967,7 +11967,7 @@ struct luna_stream {
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
   float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
-  void *scratch, *spare;             /* spare: for reordering a batch */
+  void *scratch, *spare;             /* buffer for reordering a batch */
   const char *error;
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
@@ -11979,9 +11979,9 @@ struct luna_stream {
   float *host_angles, *host_logits;  /* and what comes back */
   char *device_memory;                       /* the device's memory */
   size_t device_size, scratch_size;
-  bool measuring;                    /* rows only tell what scratch they need */
+  bool measuring;                    /* entries only report the scratch they need */
   luna_status failed;                /* what the device failed with, */
-  char sentence[320];                /* and how it was told */
+  char sentence[320];                /* and its sentence */
 #endif
 };
 

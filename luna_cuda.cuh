@@ -815,7 +815,7 @@ static luna_status lunacu_permute_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- add, mul, scale. size[0]: elements of b, which repeats along a --- */
+/* --- add, mul, scale --- */
 struct lunacu_binary {
   const float *a, *b;
   int64_t n;
@@ -961,7 +961,7 @@ static luna_status lunacu_dropout_run(luna_op *op, const float *x, float *y, boo
 static luna_status lunacu_dropout_forward(luna_op *op) { return lunacu_dropout_run(op, op->in[0]->data, op->out[0]->data, false); }
 static luna_status lunacu_dropout_backward(luna_op *op) { return lunacu_dropout_run(op, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0)); }
 
-/* --- mask: rows from lengths[b] on become `fill`, and what lies there is not read; size[0]: floats a row --- */
+/* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 struct lunacu_masked {
   const float *x;
   const int32_t *lengths;
@@ -983,7 +983,7 @@ static luna_status lunacu_mask_run(luna_op *op, const float *x, float fill, floa
 static luna_status lunacu_mask_forward(luna_op *op) { return lunacu_mask_run(op, op->in[0]->data, op->arg.mask.fill, op->out[0]->data, false); }
 static luna_status lunacu_mask_backward(luna_op *op) { return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_fresh(op, 0)); }
 
-/* --- reduce: size outer, axis, inner; number[0]: the factor (1, or 1/axis for the mean) --- */
+/* --- reduce --- */
 struct lunacu_spread {               /* every row of an axis gets the gradient of their sum */
   const float *dy;
   int64_t axis, inner;
@@ -1009,7 +1009,7 @@ static luna_status lunacu_reduce_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- max: size outer, axis, inner. kept: the row of each maximum, the first of equals; a NaN is the greatest --- */
+/* --- max. kept: the row of each maximum, the first of equals; a NaN is the greatest --- */
 #define LUNACU_NOWHERE 0xFFFFFFFFu
 __device__ __forceinline__ bool lunacu_beats(float a, uint32_t a_at, float b, uint32_t b_at) {
   return a != a || b != b ? a != a && (b == b || a_at < b_at) : a > b || (a == b && a_at < b_at);
@@ -1202,7 +1202,7 @@ static void lunacu_residual_backward(const luna_op *op, int at) {
   lunacu_map(op, luna_count(op->out[0]), op->in[at]->grad, true, lunacu_wide(0, dy), lunacu_scaled{dy, 1.0f});
 }
 
-/* --- matmul: size outer, inner, m, n, k (b has `inner` matrices, a outer * inner); flags: transposed --- */
+/* --- matmul --- */
 static luna_status lunacu_matmul_product(luna_op *op, int which) {
   const int64_t outer = op->arg.matmul.outer, inner = op->arg.matmul.inner, m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const bool ta = op->arg.matmul.transpose_a, tb = op->arg.matmul.transpose_b;
