@@ -43,16 +43,17 @@
               luna_input input = { tokens, lengths, batch, n };
               luna_begin_step(ctx);                              releases the last step's activations
               luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &input), labels);
-              luna_backward(loss);                               adds to the gradients
+              luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
      4. Save it, use it.
             if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
             luna_close(ctx);
-     5. Resume. luna_save_training writes all that a run is made of; after luna_load_training into a model and an
-        optimiser made alike, training goes on with the bits of a run that never stopped. The position in the data is
-        yours to keep: luna_params_set before, luna_params_get after.
+     5. Resume. luna_save_training writes parameters, moments, counters, learning rate and seed; after
+        luna_load_training into a model and an optimiser made with the same config (schedule, betas, decay, clip,
+        groups), training goes on with the bits of a run that never stopped. The position in the data is yours to
+        keep: luna_params_set before, luna_params_get after.
      6. Stream. luna_stream_open, then luna_stream_step for each token. A stream only reads parameters: one thread a
         stream, any number of streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context,
         allocator, stdio or threads.
@@ -60,10 +61,11 @@
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
      empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
-     allocator is called. A context opened with `options.measure` computes nothing, and after one dry step at the
-     largest sizes luna_memory(ctx).peak is the exact size of that block. luna_backward takes all the memory it needs
-     before it changes any gradient, and releases the gradient of an op's result after its last use unless
-     luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with
+     allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
+     calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
+     the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
+     result after its last use unless luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with
      the feed-forward recomputed (layer.recompute trades time for memory and changes no bit); norms and embeddings are
      always recomputed. Several begin/forward/backward before one optimiser step accumulate.
 
@@ -189,10 +191,10 @@ typedef enum luna_activation { LUNA_ACTIVATION_NONE = 0, LUNA_ACTIVATION_RELU, L
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
 
-/* Sequences of tokens: what every model reads. Padding must be tokens too, and changes nothing. */
+/* Sequences of tokens: what every model reads. The arrays are copied into the step. */
 typedef struct luna_input {
-  const int32_t *tokens;             /* [batch,n] */
-  const int32_t *lengths;            /* [batch] real tokens of each sequence; null = n of each */
+  const int32_t *tokens;             /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
+  const int32_t *lengths;            /* [batch] real tokens of each sequence, 0..n; null = n of each */
   int64_t batch, n;
 } luna_input;
 
@@ -323,8 +325,8 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* Both report a failed init, load of a model, luna_params_open, luna_params_share or optimiser, and a luna_param
-   without memory: the first, until the same call succeeds, with the same prefix, in that set or one opened since. */
+/* Both report a failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser: the first,
+   until the same call succeeds, with the same prefix or name, in that set or one opened since. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* the first failure since begin */
 LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" without one */
 
@@ -701,7 +703,7 @@ typedef struct luna_lm {
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]; lengths are not needed: nothing looks ahead */
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]. Nothing looks ahead: lengths count for nothing, give padding labels of -1 */
 
 /* Encoder: embeddings and encoder layers; the ground of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
@@ -864,8 +866,8 @@ typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float lr;                          /* 0 = 1e-3 */
   float beta1, beta2;                /* 0 = 0.9, 0.999 */
   float epsilon;                     /* 0 = 1e-8 */
-  float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient */
-  float clip;
+  float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
+  float clip;                        /* greatest global gradient norm; 0 = none */
   luna_schedule schedule;
   int64_t max_skips;                 /* 0 = 10 */
 } luna_adamw_config;
@@ -891,7 +893,7 @@ typedef struct luna_group {
   const char *name;                  /* whose name has this in it; null = any */
   int max_rank;                     /* and of at most so many axes; 0 = any */
   float lr;                          /* factor on the learning rate; 0 = 1 */
-  float weight_decay;                /* in place of the config's */
+  float weight_decay;                /* in place of the config's; 0 = none */
   bool frozen;                       /* not trained at all; their gradients count for nothing */
 } luna_group;
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
@@ -913,7 +915,7 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global g
 
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it goes on with the same bits.
    The file is a checkpoint of the model as well. Where the data stood is the caller's to say: luna_params_set before, luna_params_get after. Call it
-   after luna_optimizer_step: gradients are not saved. Loading wants the optimiser (kind, groups) made as it was. */
+   after luna_optimizer_step: gradients are not saved. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
@@ -947,7 +949,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
-LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths: null -> logits after the last */
+LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths must be null -> logits after the last */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
 LUNA_API void luna_stream_reset(luna_stream *stream);
@@ -6340,7 +6342,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state) {
   luna_step_state now;
   memset(&now, 0, sizeof now);
-  if (state) ctx->backend->copy(ctx, &now, state, sizeof now, 2);
+  if (state && !ctx->options.measure) ctx->backend->copy(ctx, &now, state, sizeof now, 2);
   return now;
 }
 
@@ -7550,7 +7552,7 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->told = now.skipped;
   ctx->look = false;
   if (!skipped || !ctx->options.log) return;
-  lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped so far, the last in step %d: the loss or a gradient was not finite",
+  lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
               (int64_t)now.skipped, (int64_t)now.step);
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
@@ -8266,15 +8268,14 @@ LUNAI_FN void lunai_param_join(luna_params *params, lunai_param *p) {
   *lunai_param_place(params, p->name, p->hash, INT64_MAX) = p;
 }
 
-LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
-  luna_ctx *ctx = params ? params->ctx : NULL;
+LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
+  luna_ctx *ctx = params->ctx;
   const int64_t count = lunai_shape_count(rank, shape);
   lunai_persistent_mark mark;
   lunai_param *p;
   lunai_st_tensor stored;
   void *memory, *data = NULL;
   const char *wrong;
-  if (!ctx) return NULL;
   if (!name) {
     lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: a parameter needs a name");
     return NULL;
@@ -8302,8 +8303,7 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
   if (p) p->name = lunai_persist_text(ctx, name, "");
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
-    lunai_remember(ctx, params, lunai_hash(name),
-                   lunai_fail_status(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count));
+    lunai_fail_status(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count);
     return NULL;
   }
   p->hash = lunai_hash(name);
@@ -8321,8 +8321,12 @@ LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank
     return NULL;
   }
   lunai_param_join(params, p);
-  lunai_remember(ctx, params, p->hash, LUNA_OK);
   return &p->tensor;
+}
+LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
+  luna_tensor *t = params ? lunai_param_make(params, name, rank, shape, init) : NULL;
+  if (params) lunai_remember(params->ctx, params, lunai_hash(name ? name : ""), t ? LUNA_OK : params->ctx->last_status);
+  return t;
 }
 
 /* --- an init: all of its parameters, or none and its struct zeroed. Inits nest; the outermost is remembered. --- */
@@ -11085,6 +11089,10 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
     sources[count].data = p->tensor.data;
   }
   if (extras->count) memcpy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
+  if (params->ctx->options.measure) {
+    lunai_step_rewind(params->ctx, mark);
+    return LUNA_OK;
+  }
   saving.ctx = params->ctx;
   saving.io = *io;
   memset(&writer, 0, sizeof writer);
@@ -11101,7 +11109,7 @@ LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) 
   if (!io || !io->write)
     return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_save_io: there is nothing to write with");
   memset(&none, 0, sizeof none);
-  return params->ctx->options.measure ? LUNA_OK : lunai_save(params, &none, io);
+  return lunai_save(params, &none, io);
 }
 
 /* the parameter a tensor of a file belongs to, or null */
@@ -11498,7 +11506,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   if (!io || !io->write)
     return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
   status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
-  if (status != LUNA_OK || ctx->options.measure) return status;
+  if (status != LUNA_OK) return status;
   state = lunai_optimizer_state(o);
   memset(value, 0, sizeof value);
   value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
@@ -11860,7 +11868,9 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const voi
   luna_status status;
   const char *wrong;
   if (!path) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
-  if (ctx->options.measure) return LUNA_OK;
+  memset(&io, 0, sizeof io);
+  io.write = lunai_file_write;
+  if (ctx->options.measure) return saver(what, &io); /* counts, and writes nothing */
   if (strlen(path) + 32 > sizeof s.path)
     return lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
   memset(&s, 0, sizeof s);
@@ -11868,8 +11878,6 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const voi
   s.folder = lunai_folder_of(path);
   wrong = lunai_saving_open(&s);
   if (wrong) return lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: %s %s", path, wrong);
-  memset(&io, 0, sizeof io);
-  io.write = lunai_file_write;
   io.user = s.file;
   status = saver(what, &io);
   if (status == LUNA_OK && !lunai_saving_flush(&s))

@@ -859,7 +859,10 @@ static void case_luna_param(void) {
   const char *name = turn() ? (coin() ? NULL : coin() ? "luna.x" : "\xff") : "x";
   const int rank = number((int)pick(5));
   if (set) got_tensor(luna_param(set, name, rank, turn() ? NULL : shape, an_init()), true);
-  if (set && hostile == 0) expect(!luna_param(set, "x", 0, NULL, (luna_init){LUNA_INIT_ZEROS, 0}) && sentence(), "a name twice");
+  if (set && hostile == 0) {
+    expect(!luna_param(set, "x", 0, NULL, (luna_init){LUNA_INIT_ZEROS, 0}) && sentence(), "a name twice");
+    hostile = 1;
+  }
 }
 static void case_luna_params_find(void) { expect((luna_params_find(turn() ? NULL : w->set[0], turn() ? NULL : "linear.weight") != NULL) == (hostile == 0), "finding"); }
 static void case_luna_params_tensor_count(void) { expect((luna_params_tensor_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the size"); }

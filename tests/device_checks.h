@@ -186,7 +186,7 @@ static void device_checkpoints(const device *d) {
 static int device_told;
 static void device_log(void *user, luna_status status, const char *sentence) {
   (void)user;
-  device_told += status == LUNA_OK && strstr(sentence, "1 steps skipped so far, the last in step 2") != NULL;
+  device_told += status == LUNA_OK && strstr(sentence, "1 steps skipped up to step 2") != NULL;
 }
 static void device_skips(const device *d) {
   luna_options options = {0};

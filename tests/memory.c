@@ -6,6 +6,19 @@
 #include "common.h"
 #include "jobs.h"
 
+/* saving takes memory too, which is measured */
+static bool swallow(void *user, const void *bytes, size_t size) {
+  *(uint64_t *)user = job_hash(*(uint64_t *)user, bytes, size);
+  return true;
+}
+static luna_status saves(job_run *r, uint64_t *bits) {
+  luna_io io = {0};
+  io.write = swallow;
+  io.user = bits;
+  const luna_status status = r->optimizer ? luna_save_training_io(r->optimizer, &io) : LUNA_OK;
+  return status == LUNA_OK ? luna_save_io(r->params, &io) : status;
+}
+
 static luna_memory_usage measured(const job *j, int threads) {
   luna_options options = {0};
   luna_memory_usage use = {0, 0};
@@ -13,7 +26,7 @@ static luna_memory_usage measured(const job *j, int threads) {
   options.measure = true;
   options.threads = threads;
   luna_ctx *ctx = luna_open(&options);
-  if (CHECK(ctx && job_do(ctx, j, NULL, &ignored) == LUNA_OK, "measuring fails: %s", luna_error(ctx))) use = luna_memory(ctx);
+  if (CHECK(ctx && job_do(ctx, j, saves, &ignored) == LUNA_OK, "measuring fails: %s", luna_error(ctx))) use = luna_memory(ctx);
   luna_close(ctx);
   return use;
 }
@@ -37,7 +50,7 @@ static void check_block(const job *j, int threads) {
   int calls = 0;
   options.threads = threads;
   luna_ctx *ctx = luna_open(&options);
-  CHECK(job_do(ctx, j, NULL, &expected) == LUNA_OK && isfinite(expected.loss), "%s: %s", what, luna_error(ctx));
+  CHECK(job_do(ctx, j, saves, &expected) == LUNA_OK && isfinite(expected.loss), "%s: %s", what, luna_error(ctx));
   CHECK(luna_memory(ctx).peak == need, "%s: measured %zu bytes, but with memory of its own the peak is %zu", what, need,
         luna_memory(ctx).peak);
   luna_close(ctx);
@@ -52,7 +65,7 @@ static void check_block(const job *j, int threads) {
       options.block = start;
       options.block_size = need - (less ? 64 : 0);
       ctx = luna_open(&options);
-      const luna_status status = ctx ? job_do(ctx, j, NULL, &got) : LUNA_OUT_OF_MEMORY;
+      const luna_status status = ctx ? job_do(ctx, j, saves, &got) : LUNA_OUT_OF_MEMORY;
       if (!less) {
         CHECK(status == LUNA_OK, "%s: %zu bytes were measured and are not enough: %s", what, need, luna_error(ctx));
         CHECK(memcmp(&got, &expected, sizeof got) == 0, "%s: in a block the result is %.9g, not %.9g", what, got.loss, expected.loss);
@@ -176,6 +189,8 @@ static void check_training_bytes(void) {
 
 int main(void) {
   static const job block[] = {
+    {"a model saved as it is made", JOB_LM, 40, 1, 0, false, false, LUNA_RECOMPUTE_NONE, 0},
+    {"a model for inference, saved as it is made", JOB_MASKED_LM, 40, 1, 0, true, false, LUNA_RECOMPUTE_NONE, 0},
     {"training", JOB_LM, 60, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
     {"training with softmax attention and SGD", JOB_LM, 70, 1, 2, false, true, LUNA_RECOMPUTE_NONE, 0},
     {"inference", JOB_LM, 150, 3, 2, true, false, LUNA_RECOMPUTE_NONE, 0},

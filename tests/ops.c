@@ -674,8 +674,6 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new", "5");
   REFUSED(luna_tensor_new(ctx, NULL, 2, negative), "luna_tensor_new", "");
   REFUSED(luna_tensor_new(ctx, NULL, 2, huge), "luna_tensor_new", "");
-  REFUSED(luna_param(params, "p", 2, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "p");
-  REFUSED(luna_param(params, "a", 1, wrong, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "a");
 }
 
 static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
@@ -857,6 +855,10 @@ static void check_refusals(void) {
   check_refusals_layers(ctx, params);
   check_refusals_null(ctx, params);
   check_sticky(ctx, params, &r);
+  luna_begin_step(ctx); /* the last: what could not be made is reported by every begin */
+  const int64_t huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
+  refused(ctx, luna_param(params, "p", 2, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "p", "a huge parameter");
+  refused(ctx, luna_param(params, "a", 1, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "a", "a name twice");
   luna_close(ctx);
   luna_options bad = {0};
   bad.threads = -1;

@@ -268,6 +268,21 @@ static void check_refused(made_kind kind, int bad) {
   luna_close(ctx);
 }
 
+/* ---- a parameter that could not be made: a layer without it would train in silence ---- */
+static void check_param(void) {
+  const luna_init normal = {LUNA_INIT_NORMAL, 1};
+  const int64_t two[2] = {2, 2};
+  luna_ctx *ctx = ctx_open();
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 2, two, normal), *b = luna_param(params, "w", 1, two, normal);
+  luna_optimizer *sgd = luna_sgd(params, NULL);
+  CHECK(w && !b && luna_begin_step(ctx) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "w is in the set already"),
+        "a name twice: \"%s\"", luna_error(ctx));
+  luna_backward(luna_mean(luna_reshape(luna_linear(luna_tensor_new(ctx, NULL, 2, two), w, b), 1, (int64_t[]){4}), 0));
+  CHECK(luna_optimizer_step(sgd) == LUNA_BAD_ARGUMENT, "a layer trains without its bias");
+  luna_close(ctx);
+}
+
 /* ---- nulls and zeroed structs ---- */
 static void check_nulls(made_kind kind) {
   made m;
@@ -831,6 +846,7 @@ int main(void) {
     check_nulls((made_kind)kind);
     check_memory((made_kind)kind);
   }
+  check_param();
   check_null_calls();
   check_pairs();
   check_contradictions();
