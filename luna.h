@@ -12679,7 +12679,7 @@ LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t i;
   if (!lunai_stream_weight(st, "", "embed_tokens.weight", 2, z->vocab, z->dim, &s->embedding))
-    return "embed_tokens.weight is missing, of another shape, not F32 or not aligned to 4 bytes";
+    return "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
   s->output = s->embedding;
   if (z->positions == LUNA_POSITIONS_LEARNED &&
       !lunai_stream_weight(st, "", "embed_positions.weight", 2, z->max_length, z->dim, &s->positions))
@@ -12688,7 +12688,7 @@ LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
     return "layer_norm is missing or of another shape";
   for (i = 0; i < z->layers; i++)
     if (!lunai_stream_layer_weights(st, z, i, &s->layers[i]))
-      return "a layer's tensor is missing, of another shape, not F32 or not aligned to 4 bytes";
+      return "a layer's tensor" LUNAI_STREAM_UNREADABLE;
   return NULL;
 }
 
@@ -13218,7 +13218,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
-  if (s.search.max_length == 0) s.search.max_length = source->n < INT64_MAX / 4 ? 2 * source->n + 10 : -1;
+  if (s.search.max_length == 0) s.search.max_length = lunai_checked(2, source->n) + 10; /* n negative: refused below */
   s.stride = s.search.max_length;
   if (model->positions) s.search.max_length = lunai_min(s.search.max_length, model->config.max_target_length - 1);
   s.batch = batch;
