@@ -7619,9 +7619,8 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, in
 /* Whether an array's inputs are all there. When not, or when they are too many, the context of the first that is there fails. */
 LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
-  const int read = count > LUNA_MAX_INPUTS ? 1 : count; /* the first of too many is enough for the context */
   int i, missing = 0;
-  for (i = 0; x && i < read; i++) {
+  for (i = 0; x && i < count && i < LUNA_MAX_INPUTS; i++) {
     missing += !x[i];
     if (!ctx && x[i]) ctx = x[i]->ctx;
   }

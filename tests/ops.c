@@ -705,7 +705,8 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_short_convolution(a, b, NULL), "luna_short_convolution", "37");
   REFUSED(luna_short_convolution(cube, b, NULL), "luna_short_convolution", "43");
   REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), "luna_custom_op", "");
-  REFUSED(luna_custom_op(&a, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0}), "luna_custom_op", "8");
+  luna_tensor *const nine[9] = {a, a, a, a, a, a, a, a, a};
+  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0}), "luna_custom_op", "8");
 }
 
 static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
