@@ -1755,6 +1755,17 @@ static void known_shape(void) {       /* no axis may be longer than a tensor can
   fails(luna_tensor_new(w->ctx, NULL, 2, (int64_t[]){0, INT64_MAX}));
 }
 static void known_scratch(void) { expect(luna_gemm_scratch(NULL) == 0 && luna_softmax_attention_scratch(NULL) == 0 && luna_causal_product_scratch(NULL) == 0, "scratch for nothing"); }
+static void known_generate(void) {    /* 2 n + 10 */
+  const luna_beam_config search = {.begin = 0, .end = 1};
+  const luna_input source = {tokens, NULL, 1, INT64_MIN + 5};
+  int32_t out[16], length[1];
+  expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(), "a source that cannot be");
+}
+static void known_many(void) {        /* too many, the first missing */
+  luna_tensor *nine[9] = {NULL};
+  for (int i = 1; i < 9; i++) nine[i] = tensor_in(w->ctx, 1, (int64_t[]){2});
+  expect(!luna_concat(nine, 9, 0) && sentence(), "nine tensors");
+}
 static void known_ffn(void) {         /* 4 dim */
   luna_causal_layer layer;
   luna_layer_config c = small_layer();
@@ -1770,7 +1781,7 @@ static void known_linear(void) {      /* of no inputs the bias remains */
   expect(luna_read(y, out) == LUNA_OK && out[0] == 3 && out[1] == 4 && out[2] == 3 && out[3] == 4, "the bias alone");
 }
 #define KNOWN(K) \
-  K(softmax) K(slots) K(slots_unpack) K(batch) K(rows) K(shape) K(scratch) K(ffn) K(hidden) K(linear)
+  K(softmax) K(slots) K(slots_unpack) K(batch) K(rows) K(shape) K(scratch) K(ffn) K(hidden) K(linear) K(generate) K(many)
 #define KNOWN_ROW(name) {"known_" #name, known_##name},
 static void check_known(const char *only) {
   static const struct { const char *name; void (*run)(void); } known[] = {KNOWN(KNOWN_ROW)};
