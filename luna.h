@@ -355,16 +355,35 @@ typedef struct luna_tensor {
   struct luna_tensor *base;          /* a view's owner, else null */
   int64_t offset;                    /* a view's first element within base */
   struct luna_op *maker;             /* the rest is luna.h's own: the op of the tape whose result this is, */
-  struct lunai_spare *data_spare, *grad_spare; /* memory of the step that is released before the step ends, */
-  bool keep_grad, dropped, remade;   /* grad stays; data was released; data was recomputed in backward */
+  struct luna_tensor *older;         /* the tensor made before this one in the step, */
+  struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends; */
+  bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
+  bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
   struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape); /* a copy; zeros when null */
+
+/* Scopes: memory that lasts as long as it is needed. Every forward of a layer or model is one; a function of your own
+   that makes more tensors than it returns may be one too:
+
+       luna_scope s = luna_scope_begin(ctx);
+       luna_tensor *y = luna_linear(luna_gelu(luna_linear(x, w1, b1)), w2, b2);
+       return luna_scope_end(s, &y, 1);
+
+   The end releases the data of all tensors made since the beginning, but for the results and what they are views of,
+   what luna_keep was called for, and, in training, what backward will read and cannot compute again by cheap ops.
+   Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends. Results may be
+   null where nothing was made; the first is returned, and is not null unless something failed. */
+typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; } luna_scope;
+LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
+LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
+LUNA_API luna_tensor *luna_keep(luna_tensor *t);                    /* t, whose data stay until the next begin: call it before the scope ends */
+
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a tensor as one whose gradient is wanted, and stays until the next begin */
 LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
-LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values */
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values; fails when they were released: luna_keep */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
 
@@ -989,12 +1008,41 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    returns no host value that changes from step to step: those are in luna_step_state, in backend memory. Entries of tier 2 may be null: the
    op is then composed from tier 1.
    ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNA_READS_IN(i) (1 << (i))
+#define LUNA_READS_OUT(i) (256 << (i))
+/* R(name, tier, reads, cheap). reads: the data that backward reads, of inputs and results; parameters are always there.
+   cheap: backward reads no result, and forward takes so little time that a result which backward needs elsewhere is
+   computed again instead of kept. */
 #define LUNA_OPS(R) \
-  R(PERMUTE, 1) R(SLICE, 1) R(CONCAT, 1) R(EXPAND, 1) R(ADD, 1) R(MUL, 1) R(SCALE, 1) R(REDUCE, 1) R(MAX, 1) R(MATMUL, 1) R(LINEAR, 1) \
-  R(ACTIVATION, 1) R(SOFTMAX, 1) R(MASK, 1) R(RATIO, 1) R(DROPOUT, 1) R(LAYER_NORM, 1) R(EMBEDDING, 1) R(CROSS_ENTROPY, 1) R(SOFTMAX_ATTENTION, 1) \
-  R(CAUSAL_PRODUCT, 1) R(SHORT_CONVOLUTION, 1) R(CUSTOM, 1) R(PACK, 2) R(UNPACK, 2) R(CAUSAL_LUNA, 2) R(FEED_FORWARD, 2)
+  R(PERMUTE, 1, 0, false) \
+  R(SLICE, 1, 0, false) \
+  R(CONCAT, 1, 0, false) \
+  R(EXPAND, 1, 0, false) \
+  R(ADD, 1, 0, true) \
+  R(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  R(SCALE, 1, 0, true) \
+  R(REDUCE, 1, 0, false) \
+  R(MAX, 1, LUNA_READS_IN(0), false) \
+  R(MATMUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
+  R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
+  R(MASK, 1, 0, true) \
+  R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
+  R(DROPOUT, 1, 0, true) \
+  R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
+  R(EMBEDDING, 1, 0, true) \
+  R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
+  R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0), false) \
+  R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
+  R(SHORT_CONVOLUTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  R(CUSTOM, 1, 0xffff, false) \
+  R(PACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_OUT(0), false) \
+  R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
+  R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
+  R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false)
 typedef enum luna_op_kind {
-#define LUNAI_OP_KIND(name, tier) LUNA_OP_##name,
+#define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
   LUNA_OPS(LUNAI_OP_KIND)
 #undef LUNAI_OP_KIND
   LUNA_OP_COUNT
@@ -5865,8 +5913,8 @@ struct luna_ctx {
   struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
-  struct lunai_spare *spares;        /* recyclable memory of the step, newest first */
-  bool passing;                      /* results of ops now made go into such memory */
+  struct lunai_piece *pieces;        /* of the step's memory, which tensors' data and gradients lie in, newest first */
+  luna_tensor *made;                 /* the step's newest tensor */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
@@ -6077,7 +6125,12 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
   }
 }
 
-typedef struct lunai_mark { lunai_chunk *step[2]; size_t used[2], bytes[2]; struct lunai_spare *spares; } lunai_mark;
+typedef struct lunai_mark {
+  lunai_chunk *step[2];
+  size_t used[2], bytes[2];
+  struct lunai_piece *pieces;
+  luna_tensor *made;
+} lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
@@ -6087,12 +6140,15 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
   }
-  mark.spares = ctx->spares;
+  mark.pieces = ctx->pieces;
+  mark.made = ctx->made;
   return mark;
 }
+LUNAI_FN void lunai_release(luna_tensor *t);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
+  for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
     for (chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next) chunk->used = 0;
@@ -6100,7 +6156,7 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
   }
-  ctx->spares = mark.spares;
+  ctx->pieces = mark.pieces;
 }
 
 /* the first chunk from the current one on that has `size` bytes left, else a new last one of `grown` bytes or more */
@@ -6148,42 +6204,30 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   return true;
 }
 
-/* Recyclable memory of the step: one that was released and is not much too large, else a new one. Released, it stays in the list. */
-typedef struct lunai_spare { struct lunai_spare *next; void *at; size_t size; bool taken, was_taken; } lunai_spare;
-LUNAI_FN lunai_spare *lunai_spare_take(luna_ctx *ctx, size_t bytes) {
+/* A piece of the step's memory: one that was released and is not much too large, else a new one. Released, it stays in the list. */
+typedef struct lunai_piece { struct lunai_piece *next; void *at; size_t size; bool taken, was_taken; } lunai_piece;
+LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_round(bytes);
-  lunai_spare *one, *best = NULL;
+  lunai_piece *one, *best = NULL;
   void *memory, *at;
-  for (one = ctx->spares; one; one = one->next)
-    if (!one->taken && one->size >= size && one->size / (LUNAI_SEPARATE ? 1 : 2) <= size &&
+  for (one = ctx->pieces; one; one = one->next)
+    if (!one->taken && one->size >= size && one->size - size <= (LUNAI_SEPARATE ? 0 : size / 8) &&
         (!best || one->size < best->size))
       best = one;
   if (!best) {
-    if (!lunai_step(ctx, sizeof(lunai_spare), false, &memory) || !lunai_step(ctx, size, true, &at)) return NULL;
-    best = (lunai_spare *)memory;
-    best->next = ctx->spares;
+    if (!lunai_step(ctx, sizeof(lunai_piece), false, &memory) || !lunai_step(ctx, size, true, &at)) return NULL;
+    best = (lunai_piece *)memory;
+    best->next = ctx->pieces;
     best->at = at;
     best->size = size;
-    ctx->spares = best;
+    ctx->pieces = best;
   }
   best->taken = true;
   return best;
 }
-LUNAI_FN void lunai_spare_give(lunai_spare **spare) {
-  if (*spare) (*spare)->taken = false;
-  *spare = NULL;
-}
-
-/* Inference: sees to it that there are `count` to take. Before a mark, so that what lies in them outlives a rewind to that mark. */
-LUNAI_FN void lunai_spare_prepare(luna_ctx *ctx, int64_t floats, int count) {
-  lunai_spare *spare = ctx->training ? NULL : lunai_spare_take(ctx, (size_t)floats * sizeof(float));
-  if (spare && count > 1) lunai_spare_prepare(ctx, floats, count - 1);
-  if (spare) lunai_spare_give(&spare);
-}
-
-LUNAI_FN lunai_mark lunai_mark_prepared(luna_ctx *ctx, int64_t floats, int count) {
-  lunai_spare_prepare(ctx, floats, count);
-  return lunai_step_mark(ctx);
+LUNAI_FN void lunai_piece_give(lunai_piece **piece) {
+  if (*piece) (*piece)->taken = false;
+  *piece = NULL;
 }
 
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
@@ -6315,7 +6359,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
-  ctx->paused = ctx->passing = ctx->differentiated = false;
+  ctx->paused = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
   status = lunai_wait_for_owners(ctx);
@@ -7451,7 +7495,7 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind row) {
   static const char *const names[] = {
-#define LUNAI_OP_KIND(name, tier) #name,
+#define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
     LUNA_OPS(LUNAI_OP_KIND)
 #undef LUNAI_OP_KIND
   };
@@ -7487,29 +7531,91 @@ LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const in
   t->ctx = ctx;
 }
 
-/* a tensor of the step, values not set, its data recyclable when `passing`; null without a sentence when there is no memory */
-LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, bool passing) {
+/* a tensor of the step, values not set; null without a sentence when there is no memory */
+LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
   const int64_t count = lunai_shape_count(rank, shape);
-  const size_t bytes = (size_t)count * sizeof(float);
   luna_tensor *t;
-  void *memory, *data = NULL;
+  void *memory;
   if (count < 0 || !lunai_step(ctx, sizeof(luna_tensor), false, &memory)) return NULL;
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, ctx, rank, shape);
-  if (passing ? (t->data_spare = lunai_spare_take(ctx, bytes)) == NULL : !lunai_step(ctx, bytes, true, &data)) return NULL;
-  t->data = (float *)(passing ? t->data_spare->at : data);
+  if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
+  t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
-  return t;
+  t->older = ctx->made;
+  return ctx->made = t;
 }
-LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) { return lunai_tensor_make(ctx, rank, shape, false); }
 
-/* Gives back the data of an op's result that nothing needs any more until backward, which makes it again. Only of ops that read no result of theirs in
-   backward. */
-LUNAI_FN void lunai_drop(luna_tensor *t) {
-  if (!t || !t->data_spare || t->dropped) return;
-  lunai_spare_give(&t->data_spare);
+LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return t && t->base ? t->base : t; }
+
+/* --- scopes --- */
+LUNAI_FN void lunai_release(luna_tensor *t) {
+  if (!t->data_piece) return;
+  lunai_piece_give(&t->data_piece);
   t->data = NULL;
-  t->dropped = true;
+  t->released = true;
+}
+
+#define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
+static const int lunai_op_reads[LUNA_OP_COUNT + 1] = { LUNA_OPS(LUNAI_OP_KIND) 0xff }; /* a block that is computed again reads its inputs */
+#undef LUNAI_OP_KIND
+#define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
+static const bool lunai_op_is_cheap[LUNA_OP_COUNT + 1] = { LUNA_OPS(LUNAI_OP_KIND) false };
+#undef LUNAI_OP_KIND
+
+/* What an op of the tape will read in backward. A cheap op's small inputs, such as the positions of a whole batch, are
+   among it, so that its result can be computed again. */
+LUNAI_FN void lunai_op_saves(const luna_op *op) {
+  int i;
+  for (i = 0; i < op->inputs; i++)
+    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i) ||
+                      (lunai_op_is_cheap[op->kind] && luna_count(op->in[i]) <= luna_count(op->out[0]) / 2)))
+      lunai_base(op->in[i])->saved = true;
+  for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
+}
+/* whether the data of a tensor that has no view's base are there in backward, or cheap ops compute them from such data */
+LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
+  int i;
+  if (!t->maker || !lunai_op_is_cheap[t->maker->kind]) return false;
+  for (i = 0; i < t->maker->inputs; i++) {
+    const luna_tensor *in = lunai_base(t->maker->in[i]);
+    if (in && !in->parameter && !(in->saved && !in->released) && !lunai_is_recomputable(in)) return false;
+  }
+  return true;
+}
+
+LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
+  luna_scope scope;
+  scope.ctx = ctx;
+  scope.made = ctx ? ctx->made : NULL;
+  return scope;
+}
+LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
+  luna_ctx *ctx = scope.ctx;
+  const bool taped = ctx && ctx->training && !ctx->paused;
+  luna_tensor *t;
+  int i;
+  if (!results || count < 1) return NULL;
+  if (!ctx || ctx->status != LUNA_OK) return results[0];
+  for (t = ctx->made; t && t != scope.made; t = t->older) {
+    for (i = 0; i < count && lunai_base(results[i]) != t; i++);
+    if (i == count && !t->keep_data && !(taped && t->saved && !lunai_is_recomputable(t))) lunai_release(t);
+  }
+  return results[0];
+}
+LUNAI_FN luna_tensor *lunai_result(luna_scope scope, luna_tensor *x) { return luna_scope_end(scope, &x, 1); }
+/* x, beside which p stays, where there is one */
+LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tensor *p) {
+  luna_tensor *both[2];
+  both[0] = x;
+  both[1] = p;
+  return luna_scope_end(scope, both, 2);
+}
+LUNA_API luna_tensor *luna_keep(luna_tensor *t) {
+  if (!t) return NULL;
+  if (lunai_base(t)->released) return lunai_fail(t->ctx, LUNA_BAD_ARGUMENT, "luna_keep: the data of tensor %t were released when its scope ended; call it before", t);
+  lunai_base(t)->keep_data = true;
+  return t;
 }
 
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape) {
@@ -7522,7 +7628,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   if (count < 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_tensor_new: rank %d with these sizes is no shape (at most 4 axes, none negative, at most %d elements)", (int64_t)rank, LUNAI_MAX_COUNT);
   mark = lunai_step_mark(ctx);
   bytes = (size_t)count * sizeof(float);
-  t = lunai_tensor_take(ctx, rank, shape);
+  t = lunai_tensor_make(ctx, rank, shape);
   if (!t) {
     lunai_step_rewind(ctx, mark);
     return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_tensor_new: no memory for %d floats", count);
@@ -7569,7 +7675,11 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
   lunai_look(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
-LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_floats(t, t ? t->data : NULL, out); }
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out) {
+  if (t && (t->base ? t->base : t)->released)
+    return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: the data of tensor %t were released when its scope ended; call luna_keep before", t);
+  return lunai_read_floats(t, t ? t->data : NULL, out);
+}
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
   return lunai_read_floats(t, grad, out);
@@ -7726,12 +7836,13 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
   if (!ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, ctx->passing && (record || !ctx->training))) == NULL) return lunai_op_no_memory(s);
-  if (extra && (op->out[op->outputs++] = lunai_tensor_take(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape)) == NULL) return lunai_op_no_memory(s);
+  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
   if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_abandon(s);
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
   if (extra) *extra = op->out[1];
   if (record) {
+    lunai_op_saves(op);
     for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
     op->previous = ctx->tape;
     ctx->tape = op;
@@ -7751,8 +7862,8 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
   void *memory = NULL;
   if (!owner->has_grad) {
     if (owner->maker && !owner->keep_grad && !t->keep_grad) {
-      if ((owner->grad_spare = lunai_spare_take(ctx, bytes)) == NULL) return false;
-      memory = owner->grad_spare->at;
+      if ((owner->grad_piece = lunai_piece_take(ctx, bytes)) == NULL) return false;
+      memory = owner->grad_piece->at;
     } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
     owner->has_grad = true;
@@ -7768,35 +7879,38 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
 }
 
 /* the data of an input, recomputed by its op when it was released; what that needed is released at once */
-LUNAI_FN bool lunai_make_again(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
+LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
   luna_tensor *owner = t->base ? t->base : t;
   luna_tensor *first;
   luna_op *op = owner->maker;
   bool again[LUNA_MAX_INPUTS];
   lunai_mark mark;
   int i;
-  if (owner->dropped) {
+  if (owner->released) {
     for (i = 0; i < op->inputs; i++) {
       luna_tensor *in = op->in[i] && op->in[i]->base ? op->in[i]->base : op->in[i];
-      again[i] = in && in->dropped;
-      if (in && !lunai_make_again(ctx, op->in[i], status)) return false;
+      again[i] = in && in->released;
+      if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
     first = op->in[0]->base ? op->in[0]->base : op->in[0];
     if (again[0] && op->in_place && luna_count(first) == luna_count(owner)) {
-      owner->data_spare = first->data_spare;
-      first->data_spare = NULL;
-    } else if ((owner->data_spare = lunai_spare_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
-    owner->data = (float *)owner->data_spare->at;
-    owner->dropped = false;
-    owner->remade = true;
+      owner->data_piece = first->data_piece;
+      first->data_piece = NULL;
+    } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
+    owner->data = (float *)owner->data_piece->at;
+    owner->released = false;
+    owner->recomputed = true;
     mark = lunai_step_mark(ctx);
     if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return false;
     *status = lunai_is_run(op) ? ctx->backend->op[op->kind].forward(op) : LUNA_OK;
     lunai_step_rewind(ctx, mark);
     if (*status != LUNA_OK) return false;
     *status = LUNA_OUT_OF_MEMORY;
-    if (!first->data_spare && again[0]) first->dropped = true; /* its data have become these */
-    for (i = 0; i < op->inputs; i++) if (again[i]) lunai_drop(op->in[i]->base ? op->in[i]->base : op->in[i]);
+    if (!first->data_piece && again[0]) { /* its data have become these */
+      first->data = NULL;
+      first->released = true;
+    }
+    for (i = 0; i < op->inputs; i++) if (again[i]) lunai_release(lunai_base(op->in[i]));
   }
   if (t->base && owner->data) t->data = owner->data + t->offset;
   return true;
@@ -7820,7 +7934,8 @@ LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
     *leaf[i] = *op->in[i];
     leaf[i]->base = NULL;
     leaf[i]->maker = NULL;
-    leaf[i]->data_spare = leaf[i]->grad_spare = NULL;
+    leaf[i]->saved = true;
+    leaf[i]->data_piece = leaf[i]->grad_piece = NULL;
     leaf[i]->offset = 0;
   }
   ctx->tape = NULL;
@@ -7860,15 +7975,16 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
   if (!reached) return true;
   for (i = 0; i < op->outputs && !op->recompute; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
-  for (i = 0; i < op->outputs; i++) if (op->out[i]->remade) lunai_drop(op->out[i]); /* those that read it are done, and its own op never does */
-  for (i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_make_again(ctx, op->in[i], status)) return false;
+  for (i = 0; i < op->outputs; i++) if (op->out[i]->recomputed) lunai_release(op->out[i]); /* those that read it are done, and its own op never does */
+  for (i = 0; i < op->inputs; i++)
+    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
   op->fresh = 0;
   for (i = 0; i < op->inputs; i++)
-    if ((op->take >> i & 1) && op->in[i] && op->out[0]->grad_spare && lunai_is_new(op->in[i])) {
+    if ((op->take >> i & 1) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i])) {
       op->in[i]->grad = op->out[0]->grad;
-      op->in[i]->grad_spare = op->out[0]->grad_spare;
+      op->in[i]->grad_piece = op->out[0]->grad_piece;
       op->in[i]->has_grad = true;
-      op->out[0]->grad_spare = NULL;
+      op->out[0]->grad_piece = NULL;
     }
   for (i = 0; i < op->inputs; i++) {
     const bool fresh = op->in[i] && (op->set >> i & 1) && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
@@ -7886,7 +8002,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (i = 0; i < op->outputs; i++) {  /* nothing reads them any more */
     luna_tensor *out = op->out[i];
     if (out->maker == op && !out->keep_grad) {
-      lunai_spare_give(&out->grad_spare);
+      lunai_piece_give(&out->grad_piece);
       out->grad = NULL;
       out->has_grad = false;
     }
@@ -7917,13 +8033,13 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   if (!t || t->parameter) return;
   lunai_unwalk(t->base);
   t->grad = NULL;
-  t->grad_spare = NULL;
+  t->grad_piece = NULL;
   t->has_grad = false;
-  if (!t->remade) return;
+  if (!t->recomputed) return;
   t->data = NULL;
-  t->data_spare = NULL;
-  t->dropped = true;
-  t->remade = false;
+  t->data_piece = NULL;
+  t->released = true;
+  t->recomputed = false;
 }
 
 /* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients of parameters
@@ -7935,10 +8051,10 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   const size_t peak = ctx->peak;
   size_t need[2], step_peak[2];
   luna_status status;
-  lunai_spare *spare;
+  lunai_piece *piece;
   luna_op *op;
   int i;
-  for (spare = ctx->spares; spare; spare = spare->next) spare->was_taken = spare->taken;
+  for (piece = ctx->pieces; piece; piece = piece->next) piece->was_taken = piece->taken;
   for (i = 0; i < 2; i++) {
     step_peak[i] = ctx->arena[i].step_peak;
     ctx->arena[i].step_peak = ctx->arena[i].step_bytes;
@@ -7953,7 +8069,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   }
   ctx->peak = peak;                  /* what the second walk takes is counted there */
   lunai_step_rewind(ctx, mark);
-  for (spare = ctx->spares; spare; spare = spare->next) spare->taken = spare->was_taken;
+  for (piece = ctx->pieces; piece; piece = piece->next) piece->taken = piece->was_taken;
   lunai_unwalk(loss);
   for (op = ctx->tape; op; op = op->previous) {
     for (i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
@@ -7988,33 +8104,6 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 }
 
 #endif /* !LUNA_NO_TRAIN */
-
-/* --- inference, and the first run of luna_recompute: temporaries go as the layers go. Everything since mark is freed but the count tensors kept, which move down in the
-   order they were made; they must be newer than the mark, older first, and no views. --- */
-LUNAI_FN void lunai_keep(luna_ctx *ctx, lunai_mark mark, luna_tensor **kept, int count) {
-  luna_tensor old[2];
-  lunai_spare *spare;
-  int i;
-  if ((ctx->training && !ctx->paused) || ctx->status != LUNA_OK) return;
-  for (i = 0; i < count; i++) old[i] = *kept[i];
-  lunai_step_rewind(ctx, mark);
-  for (i = 0; i < count; i++) {
-    luna_tensor *t;
-    void *memory;
-    for (spare = ctx->spares; spare && spare != old[i].data_spare; spare = spare->next);
-    if (spare) {                     /* its data lie below the mark */
-      lunai_step(ctx, sizeof(luna_tensor), false, &memory);
-      kept[i] = (luna_tensor *)memory;
-      *kept[i] = old[i];
-      continue;
-    }
-    t = lunai_tensor_take(ctx, old[i].rank, old[i].shape); /* fits: it did before, further up */
-    LUNA_ASSERT(t);
-    if (t->data && ctx->backend->copy(ctx, t->data, old[i].data, (size_t)luna_count(t) * sizeof(float), 0) != LUNA_OK)
-      lunai_fail(ctx, LUNA_DEVICE_FAILED, "the backend could not copy %t", t);
-    kept[i] = t;
-  }
-}
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
@@ -9026,7 +9115,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   luna_tensor *both[2] = { NULL, NULL };
   lunai_recompute *again;
   luna_op *op;
-  lunai_mark mark;
+  luna_scope scope;
   void *memory, *more, *kept;
   int i;
   if (!ctx->training || ctx->paused) return block(state, in, second);
@@ -9045,16 +9134,17 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   op->recompute = again;
   op->outputs = second ? 2 : 1;
   for (op->inputs = 0; op->inputs < count; op->inputs++) op->in[op->inputs] = in[op->inputs];
-  mark = lunai_step_mark(ctx);
+  scope = luna_scope_begin(ctx);
   ctx->paused = true;
   both[1] = block(state, in, second ? &both[0] : NULL);
   if (copy && both[1] && second) both[0] = luna_scale(both[0], 1);
   if (copy && both[1]) both[1] = luna_scale(both[1], 1);
-  if (both[1] && (both[0] || !second)) lunai_keep(ctx, mark, second ? both : both + 1, op->outputs);
+  if (both[1]) (void)lunai_results(scope, both[1], both[0]);
   ctx->paused = false;
   if (!both[1] || (second && !both[0])) return lunai_fail_null(ctx, "luna_recompute", "a result of the block");
   op->out[0] = both[1];
   op->out[1] = both[0];
+  lunai_op_saves(op);
   if (second) *second = both[0];
   for (i = 0; i < op->outputs; i++) {
     op->out[i]->needs_grad = true;
@@ -9284,8 +9374,8 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed) {
   const luna_nested_attention_config *c;
   luna_attention_config a;
-  luna_tensor *both[2], *k, *v;
-  lunai_mark mark;
+  luna_tensor *y, *y_p, *k, *v;
+  luna_scope scope;
   bool failed = false;
   const int32_t *memory_lengths;
   luna_ctx *ctx;
@@ -9297,25 +9387,23 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
       x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
     return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_forward: x %t, p %t, context %t: want [batch, n, %d], [batch, l, %d], [batch, m, %d]", x, p, context, c->dim, c->dim, c->dim);
-  mark = lunai_step_mark(ctx);
+  scope = luna_scope_begin(ctx);
   memory_lengths = lunai_memory_lengths(ctx, lengths, x->shape[0], p->shape[1], &failed);
   if (failed) return NULL;
-  both[0] = lunai_nested_pack(layer, p, context, lengths);
-  if (!both[0]) return NULL;
+  y_p = lunai_nested_pack(layer, p, context, lengths);
+  if (!y_p) return NULL;
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
   a.heads = c->heads;
   a.lengths = memory_lengths;
-  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], residual, dropout, memory_lengths);
+  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) y = lunai_unpack_folded(layer, x, y_p, residual, dropout, memory_lengths);
   else {
-    v = luna_linear_layer_forward(&layer->v, both[0]);
-    k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, both[0]);
-    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
+    v = luna_linear_layer_forward(&layer->v, y_p);
+    k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
+    y = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
   }
-  if (!both[1]) return NULL;
-  lunai_keep(ctx, mark, both, 2);
-  if (packed) *packed = both[0];
-  return both[1];
+  if (packed) *packed = y_p;
+  return lunai_results(scope, y, packed ? y_p : NULL);
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
   return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed);
@@ -9389,24 +9477,23 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
 
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_causal_attention_config *c;
-  luna_tensor *s, *q, *k, *v, *y;
-  lunai_mark mark;
+  luna_tensor *s, *q, *k, *v;
+  luna_scope scope;
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!p) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (x->rank != 3 || p->rank < 2 || p->rank > 3 || x->shape[2] != c->dim || lunai_last(p) != c->dim || (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_forward: x %t, p %t: want [batch, n, %d] and [batch, l, %d] or [l, %d]", x, p, c->dim, c->dim, c->dim);
-  mark = lunai_step_mark(x->ctx);
+  scope = luna_scope_begin(x->ctx);
   lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
   s = lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  y = lunai_linear_with(luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
-  if (y) lunai_keep(x->ctx, mark, &y, 1);
-  return y;
+  v = luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout);
+  return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
   return lunai_causal_attention(layer, x, p, NULL, 0, lengths);
@@ -9566,13 +9653,13 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   const luna_attention_layer_config *c;
   luna_attention_config a;
   luna_tensor *q, *k, *v, *y;
-  lunai_mark mark;
+  luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!context) context = x;
   if (x->rank != 3 || context->rank != 3 || x->shape[0] != context->shape[0] || x->shape[2] != c->dim || context->shape[2] != c->dim)
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_forward: x %t and context %t: want [batch, n, %d] and [batch, m, %d]", x, context, c->dim, c->dim);
-  mark = lunai_step_mark(x->ctx);
+  scope = luna_scope_begin(x->ctx);
   q = luna_linear_layer_forward(&layer->q, x);
   k = luna_linear_layer_forward(&layer->k, context);
   v = luna_linear_layer_forward(&layer->v, context);
@@ -9583,9 +9670,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   a.dropout = c->dropout;
   y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
       c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) : lunai_linformer(layer, q, k, v, lengths);
-  y = luna_linear_layer_forward(&layer->out, y);
-  if (y) lunai_keep(x->ctx, mark, &y, 1);
-  return y;
+  return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
@@ -9651,40 +9736,28 @@ LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, lun
   return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init);
 }
 
-/* A norm's result is in recyclable memory: for its readers it is recomputed in backward, from the sum that it normalises */
-LUNAI_FN luna_tensor *lunai_passing_norm(const luna_norm_layer *norm, luna_tensor *x) {
-  luna_tensor *y;
-  if (!x) return NULL;
-  x->ctx->passing = true;
-  y = luna_norm_layer_forward(norm, x);
-  x->ctx->passing = false;
-  return y;
-}
 /* the end of a half-layer: its sum, normed when post-norm */
 LUNAI_FN luna_tensor *lunai_sum_normed(const luna_layer_config *c, luna_tensor *sum, const luna_norm_layer *norm) {
-  return c->pre_norm ? sum : lunai_passing_norm(norm, sum);
+  return c->pre_norm || !sum ? sum : luna_norm_layer_forward(norm, sum);
 }
 /* x + y after y's dropout, normed when post-norm */
 LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, const luna_norm_layer *norm) {
   return lunai_sum_normed(c, luna_add(x, luna_dropout(y, c->dropout)), norm);
 }
-/* the input of a half-layer: normed when pre-norm; and its end, when nothing in forward reads that any more */
+/* the input of a half-layer: normed when pre-norm */
 LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, const luna_norm_layer *norm) {
-  return c->pre_norm ? lunai_passing_norm(norm, x) : x;
+  return c->pre_norm && x ? luna_norm_layer_forward(norm, x) : x;
 }
-LUNAI_FN void lunai_normed_end(const luna_layer_config *c, luna_tensor *normed) { if (c->pre_norm) lunai_drop(normed); }
 
+/* x + FFN(x) */
 LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_norm_layer *norm) {
-  luna_tensor *in = lunai_normed(c, x, norm), *sum;
   luna_feed_forward_config f;
   f.activation = c->activation;
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
   f.recompute = c->recompute != LUNA_RECOMPUTE_NONE; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
-  sum = luna_feed_forward(in, fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
-  lunai_drop(in);
-  return lunai_sum_normed(c, sum, norm);
+  return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -9751,39 +9824,28 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
 /* Luna attention with both residuals: x and *p forward */
 LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
                                         const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
-  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm);
-  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &packed);
-  lunai_normed_end(c, in);
+  const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
+  luna_tensor *y_p = NULL, *in = lunai_normed(c, x, norm);
+  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &y_p);
   x = lunai_sum_normed(c, x, norm);
-  *p = lunai_residual(c, *p, packed, memory_norm);
-  return x;
+  *p = lunai_residual(c, *p, y_p, memory_norm);
+  return lunai_results(scope, x, *p);
 }
 
 LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
   const lunai_layer_state *s = (const lunai_layer_state *)state;
   const luna_encoder_layer *layer = (const luna_encoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
-  luna_ctx *ctx = in[0]->ctx;
-  const lunai_mark mark = lunai_mark_prepared(ctx, luna_count(in[0]), 1);
-  luna_tensor *both[2] = { NULL, NULL }, *x;
-  const int had = second ? 2 : 1;      /* both: P when there is one, then X */
-  if (second) {
-    both[0] = layer->memory ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
-    both[1] = lunai_nested_half(c, &layer->attention, in[0], &both[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
-    if (!both[0]) return NULL;
-    x = both[0];                       /* made after X: older first */
-    both[0] = both[1];
-    both[1] = x;
-  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
-  if (!both[0]) return NULL;
-  lunai_keep(ctx, mark, both, had);
-  x = both[0];
-  both[0] = both[1];
-  both[had - 1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (!both[had - 1]) return NULL;
-  lunai_keep(ctx, mark, both, had);
-  if (second) *second = both[0];
-  return both[had - 1];
+  const luna_scope scope = luna_scope_begin(in[0]->ctx);
+  luna_tensor *x = in[0], *p = in[1];
+  if (layer->memory) p = luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, x->shape[1]))), x->shape[0]);
+  if (second) x = lunai_nested_half(c, &layer->attention, x, &p, NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
+  else x = lunai_residual(c, x, lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, x, &layer->attention_norm), p, s->lengths, false), &layer->attention_norm);
+  x = lunai_results(scope, x, p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+  if (second) *second = p;
+  return second && !p ? NULL : x;
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
   luna_tensor *in[2], *next = NULL, *y;
@@ -9829,24 +9891,16 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   const lunai_layer_state *s = (const lunai_layer_state *)state;
   const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
-  luna_tensor *both[2], *x = in[0], *y;
-  const lunai_mark mark = lunai_mark_prepared(x->ctx, luna_count(x), 1);
-  y = lunai_normed(c, x, &layer->self_norm);
-  x = lunai_causal_attention(&layer->self_attention, y, in[1], x, c->dropout, s->lengths);
-  lunai_normed_end(c, y);
-  x = lunai_sum_normed(c, x, &layer->self_norm);
-  both[1] = in[1];
-  both[0] = lunai_nested_half(c, &layer->cross_attention, x, &both[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
-  if (!c->pre_norm) lunai_drop(x);
-  if (!both[0] || !both[1]) return NULL;
-  lunai_keep(in[0]->ctx, mark, both, 2);
-  x = both[0];
-  both[0] = both[1];
-  both[1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (!both[1]) return NULL;
-  lunai_keep(in[0]->ctx, mark, both, 2);
-  *second = both[0];
-  return both[1];
+  const luna_scope scope = luna_scope_begin(in[0]->ctx);
+  luna_tensor *x = in[0], *p = in[1];
+  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), p, x, c->dropout, s->lengths);
+  x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  x = lunai_nested_half(c, &layer->cross_attention, x, &p, in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
+  x = lunai_results(scope, x, p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+  *second = p;
+  return p ? x : NULL;
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   luna_tensor *in[3], *next = NULL, *y;
@@ -9893,18 +9947,15 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
   const luna_causal_layer *layer = (const luna_causal_layer *)((const lunai_layer_state *)state)->layer;
   const luna_layer_config *c = &layer->config;
-  const lunai_mark mark = lunai_mark_prepared(in[0]->ctx, luna_count(in[0]), 1);
-  luna_tensor *normed = lunai_normed(c, in[0], &layer->attention_norm), *y = normed;
+  const luna_scope scope = luna_scope_begin(in[0]->ctx);
+  luna_tensor *x = in[0], *y = lunai_normed(c, x, &layer->attention_norm);
   (void)second;
   if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
-  if (lunai_is_luna(c)) y = lunai_sum_normed(c, lunai_causal_attention(&layer->attention, y, layer->memory, in[0], c->dropout, NULL), &layer->attention_norm);
-  else y = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true), &layer->attention_norm);
-  lunai_normed_end(c, normed);
-  if (!y) return NULL;
-  lunai_keep(in[0]->ctx, mark, &y, 1);
-  y = lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (y) lunai_keep(in[0]->ctx, mark, &y, 1);
-  return y;
+  if (lunai_is_luna(c)) y = lunai_sum_normed(c, lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL), &layer->attention_norm);
+  else y = lunai_residual(c, x, lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true), &layer->attention_norm);
+  y = lunai_result(scope, y);
+  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm));
+  return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
@@ -10192,11 +10243,6 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   return lunai_setup_end(&s, good);
 }
 
-/* y, for which x is no longer needed */
-LUNAI_FN luna_tensor *lunai_instead(luna_tensor *x, luna_tensor *y) {
-  if (y != x) lunai_drop(x);
-  return y;
-}
 /* the context of a model whose init succeeded, where there is an input; else null */
 LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *input, const char *name) {
   luna_ctx *ctx = lunai_ctx_of(params);
@@ -10209,30 +10255,19 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
   lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: a batch of %d beside one of %d", name, a->batch, b->batch);
   return NULL;
 }
-/* of a sequence of vectors; 0 for an invalid size, which the op that makes them reports */
-LUNAI_FN int64_t lunai_floats_of(int64_t batch, int64_t n, int64_t dim) { return lunai_max(0, lunai_checked(lunai_checked(batch, n), dim)); }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
-  luna_tensor *x, *before;
-  lunai_mark mark;
+  luna_tensor *x;
+  luna_scope scope;
   int64_t i;
   if (!ctx) return NULL;
-  mark = lunai_mark_prepared(ctx, lunai_floats_of(input->batch, input->n, model->config.layer.dim), 2);
-  ctx->passing = true;
+  scope = luna_scope_begin(ctx);
   x = luna_embedding(model->embedding, input->tokens, input->batch, input->n);
-  x = lunai_instead(x, lunai_add_positions(x, model->config.positions, model->positions, 0));
-  x = lunai_instead(x, luna_dropout(x, model->config.layer.dropout));
-  ctx->passing = false;
-  for (i = 0; i < model->config.layers; i++) {
-    before = x;
-    x = luna_causal_layer_forward(&model->layers[i], before);
-    if (x) lunai_drop(before);
-    if (x) lunai_keep(ctx, mark, &x, 1);
-  }
+  x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
+  x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
+  for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
-  x = luna_linear(x, model->embedding, NULL);
-  if (x) lunai_keep(ctx, mark, &x, 1);
-  return x;
+  return lunai_result(scope, luna_linear(x, model->embedding, NULL));
 }
 
 /* --- the fields of models with an encoder --- */
@@ -10366,18 +10401,14 @@ LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->
 /* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
   const float factor = lunai_embedding_factor(c);
-  luna_ctx *ctx = table->ctx;
-  luna_tensor *x;
-  ctx->passing = true;                /* backward makes it again from the tokens */
-  x = luna_embedding(table, input->tokens, input->batch, input->n);
-  if (factor != 1) x = lunai_instead(x, luna_scale(x, factor));
-  x = lunai_instead(x, lunai_add_positions(x, c->positions, positions, c->first_position));
-  if (c->keep_padding) x = lunai_instead(x, luna_mask(x, input->lengths));
-  if (norm && norm->weight) x = lunai_instead(x, luna_norm_layer_forward(norm, x));
-  x = lunai_instead(x, luna_dropout(x, c->layer.dropout));
-  if (!c->keep_padding) x = lunai_instead(x, luna_mask(x, input->lengths));
-  ctx->passing = false;
-  return x;
+  const luna_scope scope = luna_scope_begin(table->ctx);
+  luna_tensor *x = luna_embedding(table, input->tokens, input->batch, input->n);
+  if (factor != 1) x = lunai_result(scope, luna_scale(x, factor));
+  x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
+  if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
+  if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
+  x = lunai_result(scope, luna_dropout(x, c->layer.dropout));
+  return c->keep_padding ? x : lunai_result(scope, luna_mask(x, input->lengths));
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input) {
   int64_t longest = input->lengths ? 1 : input->n, b;
@@ -10389,9 +10420,11 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
   const luna_encoder_config *c;
   luna_tensor *memory;
+  luna_scope scope;
   int64_t slots;
   float factor;
   if (!ctx) return NULL;
+  scope = luna_scope_begin(ctx);
   c = &e->config;
   slots = lunai_min(c->memory, lunai_longest(input));
   factor = lunai_embedding_factor(c);
@@ -10406,34 +10439,31 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input);
+  return lunai_results(scope, lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input), memory);
 }
 
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
   const luna_encoder_config *c;
-  luna_tensor *both[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
-  lunai_mark mark;
+  luna_tensor *memory = p ? *p : NULL, *x;
+  luna_scope scope;
   int64_t i;
   bool is_luna;
   if (!ctx) return NULL;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
-  mark = lunai_mark_prepared(ctx, lunai_floats_of(input->batch, input->n, c->dim), 2);
-  both[1] = luna_encoder_embed(e, input, &both[0]);
-  for (i = 0; i < c->layers && both[1]; i++) {
-    x = both[1];
-    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &both[0], input->lengths);
-    if (both[1]) lunai_drop(x);
-    if (both[1]) lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
+  scope = luna_scope_begin(ctx);
+  x = luna_encoder_embed(e, input, &memory);
+  for (i = 0; i < c->layers && x; i++) {
+    x = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &memory, input->lengths);
+    x = lunai_results(scope, x, memory);
   }
-  if (e->memory_norm.weight && both[1]) both[0] = luna_norm_layer_forward(&e->memory_norm, both[0]);
-  if (e->norm.weight) both[1] = luna_norm_layer_forward(&e->norm, both[1]);
-  if (!c->keep_padding) both[1] = luna_mask(both[1], input->lengths);
-  if (!both[1] || (is_luna && !both[0])) return NULL;
-  lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
-  if (p) *p = both[0];
-  return both[1];
+  if (e->memory_norm.weight && x) memory = luna_norm_layer_forward(&e->memory_norm, memory);
+  if (e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
+  if (!c->keep_padding) x = luna_mask(x, input->lengths);
+  if (!x || (is_luna && !memory)) return NULL;
+  if (p) *p = memory;
+  return lunai_results(scope, x, memory);
 }
 
 /* --- classifier --- */
@@ -10502,8 +10532,9 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   }
 }
 LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const luna_input *input) {
+  const luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_tensor *p = NULL, *x = luna_encoder_forward(&model->encoder, input, &p);
-  return lunai_instead(x, luna_classifier_pool(model, x, p, input->lengths));
+  return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
   if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_ACTIVATION_GELU);
@@ -10673,27 +10704,23 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target) {
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
-  luna_tensor *p = NULL, *both[2], *context, *x;
+  luna_tensor *p = NULL, *context, *x;
   luna_encoder_config c;
-  lunai_mark mark;
+  luna_scope scope, inner;
   int64_t i;
   if (!ctx) return NULL;
+  scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
-  mark = lunai_mark_prepared(ctx, lunai_floats_of(target->batch, target->n, model->config.encoder.dim), 2);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  both[0] = p;
-  both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
-  for (i = 0; i < model->config.decoder_layers && both[1]; i++) {
-    x = both[1];
-    both[1] = luna_decoder_layer_forward(&model->layers[i], x, &both[0], context, source->lengths);
-    if (both[1]) lunai_drop(x);
-    if (both[1]) lunai_keep(ctx, mark, both, 2);
+  x = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
+  inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  for (i = 0; i < model->config.decoder_layers && x; i++) {
+    x = luna_decoder_layer_forward(&model->layers[i], x, &p, context, source->lengths);
+    x = lunai_results(inner, x, p);
   }
-  if (model->norm.weight) both[1] = luna_norm_layer_forward(&model->norm, both[1]);
-  both[1] = luna_linear(both[1], model->output, NULL);
-  if (both[1]) lunai_keep(ctx, mark, both + 1, 1);
-  return both[1];
+  if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
+  return lunai_result(scope, luna_linear(x, model->output, NULL));
 }
 /* ----------------------------------------------------------------------------------------------------------------------
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.

@@ -81,7 +81,7 @@ FAR_ENTRY(update, (luna_ctx *ctx, const luna_update *update), (ctx, update), upd
 
 static void far_row_check(const luna_op *op, const char *when) {
   bool fine = (!op->index || far_is(op->index)) && (!op->lengths || far_is(op->lengths)) && (!op->kept || far_is(op->kept)) && (!op->workspace || far_is(op->workspace));
-  for (int i = 0; i < op->inputs; i++) fine = fine && (!op->in[i] || !luna_count(op->in[i]) || far_is(op->in[i]->data));
+  for (int i = 0; i < op->inputs; i++) fine = fine && (!op->in[i] || !luna_count(op->in[i]) || !op->in[i]->data || far_is(op->in[i]->data));
   for (int i = 0; i < op->outputs; i++) fine = fine && (!luna_count(op->out[i]) || op->kind == LUNA_OP_CUSTOM || !op->out[i]->data || far_is(op->out[i]->data));
   CHECK(fine, "%s of %s gets memory of the host", when, luna_op_name(op->kind));
 }
