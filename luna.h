@@ -5913,8 +5913,10 @@ struct luna_ctx {
   struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
-  struct lunai_piece *pieces;        /* of the step's memory, which tensors' data and gradients lie in, newest first */
+  struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
+  int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
+  char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
@@ -6128,8 +6130,9 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
 typedef struct lunai_mark {
   lunai_chunk *step[2];
   size_t used[2], bytes[2];
-  struct lunai_piece *pieces;
+  int64_t pieces_made;
   luna_tensor *made;
+  char *small, *small_end;
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
@@ -6140,15 +6143,19 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
   }
-  mark.pieces = ctx->pieces;
+  mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
+  mark.small = ctx->small;
+  mark.small_end = ctx->small_end;
   return mark;
 }
 LUNAI_FN void lunai_release(luna_tensor *t);
+LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
+  lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
     for (chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next) chunk->used = 0;
@@ -6156,7 +6163,8 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
   }
-  ctx->pieces = mark.pieces;
+  ctx->small = mark.small;
+  ctx->small_end = mark.small_end;
 }
 
 /* the first chunk from the current one on that has `size` bytes left, else a new last one of `grown` bytes or more */
@@ -6176,15 +6184,19 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   const size_t min = (size_t)1 << 16, bytes = ctx->arena[remote].step_bytes;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
+  if (ctx->arena[remote].step != chunk && !ctx->reserving) ctx->arena[remote].step_bytes += LUNAI_ALIGN; /* no neighbour of what lies in another */
   ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
-/* Sees to it that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, for one that follows holds them all. */
+/* Sees to it that the step can grow by `size` bytes in any pieces, one after another in one chunk. */
 LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
+  lunai_chunk *chunk;
   if (!lunai_room(ctx, size)) return false;
   if (size == 0 || ctx->options.measure || ctx->options.block || (remote && LUNAI_SEPARATE)) return true;
-  return lunai_chunk_for(ctx, remote, size, 0) != NULL;
+  chunk = lunai_chunk_for(ctx, remote, size, 0);
+  if (chunk) ctx->arena[remote].step = chunk;
+  return chunk != NULL;
 }
 
 /* Memory of the step, not zeroed; `data` as above. */
@@ -6204,30 +6216,102 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   return true;
 }
 
-/* A piece of the step's memory: one that was released and is not much too large, else a new one. Released, it stays in the list. */
-typedef struct lunai_piece { struct lunai_piece *next; void *at; size_t size; bool taken, was_taken; } lunai_piece;
+/* Small things of the host that last until the next begin lie together, so that they part no pieces. */
+#define LUNAI_SMALL 2048
+LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
+  const size_t size = (bytes + 15) / 16 * 16;
+  void *memory;
+  if (size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
+  if (!ctx->small || (size_t)(ctx->small_end - ctx->small) < size) {
+    if (!lunai_step(ctx, LUNAI_SMALL, false, &memory)) return false;
+    ctx->small = (char *)memory;
+    ctx->small_end = ctx->small + LUNAI_SMALL;
+  }
+  *out = ctx->small;
+  ctx->small += size;
+  return true;
+}
+
+/* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step ends.
+   Places count bytes from the step's start, alike in every mode, and so do all decisions. */
+#define LUNAI_MAX_SPLIT 24           /* a piece at most so many times too large is cut up */
+typedef struct lunai_piece {
+  struct lunai_piece *next;          /* of the free ones */
+  char *at;                          /* null where memory is only counted */
+  size_t place, size;
+  int64_t number;                    /* of those made in this step */
+  struct lunai_piece *next_before;   /* while luna_backward counts what it needs: */
+  size_t size_before;                /* as they were */
+} lunai_piece;
+LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
+  lunai_piece *piece;
+  void *memory;
+  if (!lunai_step_small(ctx, sizeof(lunai_piece), &memory)) return NULL;
+  piece = (lunai_piece *)memory;
+  memset(piece, 0, sizeof *piece);
+  piece->at = at;
+  piece->place = place;
+  piece->size = size;
+  piece->number = ctx->pieces_made++;
+  return piece;
+}
+/* the smallest free piece that is large enough, without what it has too much; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_round(bytes);
-  lunai_piece *one, *best = NULL;
-  void *memory, *at;
-  for (one = ctx->pieces; one; one = one->next)
-    if (!one->taken && one->size >= size && one->size - size <= (LUNAI_SEPARATE ? 0 : size / 8) &&
-        (!best || one->size < best->size))
-      best = one;
-  if (!best) {
-    if (!lunai_step(ctx, sizeof(lunai_piece), false, &memory) || !lunai_step(ctx, size, true, &at)) return NULL;
-    best = (lunai_piece *)memory;
-    best->next = ctx->pieces;
-    best->at = at;
-    best->size = size;
-    ctx->pieces = best;
+  const bool remote = lunai_on_device(ctx), alone = remote && LUNAI_SEPARATE;
+  lunai_piece **link, **best = NULL, *piece, *rest;
+  void *at;
+  for (link = &ctx->pieces; *link; link = &(*link)->next) {
+    piece = *link;
+    if (piece->size >= size && piece->size / (alone ? 1 : LUNAI_MAX_SPLIT) <= size && (!best || piece->size < (*best)->size)) best = link;
   }
-  best->taken = true;
-  return best;
+  if (!best) {
+    piece = lunai_piece_make(ctx, NULL, 0, size);
+    if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
+    piece->at = (char *)at;
+    piece->place = ctx->arena[remote].step_bytes - size;
+    return piece;
+  }
+  piece = *best;
+  if (piece->size > size) {
+    rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
+    if (!rest) return NULL;
+    rest->next = piece->next;
+    piece->size = size;
+    *best = rest;
+  } else *best = piece->next;
+  return piece;
 }
-LUNAI_FN void lunai_piece_give(lunai_piece **piece) {
-  if (*piece) (*piece)->taken = false;
-  *piece = NULL;
+/* free neighbours become one, the lower */
+LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
+  const bool alone = lunai_on_device(ctx) && LUNAI_SEPARATE;
+  lunai_piece *piece = *given, **link = &ctx->pieces, **above = NULL;
+  if (!piece) return;
+  *given = NULL;
+  for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
+  if (!alone && above && piece->place + piece->size == (*above)->place) {
+    piece->size += (*above)->size;
+    *above = *link;
+    link = above;
+  }
+  if (!alone && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
+  else {
+    piece->next = *link;
+    *link = piece;
+  }
+}
+/* What was free before the mark, less what has been taken and not given back since */
+LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
+  const size_t end = mark.bytes[lunai_on_device(ctx)];
+  lunai_piece **link = &ctx->pieces;
+  while (*link) {
+    if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
+    else {
+      if ((*link)->place + (*link)->size > end) (*link)->size = end - (*link)->place;
+      link = &(*link)->next;
+    }
+  }
+  ctx->pieces_made = mark.pieces_made;
 }
 
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
@@ -7536,7 +7620,7 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   const int64_t count = lunai_shape_count(rank, shape);
   luna_tensor *t;
   void *memory;
-  if (count < 0 || !lunai_step(ctx, sizeof(luna_tensor), false, &memory)) return NULL;
+  if (count < 0 || !lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
@@ -7551,7 +7635,7 @@ LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return t && t->base ? t->base
 /* --- scopes --- */
 LUNAI_FN void lunai_release(luna_tensor *t) {
   if (!t->data_piece) return;
-  lunai_piece_give(&t->data_piece);
+  lunai_piece_give(t->ctx, &t->data_piece);
   t->data = NULL;
   t->released = true;
 }
@@ -7827,7 +7911,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     return lunai_abandon(s);
   }
   if (record) {
-    if (!lunai_step(ctx, sizeof(luna_op), false, &memory)) return lunai_op_no_memory(s);
+    if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s);
     op = (luna_op *)memory;
     *op = s->op;
   }
@@ -7929,7 +8013,7 @@ LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
   int i;
   memset(leaf, 0, sizeof leaf);
   for (i = 0; i < op->inputs; i++) {
-    if (!lunai_step(ctx, sizeof(luna_tensor), false, &memory)) return false;
+    if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return false;
     leaf[i] = (luna_tensor *)memory;
     *leaf[i] = *op->in[i];
     leaf[i]->base = NULL;
@@ -8002,7 +8086,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (i = 0; i < op->outputs; i++) {  /* nothing reads them any more */
     luna_tensor *out = op->out[i];
     if (out->maker == op && !out->keep_grad) {
-      lunai_piece_give(&out->grad_piece);
+      lunai_piece_give(ctx, &out->grad_piece);
       out->grad = NULL;
       out->has_grad = false;
     }
@@ -8051,10 +8135,13 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   const size_t peak = ctx->peak;
   size_t need[2], step_peak[2];
   luna_status status;
-  lunai_piece *piece;
+  lunai_piece *const pieces = ctx->pieces, *piece;
   luna_op *op;
   int i;
-  for (piece = ctx->pieces; piece; piece = piece->next) piece->was_taken = piece->taken;
+  for (piece = ctx->pieces; piece; piece = piece->next) {
+    piece->next_before = piece->next;
+    piece->size_before = piece->size;
+  }
   for (i = 0; i < 2; i++) {
     step_peak[i] = ctx->arena[i].step_peak;
     ctx->arena[i].step_peak = ctx->arena[i].step_bytes;
@@ -8069,7 +8156,10 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   }
   ctx->peak = peak;                  /* what the second walk takes is counted there */
   lunai_step_rewind(ctx, mark);
-  for (piece = ctx->pieces; piece; piece = piece->next) piece->taken = piece->was_taken;
+  for (ctx->pieces = piece = pieces; piece; piece = piece->next) {
+    piece->next = piece->next_before;
+    piece->size = piece->size_before;
+  }
   lunai_unwalk(loss);
   for (op = ctx->tape; op; op = op->previous) {
     for (i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
@@ -8089,11 +8179,15 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss ? loss->ctx : NULL;
   luna_status status;
+  void *between;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
+  /* what backward takes is no neighbour of what is there: both walks find the same pieces wherever the new memory lies */
+  if (!lunai_step(ctx, LUNAI_ALIGN, false, &between) || !lunai_step(ctx, LUNAI_ALIGN, true, &between))
+    return lunai_fail_memory(ctx, "luna_backward", LUNAI_ALIGN);
   status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
   if (status != LUNA_OK) return status;
@@ -8537,7 +8631,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory;
   luna_tensor *t;
-  if (!lunai_step(x->ctx, sizeof(luna_tensor), false, &memory)) return lunai_op_no_memory(s);
+  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s);
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
@@ -9119,7 +9213,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   void *memory, *more, *kept;
   int i;
   if (!ctx->training || ctx->paused) return block(state, in, second);
-  if (!lunai_step(ctx, sizeof(luna_op), false, &memory) || !lunai_step(ctx, sizeof(lunai_recompute), false, &more) || !lunai_step(ctx, state_size, false, &kept))
+  if (!lunai_step_small(ctx, sizeof(luna_op), &memory) || !lunai_step(ctx, sizeof(lunai_recompute), false, &more) || !lunai_step(ctx, state_size, false, &kept))
     return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_recompute: no memory (%d bytes in use)", (int64_t)luna_memory(ctx).current);
   op = (luna_op *)memory;
   again = (lunai_recompute *)more;
