@@ -5887,6 +5887,7 @@ typedef struct lunai_arena {         /* what lies in one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
+  size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
 #ifdef LUNA_NO_TRAIN
@@ -6129,7 +6130,7 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
 
 typedef struct lunai_mark {
   lunai_chunk *step[2];
-  size_t used[2], bytes[2];
+  size_t used[2], bytes[2], gaps[2];
   int64_t pieces_made;
   luna_tensor *made;
   char *small, *small_end;
@@ -6142,6 +6143,7 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
+    mark.gaps[i] = arena->gaps;
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
@@ -6162,6 +6164,7 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
+    arena->gaps = mark.gaps[i];
   }
   ctx->small = mark.small;
   ctx->small_end = mark.small_end;
@@ -6184,19 +6187,16 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   const size_t min = (size_t)1 << 16, bytes = ctx->arena[remote].step_bytes;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
-  if (ctx->arena[remote].step != chunk && !ctx->reserving) ctx->arena[remote].step_bytes += LUNAI_ALIGN; /* no neighbour of what lies in another */
+  if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
   ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
-/* Sees to it that the step can grow by `size` bytes in any pieces, one after another in one chunk. */
+/* Sees to it that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, for one that follows holds them all. */
 LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
-  lunai_chunk *chunk;
   if (!lunai_room(ctx, size)) return false;
   if (size == 0 || ctx->options.measure || ctx->options.block || (remote && LUNAI_SEPARATE)) return true;
-  chunk = lunai_chunk_for(ctx, remote, size, 0);
-  if (chunk) ctx->arena[remote].step = chunk;
-  return chunk != NULL;
+  return lunai_chunk_for(ctx, remote, size, 0) != NULL;
 }
 
 /* Memory of the step, not zeroed; `data` as above. */
@@ -6233,15 +6233,13 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
 }
 
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step ends.
-   Places count bytes from the step's start, alike in every mode, and so do all decisions. */
-#define LUNAI_MAX_SPLIT 24           /* a piece at most so many times too large is cut up */
+   In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count bytes
+   from the step's start, alike in every mode, and so do all decisions. */
 typedef struct lunai_piece {
-  struct lunai_piece *next;          /* of the free ones */
+  struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
   char *at;                          /* null where memory is only counted */
   size_t place, size;
   int64_t number;                    /* of those made in this step */
-  struct lunai_piece *next_before;   /* while luna_backward counts what it needs: */
-  size_t size_before;                /* as they were */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
   lunai_piece *piece;
@@ -6255,25 +6253,28 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   piece->number = ctx->pieces_made++;
   return piece;
 }
-/* the smallest free piece that is large enough, without what it has too much; else a new one */
+LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !ctx->training && !(lunai_on_device(ctx) && LUNAI_SEPARATE); }
+/* what a piece may have too much */
+LUNAI_FN size_t lunai_piece_slack(const luna_ctx *ctx, size_t size) {
+  return lunai_pieces_split(ctx) ? 24 * size : lunai_on_device(ctx) && LUNAI_SEPARATE ? 0 : size / 8;
+}
+/* the smallest free piece that is large enough; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
-  const size_t size = lunai_round(bytes);
-  const bool remote = lunai_on_device(ctx), alone = remote && LUNAI_SEPARATE;
+  const size_t size = lunai_round(bytes), slack = lunai_piece_slack(ctx, size);
+  lunai_arena *arena = &ctx->arena[lunai_on_device(ctx)];
   lunai_piece **link, **best = NULL, *piece, *rest;
   void *at;
-  for (link = &ctx->pieces; *link; link = &(*link)->next) {
-    piece = *link;
-    if (piece->size >= size && piece->size / (alone ? 1 : LUNAI_MAX_SPLIT) <= size && (!best || piece->size < (*best)->size)) best = link;
-  }
+  for (link = &ctx->pieces; *link; link = &(*link)->next)
+    if ((*link)->size >= size && (*link)->size - size <= slack && (!best || (*link)->size < (*best)->size)) best = link;
   if (!best) {
     piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = ctx->arena[remote].step_bytes - size;
+    piece->place = arena->step_bytes + arena->gaps - size;
     return piece;
   }
   piece = *best;
-  if (piece->size > size) {
+  if (piece->size > size && lunai_pieces_split(ctx)) {
     rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
     if (!rest) return NULL;
     rest->next = piece->next;
@@ -6284,17 +6285,16 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
 }
 /* free neighbours become one, the lower */
 LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
-  const bool alone = lunai_on_device(ctx) && LUNAI_SEPARATE;
   lunai_piece *piece = *given, **link = &ctx->pieces, **above = NULL;
   if (!piece) return;
   *given = NULL;
   for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
-  if (!alone && above && piece->place + piece->size == (*above)->place) {
+  if (lunai_pieces_split(ctx) && above && piece->place + piece->size == (*above)->place) {
     piece->size += (*above)->size;
     *above = *link;
     link = above;
   }
-  if (!alone && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
+  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
   else {
     piece->next = *link;
     *link = piece;
@@ -6302,7 +6302,7 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
 }
 /* What was free before the mark, less what has been taken and not given back since */
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
-  const size_t end = mark.bytes[lunai_on_device(ctx)];
+  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
   lunai_piece **link = &ctx->pieces;
   while (*link) {
     if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
@@ -8138,10 +8138,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   lunai_piece *const pieces = ctx->pieces, *piece;
   luna_op *op;
   int i;
-  for (piece = ctx->pieces; piece; piece = piece->next) {
-    piece->next_before = piece->next;
-    piece->size_before = piece->size;
-  }
+  for (piece = pieces; piece; piece = piece->next) piece->next_before = piece->next;
   for (i = 0; i < 2; i++) {
     step_peak[i] = ctx->arena[i].step_peak;
     ctx->arena[i].step_peak = ctx->arena[i].step_bytes;
@@ -8156,10 +8153,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   }
   ctx->peak = peak;                  /* what the second walk takes is counted there */
   lunai_step_rewind(ctx, mark);
-  for (ctx->pieces = piece = pieces; piece; piece = piece->next) {
-    piece->next = piece->next_before;
-    piece->size = piece->size_before;
-  }
+  for (ctx->pieces = piece = pieces; piece; piece = piece->next) piece->next = piece->next_before;
   lunai_unwalk(loss);
   for (op = ctx->tape; op; op = op->previous) {
     for (i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
@@ -8179,15 +8173,11 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss ? loss->ctx : NULL;
   luna_status status;
-  void *between;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
-  /* what backward takes is no neighbour of what is there: both walks find the same pieces wherever the new memory lies */
-  if (!lunai_step(ctx, LUNAI_ALIGN, false, &between) || !lunai_step(ctx, LUNAI_ALIGN, true, &between))
-    return lunai_fail_memory(ctx, "luna_backward", LUNAI_ALIGN);
   status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
   if (status != LUNA_OK) return status;
