@@ -1033,11 +1033,11 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
   R(EMBEDDING, 1, 0, true) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
-  R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0), false) \
+  R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
   R(SHORT_CONVOLUTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(CUSTOM, 1, 0xffff, false) \
-  R(PACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_OUT(0), false) \
+  R(PACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false)
@@ -7695,9 +7695,15 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
   both[1] = p;
   return luna_scope_end(scope, both, 2);
 }
+/* whether a tensor's data were released: then that is the failure */
+LUNAI_FN bool lunai_is_released(luna_tensor *t, const char *name) {
+  if (!t || !lunai_base(t)->released) return false;
+  lunai_fail(t->ctx, LUNA_BAD_ARGUMENT, "%s: the data of tensor %t were released when its scope ended; call luna_keep before", name, t);
+  return true;
+}
 LUNA_API luna_tensor *luna_keep(luna_tensor *t) {
   if (!t) return NULL;
-  if (lunai_base(t)->released) return lunai_fail(t->ctx, LUNA_BAD_ARGUMENT, "luna_keep: the data of tensor %t were released when its scope ended; call it before", t);
+  if (lunai_is_released(t, "luna_keep")) return NULL;
   lunai_base(t)->keep_data = true;
   return t;
 }
@@ -7760,7 +7766,7 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) {
-  if (t && (t->base ? t->base : t)->released)
+  if (t && lunai_base((luna_tensor *)(uintptr_t)t)->released)
     return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: the data of tensor %t were released when its scope ended; call luna_keep before", t);
   return lunai_read_floats(t, t ? t->data : NULL, out);
 }
@@ -7807,7 +7813,8 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, in
   s->op.in[2] = inputs > 2 ? c : NULL;
   s->op.outputs = 1;
   for (i = 0; i < inputs; i++)
-    if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
+    if (lunai_is_released(s->op.in[i], name)) return false;
+    else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
 /* Whether an array's inputs are all there. When not, or when they are too many, the context of the first that is there fails. */
@@ -7904,6 +7911,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
       lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)", s->name, (int64_t)i);
       return lunai_abandon(s);
     }
+    if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
     if (op->in[i] && op->in[i]->needs_grad && ctx->training && !ctx->paused) record = true;
   }
   if (lunai_shape_count(rank, shape) < 0) {
