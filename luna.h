@@ -64,10 +64,14 @@
      allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
      calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
      the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     Within a step, layers and models are scopes: at a scope's end, what it made and does not hand out is released,
+     but for what backward reads (LUNA_OPS says what each op's does) and cannot compute again by cheap ops (norms,
+     embeddings, activations). So an inference of many layers takes little more than one of two. Hidden values to look
+     at, or to hand out of an attention hook: luna_keep. Functions of your own: luna_scope_begin and luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
-     result after its last use unless luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with
-     the feed-forward recomputed (layer.recompute trades time for memory and changes no bit); norms and embeddings are
-     always recomputed. Several begin/forward/backward before one optimiser step accumulate.
+     result after its last use unless luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a
+     token for backward, or 2 dim with the feed-forward recomputed (layer.recompute trades time for memory and changes
+     no bit). Several begin/forward/backward before one optimiser step accumulate.
 
    ERRORS
      Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, ops given
@@ -335,13 +339,14 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
-   Activations live until the next begin. Every op returns null on failure and for a null input; the context says why.
+   What ops make lives until the next begin or the end of the scope around it. Every op returns null on failure and for
+   a null input; the context says why.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_MAX_RANK 4
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
-  float *data;                       /* null in a context that measures */
+  float *data;                       /* null in a context that measures, and once a scope has released it */
   float *grad;                       /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;

@@ -1567,6 +1567,30 @@ static void case_luna_backend_fail(void) {
   expect(luna_backend_fail(ctx, LUNA_UNSUPPORTED, turn() ? NULL : "a sentence") == LUNA_UNSUPPORTED && (!ctx || sentence()), "the failure is lost");
 }
 
+/* scopes */
+static void case_luna_scope_begin(void) {
+  const luna_scope scope = luna_scope_begin(turn() ? NULL : w->ctx);
+  expect(scope.ctx == NULL || scope.ctx == w->ctx, "a scope of another context");
+}
+static void case_luna_scope_end(void) {
+  luna_scope scope = luna_scope_begin(turn() ? NULL : w->ctx);
+  luna_tensor *x = plain(), *y = x ? luna_scale(x, 2) : NULL, *results[2];
+  results[0] = turn() ? NULL : coin() ? x : y;
+  results[1] = coin() ? NULL : y;
+  y = luna_scope_end(scope, turn() ? NULL : results, (int)pick(4) - 1);
+  expect(y == NULL || y == results[0], "the end of a scope returns what is not its first result");
+}
+static void case_luna_keep(void) {
+  const luna_scope scope = luna_scope_begin(w->ctx);
+  const bool early = coin();
+  luna_tensor *x = plain(), *y = x ? luna_scale(x, 2) : NULL, *kept = early ? luna_keep(x) : NULL;
+  expect(!early || kept == x, "luna_keep returns another tensor");
+  if (!y || x->ctx != w->ctx || luna_count(x) == 0 || luna_ctx_status(w->ctx) != LUNA_OK) return;
+  (void)luna_scope_end(scope, &y, 1);
+  kept = luna_keep(x);
+  expect(early ? kept == x : kept == NULL && sentence(), "luna_keep after the end of the scope");
+}
+
 /* ==== the table ==== */
 #define FUNCTIONS(F) \
   F(luna_version) F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_name) F(luna_gemm_f32) F(luna_gemm_scratch) \
@@ -1594,7 +1618,8 @@ static void case_luna_backend_fail(void) {
   F(luna_load_training) F(luna_stream_size) F(luna_stream_open_bytes) F(luna_stream_open) F(luna_stream_close) F(luna_stream_step) \
   F(luna_stream_prefill) F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
-  F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail)
+  F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
+  F(luna_scope_begin) F(luna_scope_end) F(luna_keep)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 static row functions[] = {FUNCTIONS(ROW)};
