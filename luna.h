@@ -6258,14 +6258,12 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   piece->number = ctx->pieces_made++;
   return piece;
 }
-LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !ctx->training && !(lunai_on_device(ctx) && LUNAI_SEPARATE); }
-/* what a piece may have too much */
-LUNAI_FN size_t lunai_piece_slack(const luna_ctx *ctx, size_t size) {
-  return lunai_pieces_split(ctx) ? 24 * size : lunai_on_device(ctx) && LUNAI_SEPARATE ? 0 : size / 8;
-}
+LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
+LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !ctx->training && !lunai_pieces_alone(ctx); }
 /* the smallest free piece that is large enough; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
-  const size_t size = lunai_round(bytes), slack = lunai_piece_slack(ctx, size);
+  const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
+  const size_t slack = lunai_pieces_split(ctx) ? 24 * size : lunai_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
   lunai_arena *arena = &ctx->arena[lunai_on_device(ctx)];
   lunai_piece **link, **best = NULL, *piece, *rest;
   void *at;
@@ -6275,7 +6273,7 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes + arena->gaps - size;
+    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
     return piece;
   }
   piece = *best;
