@@ -6085,8 +6085,10 @@ LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
     lunai_put(text, value != value ? "NaN" : "Inf");
     return;
   }
-  for (; size >= 1e6; exponent++) size /= 10;
-  for (; size > 0 && size < 1e-3; exponent--) size *= 10;
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) {
+    for (; size >= 9.9999995; exponent++) size /= 10;
+    for (; size < 0.99999995; exponent--) size *= 10;
+  }
   part = (int64_t)(size * 1e6 + 0.5);
   whole = part / 1000000;
   part %= 1000000;
