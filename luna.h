@@ -179,8 +179,9 @@ LUNA_API const char *luna_status_text(luna_status status);
 LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementation */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>errors: X(ID, STATUS, sentence), each LUNA_ERROR_ID with its LUNA_STATUS. In sentences %s is text, %d and %f are
-   numbers, %t is a tensor's shape. The first list is of streams, whose sentences are fixed.
+   >>errors: X(ID, STATUS, sentence), each LUNA_ERROR_ID with its LUNA_STATUS. In sentences %s is text (the first is the
+   function), %d and %f are numbers, %t is a tensor's shape. The first list is of streams, whose sentences are fixed.
+   Numbers of ids may change with the version.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
@@ -211,9 +212,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
   X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d") \
-  X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, not at least 0 and below 1") \
-  X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f, not finite") \
-  X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f, not finite and at least 0") \
+  X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
+  X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
+  X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
   X(SHAPE, BAD_ARGUMENT, "%s: %s %t of rank %d is invalid: at most 4 axes, none negative, and %d elements in all") \
   X(TOO_LARGE, BAD_ARGUMENT, "%s: %d times %d elements are more than %d") \
   X(NOT_UTF8, BAD_ARGUMENT, "%s: %s is not UTF-8") \
@@ -225,7 +226,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
   X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
     "or called twice)") \
-  X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are more than %d") \
+  X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
   X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
@@ -283,7 +284,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
   X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
   X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds max_length %d") \
-  X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: a batch of %d beside one of %d") \
+  X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
   X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
   X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
   X(CLASSIFIER_PAIR, BAD_ARGUMENT, "luna_classifier_forward: this model compares two sequences; call " \

@@ -524,7 +524,7 @@ static void check_errors(void) {
   for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
     luna_begin_inference(ctx);
     if (!luna_dropout(x, reals[i].value)) {
-      snprintf(sentence, sizeof sentence, "luna_dropout: dropout is %s, not at least 0 and below 1", reals[i].text);
+      snprintf(sentence, sizeof sentence, "luna_dropout: dropout is %s, outside [0, 1)", reals[i].text);
       says(ctx, LUNA_ERROR_PROBABILITY, sentence);
     } else CHECK(0, "dropout %s", reals[i].text);
     x = luna_begin_inference(ctx) == LUNA_OK ? luna_tensor_new(ctx, NULL, 2, shape) : NULL;
