@@ -1255,7 +1255,8 @@ LUNA_API const char *luna_op_name(luna_op_kind row);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence); /* for an entry's `return`: the context's error, if it is the first */
+/* for an entry's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
+LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #endif /* !LUNA_ONLY_STREAM */
 
 #endif /* LUNA_H */
@@ -10320,7 +10321,7 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
 /* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
-  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
+  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "its tensors are not those of luna.layers layers";
   if (!lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim)) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
   if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
   if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
@@ -11554,7 +11555,7 @@ LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *b
   f->outer = lunai_enter(ctx, name);
   f->mark = lunai_step_mark(ctx);
   for (f->last = NULL, chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) f->last = chunk;
-  wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "there are no bytes";
+  wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "bytes is null";
   if (!wrong) {
     const size_t need = (f->st.tensors + f->st.pairs + 1) * sizeof(uint64_t);
     if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_fail_memory(ctx, ctx->call, need));
@@ -11785,7 +11786,7 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   count = lunai_st_tensors(st);
   if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
-                             "the metadata claims other layers than the file has tensors for") == LUNA_OK;
+                             "its tensors are not those of luna.layers layers") == LUNA_OK;
   model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   lunai_fill_begin(params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
@@ -12995,10 +12996,10 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->sources = 1;
   s->scale = 1;
-  if (!s->kernels) return "this machine does not have the instruction set asked for";
+  if (!s->kernels) return "config.isa is not available on this machine";
   if (z->attention) return LUNAI_STREAM_ATTENTION;
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "batch and chunk must be at least 1, and not too large";
+  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
@@ -13055,7 +13056,7 @@ LUNAI_FN bool lunai_stream_layer_weights(const lunai_st *st, const lunai_lm_size
 LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size, const luna_stream_config *config) {
   const char *wrong;
   memset(s, 0, sizeof *s);
-  wrong = bytes ? lunai_st_open(st, bytes, size) : "there are no bytes";
+  wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
   return wrong ? wrong : lunai_stream_config(s, config);
 }
@@ -13104,7 +13105,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   int64_t i;
   if (!wrong) need = lunai_stream_bytes(&first, &st);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
-    wrong = "the memory is smaller than luna_stream_size says";
+    wrong = "memory_size is less than luna_stream_size";
   s = wrong ? NULL : (luna_stream *)(void *)((char *)memory + shift);
   if (s) {
     memset(s, 0, need);
