@@ -295,7 +295,7 @@ static const luna_input *input_of(const int32_t *t, const int32_t *lengths, int6
 /* ---- what came of a call ---- */
 #define STATUS(id, status, sentence) LUNA_##status,
 static const luna_status error_status[] = {LUNA_OK, LUNA_ERRORS(STATUS)};
-/* a failure: its status, its sentence and an id that belongs to it; the other context may still have an earlier status */
+/* a failure: its status, its sentence and an id that belongs to it; the other context may have an earlier status */
 static bool reported(const luna_ctx *ctx) {
   const luna_status status = luna_ctx_status(ctx);
   const luna_error_id id = luna_ctx_error_id(ctx);

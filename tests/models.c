@@ -84,7 +84,8 @@ TEST_FORMAT(5) static void refused_at(int line, luna_ctx *ctx, bool failed, luna
   vsnprintf(what, sizeof what, format, list);
   va_end(list);
   test_check(failed && luna_error(ctx)[0] && luna_ctx_error_id(ctx) == id, __FILE__, line,
-             "%s is %s, and the error is %d, not %d: \"%s\"", what, failed ? "refused" : "taken", (int)luna_ctx_error_id(ctx),
+             "%s is %s, and the error is %d, not %d: \"%s\"", what, failed ? "refused" : "taken",
+                 (int)luna_ctx_error_id(ctx),
              (int)id, luna_error(ctx));
   luna_begin_inference(ctx);
 }
@@ -302,7 +303,8 @@ static void check_classifier_refusals(void) {
   luna_classifier_config config = {0};
   config.encoder = encoder_config(9);
   config.pooling = LUNA_POOLING_MEMORY;
-  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, POOLING_MEMORY, "pooling the memory of softmax attention");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, POOLING_MEMORY,
+      "pooling the memory of softmax attention");
   config.pooling = (luna_pooling)5;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "pooling 5");
   config.pooling = LUNA_POOLING_DEFAULT;
@@ -510,7 +512,8 @@ static void check_learned_lm(void) { /* a language model's learned positions cou
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && model.positions && model.positions->shape[0] == 8, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 8 }) != NULL, "8 tokens: %s", luna_error(ctx));
-  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), MAX_LENGTH, "a language model's sequence of 9");
+  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), MAX_LENGTH,
+      "a language model's sequence of 9");
   free(tokens);
   luna_close(ctx);
 }
@@ -646,11 +649,14 @@ static void check_masked_loss(int v, luna_form form) {
   }
   for (int i = 0; i < BATCH * N; i++) labels[i] = -1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), NO_LABELS, "no label at all");
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), NULL_ARGUMENT, "null for labels");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), NO_LABELS,
+      "no label at all");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), NULL_ARGUMENT,
+      "null for labels");
   labels[3] = VOCAB + 1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), ELEMENT_RANGE, "a label beyond the vocabulary");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), ELEMENT_RANGE,
+      "a label beyond the vocabulary");
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
@@ -977,9 +983,11 @@ static void check_linformer_refusals(void) {
   luna_attention_layer layer;
   luna_attention_layer_config config = {0};
   lm_config.layer.dim = DIM, lm_config.layer.heads = 2, lm_config.layer.attention = LUNA_ATTENTION_LINFORMER;
-  refused(ctx, luna_lm_init(&lm, params, &lm_config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL, "Linformer in a language model");
+  refused(ctx, luna_lm_init(&lm, params, &lm_config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL,
+      "Linformer in a language model");
   config.kind = LUNA_ATTENTION_LINFORMER, config.dim = DIM, config.causal = true;
-  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL, "causal Linformer");
+  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL,
+      "causal Linformer");
   config.causal = false;
   for (int i = 0; i < 6; i++) {
     luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_HEADWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
@@ -990,7 +998,8 @@ static void check_linformer_refusals(void) {
     if (i == 4) l.sharing = (luna_linformer_sharing)3;
     if (i == 5) l.projection = (luna_linformer_projection)4;
     config.linformer = l;
-    refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "Linformer, bad config %d", i);
+    refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
+        "Linformer, bad config %d", i);
   }
   config.kind = LUNA_ATTENTION_LUNA;
   refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
@@ -1007,12 +1016,14 @@ static void check_linformer_refusals(void) {
     luna_tensor *x = common_tensor(ctx, 1, 2, 9, DIM, 0), *longer = common_tensor(ctx, 1, 2, 10, DIM, 0);
     CHECK(luna_attention_layer_forward(&layer, x, NULL, NULL) && luna_attention_layer_forward(&layer, longer, x, NULL), "9 keys: %s",
           luna_error(ctx));
-    refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), MAX_LENGTH, "10 keys where Linformer has 9 (projection %d)", i);
+    refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), MAX_LENGTH,
+        "10 keys where Linformer has 9 (projection %d)", i);
   }
   luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_LAYERWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
   config.linformer = l;
   CHECK(luna_attention_layer_init(&layer, params, "layerwise.", &config) == LUNA_OK, "%s", luna_error(ctx));
-  refused(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL), LINFORMER_PROJECTION,
+  refused(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL),
+      LINFORMER_PROJECTION,
           "layerwise without a projection");
   luna_close(ctx);
 }
@@ -1186,7 +1197,8 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   }
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
-  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0, FILE_FIELD,
+  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0,
+      FILE_FIELD,
           "the file of a hooked model, without the hook");
   free(logits[0]), free(logits[1]);
   remove(path.text);
@@ -1249,11 +1261,13 @@ static void check_hook_refusals(void) {
     luna_lm_config l = {0};
     luna_attention_hook hook = average_open(&state, fail_at);
     c.encoder = encoder_config(0), c.encoder.layer.hook = &hook;
-    refused(ctx, luna_classifier_init(&classifier, params, &c) != LUNA_OK, HOOK_INIT, "a classifier whose hook's init %d returns null",
+    refused(ctx, luna_classifier_init(&classifier, params, &c) != LUNA_OK, HOOK_INIT,
+        "a classifier whose hook's init %d returns null",
             fail_at);
     hook = average_open(&state, fail_at);
     l.layer.hook = &hook;
-    refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, HOOK_INIT, "a language model whose hook's init %d returns null", fail_at);
+    refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, HOOK_INIT,
+        "a language model whose hook's init %d returns null", fail_at);
     CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 && !luna_params_get(params, "luna.kind"),
           "a hook that fails leaves %d parameters", (int)luna_params_tensor_count(params));
   }
@@ -1261,13 +1275,16 @@ static void check_hook_refusals(void) {
   luna_attention_hook half = average_open(&state, -1), whole = half;
   half.forward = NULL;
   config.dim = DIM, config.heads = 2, config.hook = &half;
-  refused(ctx, luna_encoder_layer_init(&layer, params, "x.", &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "a hook without forward");
+  refused(ctx, luna_encoder_layer_init(&layer, params, "x.", &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+      "a hook without forward");
   luna_seq2seq_config s = {0};
   s.encoder = encoder_config(0), s.encoder.layer.hook = &whole;
-  refused(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, LUNA_ONLY, "an encoder-decoder with a hook");
+  refused(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, LUNA_ONLY,
+      "an encoder-decoder with a hook");
   luna_classifier_config c = {0};
   c.pooling = LUNA_POOLING_MEMORY, c.encoder = s.encoder;
-  refused(ctx, luna_classifier_init(&classifier, params, &c) == LUNA_BAD_ARGUMENT, POOLING_MEMORY, "pooling the memory of a hooked model");
+  refused(ctx, luna_classifier_init(&classifier, params, &c) == LUNA_BAD_ARGUMENT, POOLING_MEMORY,
+      "pooling the memory of a hooked model");
   config.hook = &whole; /* a layer by itself passes on the memory it is given */
   for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) {
     char name[8] = "0.";
@@ -1904,7 +1921,8 @@ static void check_decoder_stream(int v, int64_t beam, bool with_lengths) {
         free(expected);
       }
       if (config.encoder.positions == LUNA_POSITIONS_LEARNED)
-        CHECK(!luna_stream_step(s, now) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_POSITIONS, "step %d of %d learned positions: \"%s\"", STEPS,
+        CHECK(!luna_stream_step(s, now) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_POSITIONS,
+            "step %d of %d learned positions: \"%s\"", STEPS,
               STEPS, luna_stream_error(s));
       else CHECK(luna_stream_step(s, now) != NULL, "step %d: %s", STEPS, luna_stream_error(s));
       now[0] = (int32_t)vocab;
@@ -1961,7 +1979,8 @@ static void check_seq2seq_forward(void) {
     CHECK(!same_bits(all + 3 * 8, some + 3 * 8, 8), "a padded place of a target is read");
     luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, NULL, 2, STEPS });
     CHECK(longest != NULL, "%d places: %s", STEPS, luna_error(t.ctx));
-    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE }, &(luna_input){ target, NULL, 1, STEPS + 1 }), MAX_LENGTH,
+    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE },
+        &(luna_input){ target, NULL, 1, STEPS + 1 }), MAX_LENGTH,
             "a target longer than its learned positions");
     free(source), free(target), free(all), free(some);
   }
@@ -2195,27 +2214,39 @@ static void check_search_refusals(void) {
     s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1, s[7].max_length = INT64_MAX,
     s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, VALUE_RANGE, "bad search %d", i);
-    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length,
+          &score) != LUNA_OK, VALUE_RANGE, "bad search %d", i);
+    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length,
+        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no search");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length, &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length,
+        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the result");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL, &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL,
+        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the length");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length,
+        &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "no source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length, &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length,
+        &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "a source of -1 tokens");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, NULL_ARGUMENT, "null for a source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length, &score) != LUNA_OK, ELEMENT_RANGE,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length,
+        &score) != LUNA_OK, NULL_ARGUMENT, "null for a source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length,
+        &score) != LUNA_OK, ELEMENT_RANGE,
             "a length beyond the source");
     bad[4] = VOCAB;
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, ELEMENT_RANGE,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length,
+        &score) != LUNA_OK, ELEMENT_RANGE,
             "a source token beyond the vocabulary");
     CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), VALUE_RANGE, "a stream of no source");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0), VALUE_RANGE, "a stream of no sequence");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX), VALUE_RANGE, "a stream of 2^63 sequences");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), VALUE_RANGE,
+        "a stream of no source");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0), VALUE_RANGE,
+        "a stream of no sequence");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX),
+        VALUE_RANGE, "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE }, 1), "a stream of no model");
     CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
@@ -2450,11 +2481,13 @@ static void check_model_paths(void) {
     CHECK(luna_save(a.params, path.text) == LUNA_OK && luna_load_model(&b.model, b.params, path.text) == LUNA_OK && comes_back(&a, &b),
           "%s by path: %s", model_names[kind], luna_error(b.ctx));
     luna_params *empty = luna_params_open(b.ctx);
-    refused(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, CANNOT_OPEN, "a file that is not there");
+    refused(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, CANNOT_OPEN,
+        "a file that is not there");
     refused(b.ctx, luna_load_model(NULL, empty, path.text) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "no place for a model");
     CHECK(luna_load_model(&b.model, NULL, path.text) == LUNA_BAD_ARGUMENT, "no set");
     bytes file = saved(a.params), other = edited(&file, "\"luna.kind\":\"", "\"luna.kind\":\"un");
-    refused(b.ctx, luna_load_model_bytes(&b.model, empty, other.at, other.size) == LUNA_BAD_FILE, NOT_A_MODEL, "a kind that is none");
+    refused(b.ctx, luna_load_model_bytes(&b.model, empty, other.at, other.size) == LUNA_BAD_FILE, NOT_A_MODEL,
+        "a kind that is none");
     free(file.at), free(other.at);
     luna_close(a.ctx), luna_close(b.ctx);
     remove(path.text);
@@ -2530,12 +2563,15 @@ static void check_matching(void) {
     common_params(to, 103 + (uint64_t)way);
   }
   float *before = common_parameters(to), *after;
-  refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, NOTHING_MATCHES, "a file of which nothing fits");
+  refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, NOTHING_MATCHES,
+      "a file of which nothing fits");
   CHECK(quiet.loaded == 0 && quiet.missing == luna_params_tensor_count(to) && quiet.unused == luna_params_tensor_count(lm_set),
         "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing, (int)quiet.unused);
   for (size_t cut = 0; cut < file.size; cut += 997)
-    refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, NOT_SAFETENSORS, "a file cut to %d bytes", (int)cut);
-  refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, CANNOT_OPEN, "a file that is not there");
+    refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, NOT_SAFETENSORS,
+        "a file cut to %d bytes", (int)cut);
+  refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, CANNOT_OPEN,
+      "a file that is not there");
   CHECK(luna_load_matching_bytes(NULL, file.at, file.size, NULL) == LUNA_BAD_ARGUMENT, "no set");
   after = common_parameters(to);
   CHECK(same_bits(before, after, luna_params_element_count(to)), "files that do not fit change parameters");

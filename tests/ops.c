@@ -590,7 +590,8 @@ static void check_items(void) {
   CHECK(isnan(luna_item(NULL)) && luna_read(NULL, out) != LUNA_OK && luna_read(b, NULL) != LUNA_OK, "null can be read");
   luna_begin_inference(ctx);
   b = luna_tensor_new(ctx, pair, 1, &two);
-  CHECK(luna_read_grad(b, out) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD, "a gradient that is not there can be read");
+  CHECK(luna_read_grad(b, out) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD,
+      "a gradient that is not there can be read");
   luna_close(ctx);
 }
 
@@ -607,7 +608,8 @@ static void check_gradients_kept(void) {
   CHECK(luna_read_grad(x, grad) == LUNA_OK && grad[0] == 0 && grad[5] == 6, "x: %s", luna_error(ctx));
   CHECK(luna_read_grad(asked, grad) == LUNA_OK && grad[5] == 3 && luna_read_grad(view, grad) == LUNA_OK && grad[5] == 3, "a result that was asked for: %s", luna_error(ctx));
   CHECK(luna_read_grad(again, grad) == LUNA_OK && grad[5] == 1, "a view that was asked for: %s", luna_error(ctx));
-  CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD, "a result nobody asked for kept its gradient");
+  CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD,
+      "a result nobody asked for kept its gradient");
   CHECK(luna_read(other, grad) == LUNA_OK && grad[5] == 10, "a result can no longer be read after backward");
   luna_close(ctx);
 }
@@ -625,7 +627,8 @@ static void refused(luna_ctx *ctx, const void *result, luna_error_id id, const c
   const size_t named = strcspn(said, ":"); /* luna_cross_entropy for luna_cross_entropy_with */
   CHECK(!result, "%s gives a tensor", call);
   CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call, luna_status_text(luna_ctx_status(ctx)));
-  CHECK(luna_ctx_error_id(ctx) == id, "%s leaves error %d, not %d: \"%s\"", call, (int)luna_ctx_error_id(ctx), (int)id, said);
+  CHECK(luna_ctx_error_id(ctx) == id, "%s leaves error %d, not %d: \"%s\"", call, (int)luna_ctx_error_id(ctx), (int)id,
+      said);
   CHECK(named > 0 && strncmp(said, call, named) == 0, "%s says \"%s\"", call, said);
 }
 #define REFUSED(call, id) (luna_begin_step(ctx), refused(ctx, call, LUNA_ERROR_##id, #call))
@@ -708,7 +711,8 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_short_convolution(cube, b, NULL), CONVOLUTION_SHAPES);
   REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), NULL_ARGUMENT);
   luna_tensor *const nine[9] = {a, a, a, a, a, a, a, a, a};
-  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0}), TOO_MANY_TENSORS);
+  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0}),
+      TOO_MANY_TENSORS);
 }
 
 static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
@@ -765,27 +769,32 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   config.dim = 36;
   config.heads = 5;
   luna_begin_step(ctx);
-  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_HEADS,
+  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK &&
+      luna_ctx_error_id(ctx) == LUNA_ERROR_HEADS,
         "36 dimensions for 5 heads: \"%s\"", luna_error(ctx));
   config.heads = 4;
   config.pack_heads = 7;
   luna_begin_step(ctx);
-  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_HEADS,
+  CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK &&
+      luna_ctx_error_id(ctx) == LUNA_ERROR_HEADS,
         "7 pack heads: \"%s\"", luna_error(ctx));
   layer.dim = -4;
   luna_begin_step(ctx);
-  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
+  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK &&
+      luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
         "a layer of -4 dimensions: \"%s\"",
         luna_error(ctx));
   layer.dim = 36;
   layer.dropout = 1;
   luna_begin_step(ctx);
-  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_PROBABILITY,
+  CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK &&
+      luna_ctx_error_id(ctx) == LUNA_ERROR_PROBABILITY,
         "a layer that drops all: \"%s\"",
         luna_error(ctx));
   model.vocab = -1;
   luna_begin_step(ctx);
-  CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE, "a vocabulary of -1: \"%s\"", luna_error(ctx));
+  CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
+      "a vocabulary of -1: \"%s\"", luna_error(ctx));
   CHECK(luna_params_tensor_count(params) == size, "refused layers left %lld parameters in the set", (long long)(luna_params_tensor_count(params) - size));
   config.pack_heads = 0; /* the first refusal stays until the same init succeeds */
   CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) == LUNA_OK, "%s", luna_error(ctx));
@@ -807,8 +816,10 @@ static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_causal_nested_attention(x, x, x, NULL, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), NULL_ARGUMENT);
   REFUSED(luna_encoder_layer_forward(&layer, x, &none, NULL), NULL_ARGUMENT);
   luna_begin_step(ctx);
-  CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"", luna_error(ctx));
-  CHECK(luna_lm_init(NULL, params, NULL) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"", luna_error(ctx));
+  CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"",
+      luna_error(ctx));
+  CHECK(luna_lm_init(NULL, params, NULL) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"",
+      luna_error(ctx));
   CHECK(luna_lm_init(&lm, params, NULL) == LUNA_OK, "%s", luna_error(ctx));
   CHECK(luna_read(a, NULL) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"", luna_error(ctx));
 }
@@ -821,7 +832,8 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   const int before = r->logged;
   luna_tensor *bad = luna_add(a, b);
   snprintf(first, sizeof first, "%s", luna_error(ctx));
-  CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 && luna_ctx_error_id(ctx) == LUNA_ERROR_SUFFIX,
+  CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 &&
+      luna_ctx_error_id(ctx) == LUNA_ERROR_SUFFIX,
         "a later error replaced the first: \"%s\"", luna_error(ctx));
   CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
   CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) && !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&
@@ -834,14 +846,17 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   CHECK(fine || luna_ctx_status(ctx) != LUNA_OK, "state");
   CHECK(luna_begin_step(ctx) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin does not clear \"%s\"",
         luna_error(ctx));
-  CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_ONE_ELEMENT, "backward of [37,41]: \"%s\"", luna_error(ctx));
+  CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_ONE_ELEMENT,
+      "backward of [37,41]: \"%s\"", luna_error(ctx));
   luna_begin_inference(ctx);
-  CHECK(luna_backward(luna_sum(luna_sum(a, 0), 0)) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_TAPE, "backward in inference: \"%s\"",
+  CHECK(luna_backward(luna_sum(luna_sum(a, 0), 0)) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_TAPE,
+      "backward in inference: \"%s\"",
         luna_error(ctx));
   luna_ctx *other = open_plain(LUNA_ISA_BEST);
   luna_begin_step(other);
   luna_tensor *foreign = common_tensor(other, 1, 37, 41, 0, 0), *own = (luna_begin_step(ctx), common_tensor(ctx, 1, 37, 41, 0, 0));
-  CHECK(!luna_add(own, foreign) && luna_ctx_error_id(ctx) == LUNA_ERROR_OTHER_CONTEXT, "tensors of two contexts add up");
+  CHECK(!luna_add(own, foreign) && luna_ctx_error_id(ctx) == LUNA_ERROR_OTHER_CONTEXT,
+      "tensors of two contexts add up");
   luna_close(other);
 }
 
@@ -862,7 +877,8 @@ static void check_refusals(void) {
   luna_begin_step(ctx); /* the last: what could not be made is reported by every begin */
   const int64_t huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
   refused(ctx, luna_param(params, "p", 2, huge, (luna_init){LUNA_INIT_ZEROS, 0}), LUNA_ERROR_SHAPE, "luna_param");
-  refused(ctx, luna_param(params, "a", 1, huge, (luna_init){LUNA_INIT_ZEROS, 0}), LUNA_ERROR_PARAM_EXISTS, "luna_param");
+  refused(ctx, luna_param(params, "a", 1, huge, (luna_init){LUNA_INIT_ZEROS, 0}), LUNA_ERROR_PARAM_EXISTS,
+      "luna_param");
   luna_close(ctx);
   luna_options bad = {0};
   bad.threads = -1;

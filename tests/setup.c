@@ -494,7 +494,8 @@ static void check_errors(void) {
 #define ERROR(id, status, sentence) {LUNA_ERROR_##id, LUNA_##status, sentence},
   static const struct { luna_error_id id; luna_status status; const char *sentence; } errors[] = {LUNA_ERRORS(ERROR)};
   static const struct { float value; const char *text; } reals[] = {
-      {1.5f, "1.5"}, {-0.25f, "-0.25"}, {NAN, "NaN"}, {-INFINITY, "-Inf"}, {3e30f, "3e30"}, {-1e-9f, "-1e-9"}, {1, "1"}};
+      {1.5f, "1.5"}, {-0.25f, "-0.25"}, {NAN, "NaN"}, {-INFINITY, "-Inf"}, {3e30f, "3e30"}, {-1e-9f, "-1e-9"}, {1,
+          "1"}};
   const int count = (int)(sizeof errors / sizeof *errors);
   const int64_t shape[2] = {4, 8}, huge[2] = {(int64_t)1 << 40, -3};
   char logged[320] = "", sentence[160];
@@ -502,11 +503,14 @@ static void check_errors(void) {
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   luna_lm lm;
-  CHECK(count == LUNA_ERROR_COUNT - 1 && LUNA_ERROR_NONE == 0, "%d errors, the last %d", count, (int)LUNA_ERROR_COUNT - 1);
+  CHECK(count == LUNA_ERROR_COUNT - 1 && LUNA_ERROR_NONE == 0, "%d errors, the last %d", count,
+      (int)LUNA_ERROR_COUNT - 1);
   for (int i = 0; i < count; i++) {
-    CHECK((int)errors[i].id == i + 1 && errors[i].status > LUNA_OK && errors[i].status <= LUNA_NOT_FINITE && *errors[i].sentence,
+    CHECK((int)errors[i].id == i + 1 && errors[i].status > LUNA_OK && errors[i].status <= LUNA_NOT_FINITE &&
+        *errors[i].sentence,
           "error %d is %d, status %d, \"%s\"", i + 1, (int)errors[i].id, (int)errors[i].status, errors[i].sentence);
-    for (int j = 0; j < i; j++) CHECK(strcmp(errors[i].sentence, errors[j].sentence) != 0, "two say: %s", errors[i].sentence);
+    for (int j = 0; j < i; j++) CHECK(strcmp(errors[i].sentence, errors[j].sentence) != 0, "two say: %s",
+        errors[i].sentence);
   }
   CHECK(luna_ctx_error_id(NULL) == LUNA_ERROR_NO_CONTEXT && luna_stream_error_id(NULL) == LUNA_ERROR_NO_STREAM, "null");
   CHECK(*luna_error(NULL) && *luna_stream_error(NULL), "null has no sentence");
@@ -518,7 +522,8 @@ static void check_errors(void) {
   CHECK(strcmp(logged, "1: luna_slice: start 5 + count 9 exceeds axis 1 of [4,8]") == 0, "logged: %s", logged);
   luna_begin_inference(ctx);
   luna_tensor_new(ctx, NULL, 2, huge);
-  snprintf(sentence, sizeof sentence, "luna_tensor_new: the shape [1099511627776,-3] of rank 2 is invalid: at most 4 axes, "
+  snprintf(sentence, sizeof sentence,
+      "luna_tensor_new: the shape [1099511627776,-3] of rank 2 is invalid: at most 4 axes, "
            "none negative, and %lld elements in all", (long long)1 << (sizeof(size_t) < 8 ? 28 : 47));
   says(ctx, LUNA_ERROR_SHAPE, sentence);
   for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
@@ -531,15 +536,18 @@ static void check_errors(void) {
   }
   CHECK(luna_load(params, "no/such/file") == LUNA_CANNOT_READ, "a file that is not there is loaded");
   says(ctx, LUNA_ERROR_CANNOT_OPEN, "luna_load: no/such/file cannot be opened");
-  CHECK(luna_load_bytes(params, "12345678", 8) == LUNA_BAD_FILE && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_SAFETENSORS, "8 bytes");
+  CHECK(luna_load_bytes(params, "12345678", 8) == LUNA_BAD_FILE && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_SAFETENSORS,
+      "8 bytes");
   const luna_lm_config bad = {.layer = {.dim = 36, .heads = 5}};
   CHECK(luna_lm_init(&lm, params, &bad) == LUNA_BAD_ARGUMENT, "5 heads of 36");
-  says(ctx, LUNA_ERROR_HEADS, "luna_lm_init: dim 36 is not a multiple of heads 5"); /* the call, not the layer's init inside */
+  says(ctx, LUNA_ERROR_HEADS, "luna_lm_init: dim 36 is not a multiple of heads 5"); /* the call,
+      not the layer's init inside */
   for (int i = 0; i < 2; i++) {      /* and every begin says it again */
     CHECK(luna_begin_inference(ctx) == LUNA_BAD_ARGUMENT, "a failed init is forgotten");
     says(ctx, LUNA_ERROR_HEADS, "luna_lm_init: dim 36 is not a multiple of heads 5");
   }
-  CHECK(luna_lm_init(&lm, params, NULL) == LUNA_OK && luna_begin_inference(ctx) == LUNA_OK && !luna_ctx_error_id(ctx), "after it: %s",
+  CHECK(luna_lm_init(&lm, params, NULL) == LUNA_OK && luna_begin_inference(ctx) == LUNA_OK && !luna_ctx_error_id(ctx),
+      "after it: %s",
         luna_error(ctx));
   CHECK(luna_backend_fail(ctx, LUNA_UNSUPPORTED, "a sentence of its own") == LUNA_UNSUPPORTED, "luna_backend_fail");
   says(ctx, LUNA_ERROR_BACKEND, "a sentence of its own");
@@ -580,7 +588,8 @@ static void check_contradictions(void) {
                                    : kind == MASKED_LM ? luna_masked_lm_init(&m.masked_lm, params, &masked_lm)
                                    : kind == SEQ2SEQ   ? luna_seq2seq_init(&m.seq2seq, params, &seq2seq)
                                                        : luna_classifier_init(&m.classifier, params, &classifier);
-        CHECK(same ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_FIELD_DIFFERS,
+        CHECK(same ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT &&
+            luna_ctx_error_id(ctx) == LUNA_ERROR_FIELD_DIFFERS,
               "%s, %s, %s: \"%s\"", kind_names[kind], part[i], same ? "the same" : "another", luna_error(ctx));
         luna_close(ctx);
       }
