@@ -5565,7 +5565,7 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   st->bytes = (const uint8_t *)bytes;
   st->size = size;
   for (i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
-  if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB: this is no safetensors file";
+  if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
   st->header = (const char *)st->bytes + 8;
   st->header_size = (size_t)header_size;
