@@ -76,8 +76,9 @@
    ERRORS
      Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, ops given
      null return null, and the first failure since begin stays: luna_ctx_status(ctx), and luna_error(ctx) as a
-     sentence that names the call, the sizes and the remedy. One check a step is enough: luna_optimizer_step does
-     nothing but return that failure. An init that fails leaves a zeroed struct, and each begin reports it until it
+     sentence that names the call, the sizes and the remedy. luna_ctx_error_id(ctx) says which sentence of LUNA_ERRORS
+     it is, for programs that act on one. One check a step is enough: luna_optimizer_step does nothing but return that
+     failure. An init that fails leaves a zeroed struct, and each begin reports it until it
      succeeds. options.log gets each failure as it happens. A step whose loss or gradients are not finite is skipped;
      max_skips of them in a row are LUNA_NOT_FINITE.
 
@@ -132,8 +133,8 @@
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
    CONTENTS (search for the tag)
-     1. Public API        >>status >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers >>models >>trainer
-                          >>stream >>backend
+     1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
+                          >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
                           >>safetensors >>threads >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer
                           >>checkpoints >>stream */
@@ -180,6 +181,165 @@ typedef enum luna_status {
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
 LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementation */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>errors: X(ID, STATUS, sentence), each LUNA_ERROR_ID with its LUNA_STATUS. In sentences %s is text (the first is the
+   function), %d and %f are numbers, %t is a tensor's shape. The first list is of streams, whose sentences are fixed.
+   Numbers of ids may change with the version.
+   ---------------------------------------------------------------------------------------------------------------------- */
+#define LUNA_STREAM_ERRORS(X) \
+  X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: there are no tokens") \
+  X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
+  X(STREAM_TOKEN, BAD_ARGUMENT, \
+    "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
+  X(STREAM_POSITIONS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
+  X(STREAM_INPUT, BAD_ARGUMENT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
+  X(STREAM_ORDER, BAD_ARGUMENT, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
+  X(STREAM_COPY, BAD_ARGUMENT, "luna_stream_copy: from is null or of another model size or batch") \
+  X(STREAM_STATE_SIZE, BAD_ARGUMENT, "luna_stream_state_load: bytes is null or size is not luna_stream_state_size") \
+  X(STREAM_STATE, BAD_ARGUMENT, "luna_stream_state_load: the state is of another model size or batch, or damaged")
+
+#define LUNA_ERRORS(X) \
+  LUNA_STREAM_ERRORS(X) \
+  X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
+    "luna_stream_state_save and luna_stream_state_load") \
+  X(NO_CONTEXT, BAD_ARGUMENT, "the context is null: luna_open had no memory, a small block, or contradictory options") \
+  /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
+  X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
+  X(NO_ROW, UNSUPPORTED, "%s: this backend has no row %s") \
+  X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released when its scope ended; call luna_keep before") \
+  X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
+  X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
+  X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
+    "luna_stream_open_bytes") \
+  /* arguments of any call */ \
+  X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
+  X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
+  X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d") \
+  X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
+  X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
+  X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
+  X(SHAPE, BAD_ARGUMENT, "%s: %s %t of rank %d is invalid: at most 4 axes, none negative, and %d elements in all") \
+  X(TOO_LARGE, BAD_ARGUMENT, "%s: %d times %d elements are more than %d") \
+  X(NOT_UTF8, BAD_ARGUMENT, "%s: %s is not UTF-8") \
+  /* tensors */ \
+  X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
+    "luna_require_grad for the result of an op") \
+  X(VALUES_RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t have been released") \
+  X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
+  X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
+    "or called twice)") \
+  X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
+  /* ops */ \
+  X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
+  X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
+  X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
+  X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
+  X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
+  X(CONCAT_SHAPES, BAD_ARGUMENT, "luna_concat: %t and %t differ in an axis other than %d") \
+  X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
+  X(SUFFIX, BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first") \
+  X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
+    "the first") \
+  X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
+  X(WEIGHT_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [out, %d]") \
+  X(VECTOR_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d]") \
+  X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
+  X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
+  X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
+  X(SMOOTHING, BAD_ARGUMENT, "luna_cross_entropy: smoothing is %f, outside 0..1") \
+  X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
+    "[batch, m, h e] (with offsets all [rows, ...])") \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when packed is %d: query_offsets and " \
+    "key_offsets say where sequences end") \
+  X(OFFSETS, BAD_ARGUMENT, "%s: %s %d is %d; offsets start at 0, never fall, and end at the %d rows") \
+  X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
+    "[batch, n, h a] twice and [batch, n, h b]") \
+  X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
+    "[d, width]") \
+  X(PACK_SHAPES, BAD_ARGUMENT, "luna_pack: weights %t and context %t must be [batch, r, d] and [batch, m, d]") \
+  X(UNPACK_SHAPES, BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t must be [batch, n, d], [batch, h, l, d], " \
+    "[batch, h, l], [batch, h, l, d], with at least one slot") \
+  X(CAUSAL_NESTED_SHAPES, BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads must be " \
+    "[batch, n, h d] three times and [batch, n, h l]") \
+  X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
+    "LUNA_ACTIVATION_ELU1, which are never negative") \
+  /* parameters */ \
+  X(NAME_LENGTH, BAD_ARGUMENT, "%s: a name has %d bytes, more than %d: %s%s") \
+  X(NAME_RESERVED, BAD_ARGUMENT, "%s: %s: __metadata__ and names that start with luna. belong to luna.h") \
+  X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter %s already") \
+  X(SET_BORROWED, BAD_ARGUMENT, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
+  X(BORROW_DEVICE, MISMATCH, "%s: %s %t belongs to a context on another device") \
+  X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load_bytes)") \
+  X(BORROW_MISSING, MISMATCH, "%s: there is no %s %t to borrow from") \
+  X(BORROW_SHAPE, MISMATCH, "%s: %s %t has another shape where it is borrowed from") \
+  X(BORROW_FORMAT, MISMATCH, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
+  /* layers and models */ \
+  X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called") \
+  X(HEADS, BAD_ARGUMENT, "%s: dim %d is not a multiple of %s %d") \
+  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d, where %s is %d; leave it 0") \
+  X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
+    "own_memory must be 0, hook null") \
+  X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for %s") \
+  X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
+  X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
+    "its e and f first") \
+  X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
+  X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
+  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds max_length %d") \
+  X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
+  X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
+  X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
+  X(CLASSIFIER_PAIR, BAD_ARGUMENT, "luna_classifier_forward: this model compares two sequences; call " \
+    "luna_classifier_forward_pair") \
+  X(CLASSIFIER_SINGLE, BAD_ARGUMENT, "luna_classifier_forward_pair: this model reads one sequence; call " \
+    "luna_classifier_forward") \
+  X(NO_LABELS, BAD_ARGUMENT, "luna_masked_lm_loss: none of the %d labels is 0 or more") \
+  X(SHARED_VOCAB, BAD_ARGUMENT, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
+  X(LOGITS_NOT_FINITE, BAD_ARGUMENT, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
+  X(STREAM_CONFIG, BAD_ARGUMENT, "%s: %s") \
+  /* training */ \
+  X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
+  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter has %s in its name and at most %d axes") \
+  X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
+    "a null loss means that an earlier call failed") \
+  X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
+    "gradient was not finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data") \
+  /* files */ \
+  X(CANNOT_OPEN, CANNOT_READ, "%s: %s cannot be opened") \
+  X(READ_IRREGULAR, CANNOT_READ, "%s: %s is not a regular file") \
+  X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
+  X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
+  X(SAVE_PATH, CANNOT_WRITE, "%s: the path, or what it links to, is longer than %d bytes: %s") \
+  X(SAVE_LINK, CANNOT_WRITE, "%s: %s is a link that leads nowhere") \
+  X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: %s is not a regular file and is left as it is") \
+  X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of %s cannot be searched") \
+  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside %s") \
+  X(SAVE_REPLACE, CANNOT_WRITE, "%s: %s cannot be replaced") \
+  X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
+  X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
+  X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
+    "these %d in a row") \
+  X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor %s of shape %t in F32, F16, BF16 or F64") \
+  X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor %s of %s is not a parameter of this set") \
+  X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter %s is %t and has another shape in %s") \
+  X(FILE_TENSOR_COUNT, MISMATCH, "%s: %s has %d tensors, the model %d") \
+  X(NOTHING_MATCHES, MISMATCH, "%s: none of the %d parameters is in %s in its shape") \
+  X(SET_NOT_EMPTY, BAD_ARGUMENT, "%s: the set has %d parameters already; load into a new one") \
+  X(OPTIMIZER_KIND, MISMATCH, "%s: %s is of another kind of optimiser (luna.optimizer %d, not %d)") \
+  X(MOMENT_COUNT, MISMATCH, "%s: %s has %d moments, the optimiser %d") \
+  X(MOMENT, MISMATCH, "%s: moment %d of %s is missing from %s, of another shape, or not F32")
+
+typedef enum luna_error_id {
+  LUNA_ERROR_NONE = 0,
+#define LUNAI_ERROR(id, status, sentence) LUNA_ERROR_##id,
+  LUNA_ERRORS(LUNAI_ERROR)
+#undef LUNAI_ERROR
+  LUNA_ERROR_COUNT
+} luna_error_id;
 
 /* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). */
 typedef enum luna_isa {
@@ -333,6 +493,7 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    until the same call succeeds, with the same prefix or name, in that set or one opened since. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* the first failure since begin */
 LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" without one */
+LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of what luna_error says; LUNA_ERROR_NONE */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
@@ -975,6 +1136,7 @@ LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CP
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths must be null -> logits after the last */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
+LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream); /* the id of that sentence; LUNA_ERROR_NONE */
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
 LUNA_API void luna_stream_reset(luna_stream *stream);
 LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from); /* sequence b continues from[b] (beam search) */
@@ -1147,7 +1309,8 @@ LUNA_API const char *luna_op_name(luna_op_kind row);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence); /* for an entry's `return`: the context's error, if it is the first */
+/* for an entry's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
+LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #endif /* !LUNA_ONLY_STREAM */
 
 #endif /* LUNA_H */
@@ -4613,7 +4776,16 @@ LUNA_API const char *luna_status_text(luna_status status) {
   return "unknown status";
 }
 
-#ifndef LUNA_ONLY_STREAM
+#define LUNAI_ERROR(id, status, sentence) sentence,
+#ifdef LUNA_ONLY_STREAM
+static const char *const lunai_sentences[] = { "", LUNA_STREAM_ERRORS(LUNAI_ERROR) };
+#undef LUNAI_ERROR
+#else
+static const char *const lunai_sentences[] = { "", LUNA_ERRORS(LUNAI_ERROR) };
+#undef LUNAI_ERROR
+#define LUNAI_ERROR(id, status, sentence) (uint8_t)LUNA_##status,
+static const uint8_t lunai_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LUNAI_ERROR) };
+#undef LUNAI_ERROR
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the context-free calls
    Each has a plain form of a few loops, which is the reference and what runs without scratch, and the kernel. Guarded by tests/ops.c.
@@ -5447,7 +5619,7 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   st->bytes = (const uint8_t *)bytes;
   st->size = size;
   for (i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
-  if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB: this is no safetensors file";
+  if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
   st->header = (const char *)st->bytes + 8;
   st->header_size = (size_t)header_size;
@@ -5903,6 +6075,7 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   uint64_t hash;
   int64_t sets;                      /* that had been opened by then */
   luna_status status;
+  luna_error_id id;
   char error[320];
 } lunai_failure;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
@@ -5936,7 +6109,10 @@ struct luna_ctx {
   uint64_t told;                     /* skipped steps that options.log has heard of */
   luna_status status, last_status;       /* the first failure since begin; that of the last call which returned a status */
   luna_status open_status;                /* the device could not be opened: every call says so */
+  luna_error_id error_id;            /* of: */
   char error[320];
+  const char *call;                  /* the outermost init, load or save under way, which failures inside it name */
+  const char *path;                  /* its file; null: bytes or luna_io */
   int setups;                        /* inits under way, one inside another */
   int64_t sets;                      /* parameter sets opened */
   lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
@@ -5945,7 +6121,7 @@ struct luna_ctx {
   bool look;                         /* an optimiser on a device has made a step that the host has not looked at */
 };
 
-/* --- sentences: %s text, %d int64_t, %t a tensor's shape --- */
+/* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
 LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
@@ -5956,6 +6132,33 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   do digits[--i] = (char)('0' + rest % 10); while ((rest /= 10) != 0);
   if (value < 0) digits[--i] = '-';
   lunai_put(text, digits + i);
+}
+/* to six decimals */
+LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
+  int exponent = 0, digits = 6;
+  double size = value < 0 ? -value : value;
+  int64_t whole, part;
+  char decimal[2] = { 0, 0 };
+  if (value < 0) lunai_put(text, "-");
+  if (!(size < (double)INFINITY)) {
+    lunai_put(text, value != value ? "NaN" : "Inf");
+    return;
+  }
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) {
+    for (; size >= 9.9999995; exponent++) size /= 10;
+    for (; size < 0.99999995; exponent--) size *= 10;
+  }
+  part = (int64_t)(size * 1e6 + 0.5);
+  whole = part / 1000000;
+  part %= 1000000;
+  lunai_put_number(text, whole);
+  if (part) lunai_put(text, ".");
+  for (; part && digits > 0; digits--, part = part % 100000 * 10) {
+    decimal[0] = (char)('0' + part / 100000);
+    lunai_put(text, decimal);
+  }
+  if (exponent) lunai_put(text, "e");
+  if (exponent) lunai_put_number(text, exponent);
 }
 LUNAI_FN void lunai_put_shape(lunai_text *text, int rank, const int64_t *shape) {
   int i;
@@ -5977,6 +6180,7 @@ LUNAI_FN void lunai_format(char *out, size_t room, const char *format, va_list v
       lunai_put(&text, one);
     } else if (*++format == 's') lunai_put(&text, va_arg(values, const char *));
     else if (*format == 'd') lunai_put_number(&text, va_arg(values, int64_t));
+    else if (*format == 'f') lunai_put_real(&text, va_arg(values, double));
     else if (*format == 't') {
       const luna_tensor *t = va_arg(values, const luna_tensor *);
       lunai_put_shape(&text, t->rank, t->shape);
@@ -5991,41 +6195,89 @@ LUNAI_FN void lunai_print(char *out, size_t room, const char *format, ...) {
   va_end(values);
 }
 
-/* An op's failure: the first since begin stays. Returns null, for `return lunai_fail(...)`. */
-LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, luna_status status, const char *format, ...) {
-  char sentence[sizeof ctx->error];
-  va_list values;
-  va_start(values, format);
-  lunai_format(sentence, sizeof sentence, format, values);
-  va_end(values);
-  if (ctx->status == LUNA_OK && ctx->open_status == LUNA_OK) {
-    ctx->status = status;
-    memcpy(ctx->error, sentence, sizeof sentence);
+/* A failure: the first since begin stays, unless the newest counts, as for a call that returns a status. */
+LUNAI_FN void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_status status, const char *sentence) {
+  const bool open = ctx->open_status == LUNA_OK;
+  if (newest) ctx->last_status = open ? status : ctx->open_status;
+  if (newest && !open) return;
+  if (open && (newest || ctx->status == LUNA_OK)) {
+    ctx->error_id = id;
+    lunai_print(ctx->error, sizeof ctx->error, "%s", sentence);
   }
+  if (open && ctx->status == LUNA_OK) ctx->status = status;
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, sentence);
+}
+LUNAI_FN void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) {
+  char sentence[sizeof ctx->error];
+  lunai_format(sentence, sizeof sentence, lunai_sentences[id], values);
+  lunai_report(ctx, newest, (luna_error_id)id, (luna_status)lunai_statuses[id], sentence);
+}
+/* An op's failure, a LUNA_ERROR_... with its sentence's values. Returns null, for `return lunai_fail(...)`. */
+LUNAI_FN luna_tensor *lunai_fail(luna_ctx *ctx, int id, ...) {
+  va_list values;
+  va_start(values, id);
+  lunai_report_values(ctx, false, id, values);
+  va_end(values);
   return NULL;
 }
 /* The failure of a call that returns a status or makes a parameter: always its own sentence. */
-LUNAI_FN luna_status lunai_fail_status(luna_ctx *ctx, luna_status status, const char *format, ...) {
+LUNAI_FN luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) {
   va_list values;
-  if (ctx->open_status != LUNA_OK) return ctx->last_status = ctx->open_status;
-  va_start(values, format);
-  lunai_format(ctx->error, sizeof ctx->error, format, values);
+  va_start(values, id);
+  lunai_report_values(ctx, true, id, values);
   va_end(values);
-  if (ctx->status == LUNA_OK) ctx->status = status;
-  ctx->last_status = status;
-  if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, ctx->error);
-  return status;
+  return ctx->last_status;
+}
+/* what the backend did not say itself */
+LUNAI_FN luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
+  char sentence[sizeof ctx->error];
+  lunai_print(sentence, sizeof sentence, lunai_sentences[LUNA_ERROR_BACKEND], name, luna_status_text(status));
+  lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence);
+  return NULL;
 }
 /* what a call of the backend returned, for `return`: its own sentence, if it gave one, stays */
 LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
   if (status == LUNA_OK) return LUNA_OK;
   if (ctx->status != LUNA_OK) return ctx->last_status = ctx->status;
-  return lunai_fail_status(ctx, status, "%s: the backend failed: %s", name, luna_status_text(status));
+  lunai_fail_backend(ctx, true, name, status);
+  return ctx->last_status;
 }
-LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *what, size_t bytes) {
-  return lunai_fail_status(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)", what, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
+LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *name, size_t bytes) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
+LUNAI_FN luna_tensor *lunai_fail_op_memory(luna_ctx *ctx, const char *name, size_t bytes) {
+  return lunai_fail(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
+}
+/* a null input: its own failure is already reported, or this is the first */
+LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const char *what) {
+  return ctx->status == LUNA_OK ? lunai_fail(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what) : NULL;
+}
+
+/* --- what configs may hold: true, or false with a sentence --- */
+LUNAI_FN bool lunai_in(luna_ctx *ctx, const char *name, const char *field, int64_t value, int64_t min, int64_t max) {
+  if (value >= min && value <= max) return true;
+  return lunai_fail_status(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max) == LUNA_OK;
+}
+LUNAI_FN bool lunai_is_given(luna_ctx *ctx, const char *name, const char *what, bool given) {
+  return given || lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what) == LUNA_OK;
+}
+LUNAI_FN bool lunai_is_probability(luna_ctx *ctx, const char *name, const char *field, float value) {
+  if (value >= 0 && value < 1) return true;
+  return lunai_fail_status(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value) == LUNA_OK;
+}
+LUNAI_FN bool lunai_is_rate(luna_ctx *ctx, const char *name, const char *field, float value) {
+  if (value >= 0 && value < (float)INFINITY) return true;
+  return lunai_fail_status(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value) == LUNA_OK;
+}
+
+/* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for lunai_leave. */
+LUNAI_FN const char *lunai_enter(luna_ctx *ctx, const char *name) {
+  const char *outer = ctx->call;
+  if (!outer) ctx->call = name;
+  return outer;
+}
+LUNAI_FN void lunai_leave(luna_ctx *ctx, const char *outer) { ctx->call = outer; }
+LUNAI_FN const char *lunai_file_name(const luna_ctx *ctx) { return ctx->path ? ctx->path : "the file"; }
 
 /* --- memory --- */
 LUNAI_FN void *lunai_raw_allocate(const luna_allocator *a, size_t bytes) { return a->allocate ? a->allocate(a->user, bytes) : LUNA_MALLOC(bytes); }
@@ -6448,6 +6700,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->training = training;
   ctx->paused = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
+  ctx->error_id = ctx->failure.id;
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
   status = lunai_wait_for_owners(ctx);
   if (status == LUNA_OK && !ctx->options.measure)
@@ -6461,12 +6714,15 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, tr
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
-LUNA_API const char *luna_error(const luna_ctx *ctx) { return ctx ? ctx->error : "there is no context: luna_open failed (no memory, a block too small, or options that contradict each other)"; }
+LUNA_API const char *luna_error(const luna_ctx *ctx) {
+  return ctx ? ctx->error : lunai_sentences[LUNA_ERROR_NO_CONTEXT];
+}
+LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
-  if (ctx) lunai_fail(ctx, status, "%s", sentence ? sentence : luna_status_text(status));
+  if (ctx) lunai_report(ctx, false, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
 /* the state as it is now: waits for the device */
@@ -7618,6 +7874,17 @@ LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const in
   t->ctx = ctx;
 }
 
+/* a shape for a sentence: rank 0 where it has none */
+LUNAI_FN luna_tensor lunai_like(luna_ctx *ctx, int rank, const int64_t *shape) {
+  luna_tensor t;
+  lunai_tensor_set(&t, ctx, shape && rank > 0 && rank <= LUNA_MAX_RANK ? rank : 0, shape);
+  return t;
+}
+LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank, const int64_t *shape) {
+  const luna_tensor like = lunai_like(ctx, rank, shape);
+  return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
+}
+
 /* a tensor of the step, values not set; null without a sentence when there is no memory */
 LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
   const int64_t count = lunai_shape_count(rank, shape);
@@ -7699,9 +7966,9 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
   return luna_scope_end(scope, both, 2);
 }
 /* whether a tensor's data were released: then that is the failure */
-LUNAI_FN bool lunai_is_released(luna_tensor *t, const char *name) {
-  if (!t || !lunai_base(t)->released) return false;
-  lunai_fail(t->ctx, LUNA_BAD_ARGUMENT, "%s: the data of tensor %t were released when its scope ended; call luna_keep before", name, t);
+LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
+  if (!t || !lunai_owner(t)->released) return false;
+  lunai_fail(t->ctx, LUNA_ERROR_RELEASED, name, t);
   return true;
 }
 LUNA_API luna_tensor *luna_keep(luna_tensor *t) {
@@ -7718,17 +7985,17 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   luna_status status;
   size_t bytes;
   if (!ctx) return NULL;
-  if (count < 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_tensor_new: rank %d with these sizes is no shape (at most 4 axes, none negative, at most %d elements)", (int64_t)rank, LUNAI_MAX_COUNT);
+  if (count < 0) return lunai_fail_shape(ctx, "luna_tensor_new", rank, shape);
   mark = lunai_step_mark(ctx);
   bytes = (size_t)count * sizeof(float);
   t = lunai_tensor_make(ctx, rank, shape);
   if (!t) {
     lunai_step_rewind(ctx, mark);
-    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_tensor_new: no memory for %d floats", count);
+    return lunai_fail_op_memory(ctx, "luna_tensor_new", bytes);
   }
   if (!lunai_computes(ctx) || count == 0) return t;
   status = values ? ctx->backend->copy(ctx, t->data, values, bytes, 1) : ctx->backend->zero(ctx, t->data, bytes);
-  return status == LUNA_OK ? t : lunai_fail(ctx, status, "luna_tensor_new: the backend could not fill %d bytes", (int64_t)bytes);
+  return status == LUNA_OK ? t : lunai_fail_backend(ctx, false, "luna_tensor_new", status);
 }
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
@@ -7756,48 +8023,45 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
-LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out) {
+LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  const char *name = grad ? "luna_read_grad" : "luna_read";
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (!out) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: there is nowhere to put %d values", luna_count(t));
+  if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
   if (!lunai_computes(t->ctx)) {
     memset(out, 0, bytes);
     return LUNA_OK;
   }
-  if (!from && bytes) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient; was luna_backward called? (an op's result keeps its own after luna_require_grad)", t);
+  if (!from && bytes && grad) return lunai_fail_status(t->ctx, LUNA_ERROR_NO_GRAD, t);
+  if (!from && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_VALUES_RELEASED, name, t);
   lunai_look(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) {
-  if (t && lunai_base((luna_tensor *)(uintptr_t)t)->released)
-    return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_read: the data of tensor %t were released when its scope ended; call luna_keep before", t);
-  return lunai_read_floats(t, t ? t->data : NULL, out);
+  if (t && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_read", t);
+  return lunai_read_floats(t, t ? t->data : NULL, out, false);
 }
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
-  return lunai_read_floats(t, grad, out);
+  return lunai_read_floats(t, grad, out, true);
 }
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (t->borrowed || (!values && bytes)) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, t->borrowed ? "luna_write: tensor %t is borrowed" : "luna_write: there are no values for tensor %t", t);
+  if (t->borrowed) return lunai_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
+  if (!values && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
   if (!lunai_computes(t->ctx)) return LUNA_OK;
-  if (!t->data && bytes) return lunai_fail_status(t->ctx, LUNA_BAD_ARGUMENT, "luna_write: the values of tensor %t have been freed", t);
+  if (!t->data && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_VALUES_RELEASED, "luna_write", t);
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
-  if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_BAD_ARGUMENT, "luna_item: tensor %t has not one element but %d", t, luna_count(t));
+  if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
   else if (t && luna_read(t, &value) != LUNA_OK) value = NAN;
   return value;
 }
 
 /* --- building an op --- */
-/* a null input: its own failure is already reported, or this is the first */
-LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const char *what) {
-  return ctx->status == LUNA_OK ? lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s is null", name, what) : NULL;
-}
-
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 /* inputs a, b, c: as many as `inputs` says, none null */
@@ -7829,7 +8093,7 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
     if (!ctx && x[i]) ctx = x[i]->ctx;
   }
   if (ctx && count > LUNA_MAX_INPUTS)
-    lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %d tensors, but at most %d", name, (int64_t)count, (int64_t)LUNA_MAX_INPUTS);
+    lunai_fail(ctx, LUNA_ERROR_TOO_MANY_TENSORS, name, (int64_t)count, (int64_t)LUNA_MAX_INPUTS);
   else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
@@ -7837,18 +8101,18 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
 LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Host whole numbers into the step; null: no memory, or the backend failed */
-LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count, const char *what) {
+LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
   luna_status status;
   if (!lunai_step(ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), lunai_on_device(ctx), &memory)) {
-    lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for %d %ss", s->name, count, what);
+    lunai_fail_op_memory(ctx, s->name, (size_t)count * sizeof(int32_t));
     return NULL;
   }
   if (!memory) return values;        /* on a device, counted alone */
   status = ctx->options.measure ? LUNA_OK : ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
   if (status == LUNA_OK) return (const int32_t *)memory;
-  lunai_fail(ctx, status, "%s: the backend could not take %d %ss", s->name, count, what);
+  lunai_fail_backend(ctx, false, s->name, status);
   return NULL;
 }
 /* the same, each checked to be in [min, max]; null when null */
@@ -7860,10 +8124,10 @@ LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, in
   *failed = true;
   for (i = 0; i < count; i++)
     if (values[i] < min || values[i] > max) {
-      lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d", s->name, what, i, (int64_t)values[i], min, max);
+      lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, s->name, what, i, (int64_t)values[i], min, max);
       return NULL;
     }
-  kept = lunai_integers_copy(s, values, count, what);
+  kept = lunai_integers_copy(s, values, count);
   *failed = kept == NULL;
   return kept;
 }
@@ -7872,8 +8136,8 @@ LUNAI_FN luna_tensor *lunai_abandon(lunai_build *s) {
   lunai_step_rewind(s->op.ctx, s->mark);
   return NULL;
 }
-LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s) {
-  lunai_fail(s->op.ctx, LUNA_OUT_OF_MEMORY, "%s: no memory for its result (%d bytes in use)", s->name, (int64_t)luna_memory(s->op.ctx).current);
+LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
+  lunai_fail_op_memory(s->op.ctx, s->name, bytes);
   return lunai_abandon(s);
 }
 
@@ -7894,7 +8158,7 @@ LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
   if (lunai_is_run(op)) status = row->forward(op);
   lunai_step_rewind(ctx, mark);
   if (status == LUNA_OK) return op;
-  lunai_fail(ctx, status, "%s: the backend failed: %s", s->name, luna_status_text(status));
+  lunai_fail_backend(ctx, false, s->name, status);
   return NULL;
 }
 
@@ -7904,25 +8168,27 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_op *op = &s->op;
   bool record = false;
   void *memory;
+  size_t result;
   int i;
   if (!ctx->backend->op[op->kind].forward) {
-    lunai_fail(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row %s", s->name, luna_op_name(op->kind));
+    lunai_fail(ctx, LUNA_ERROR_NO_ROW, s->name, luna_op_name(op->kind));
     return lunai_abandon(s);
   }
   for (i = 0; i < op->inputs; i++) {
     if (op->in[i] && op->in[i]->ctx != ctx) {
-      lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)", s->name, (int64_t)i);
+      lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i);
       return lunai_abandon(s);
     }
     if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
     if (op->in[i] && op->in[i]->needs_grad && ctx->training && !ctx->paused) record = true;
   }
   if (lunai_shape_count(rank, shape) < 0) {
-    lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: the result would have too many elements", s->name);
+    lunai_fail_shape(ctx, s->name, rank, shape);
     return lunai_abandon(s);
   }
+  result = (size_t)lunai_shape_count(rank, shape) * sizeof(float);
   if (record) {
-    if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s);
+    if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
     op = (luna_op *)memory;
     *op = s->op;
   }
@@ -7931,9 +8197,12 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
   if (!ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape)) == NULL) return lunai_op_no_memory(s);
-  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape)) == NULL) return lunai_op_no_memory(s);
-  if (!lunai_run_forward(s, op)) return ctx->status == LUNA_OK ? lunai_op_no_memory(s) : lunai_abandon(s);
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape)) == NULL)
+    return lunai_op_no_memory(s, result);
+  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape)) == NULL)
+    return lunai_op_no_memory(s, result);
+  if (!lunai_run_forward(s, op))
+    return ctx->status == LUNA_OK ? lunai_op_no_memory(s, op->kept_size + op->workspace_size) : lunai_abandon(s);
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
   if (extra) *extra = op->out[1];
   if (record) {
@@ -8105,6 +8374,17 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   return good;
 }
 
+LUNAI_FN luna_status lunai_walk_failed(luna_ctx *ctx, const luna_op *op, luna_status status) {
+  char name[64];
+  size_t bytes = op->backward_workspace_size;
+  int i;
+  for (i = 0; i < op->inputs; i++)
+    if (op->in[i] && op->in[i]->needs_grad) bytes += (size_t)luna_count(op->in[i]) * sizeof(float);
+  if (status == LUNA_OUT_OF_MEMORY) return lunai_fail_memory(ctx, "luna_backward", bytes);
+  lunai_print(name, sizeof name, "luna_backward of %s", op->recompute ? "luna_recompute" : luna_op_name(op->kind));
+  return lunai_backend_result(ctx, name, status);
+}
+
 /* from the loss back over the tape */
 LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
   const float one = 1;
@@ -8118,8 +8398,7 @@ LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
   for (op = ctx->tape; op; op = op->previous)
     if (!lunai_op_backward(op, &status))
       return ctx->status != LUNA_OK ? ctx->status :
-             lunai_fail_status(ctx, status, "luna_backward: %s in the gradient of %s", luna_status_text(status),
-                          op->recompute ? "a block computed again" : luna_op_name(op->kind));
+             lunai_walk_failed(ctx, op, status);
   return LUNA_OK;
 }
 
@@ -8186,9 +8465,10 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->status != LUNA_OK) return ctx->status;
-  if (luna_count(loss) != 1) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: the loss has shape %t; reduce it to one element", loss);
+  if (luna_count(loss) != 1)
+    return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
   if (!ctx->tape || !loss->needs_grad)
-    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, or called twice)");
+    return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
   if (status != LUNA_OK) return status;
@@ -8240,6 +8520,7 @@ LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t has
   f->hash = hash;
   f->sets = ctx->sets;
   f->status = status;
+  f->id = status == LUNA_OK ? LUNA_ERROR_NONE : ctx->error_id;
   memcpy(f->error, ctx->error, sizeof f->error);
   if (status == LUNA_OK) f->error[0] = 0;
 }
@@ -8278,8 +8559,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   luna_params *params = from ? luna_params_open(ctx) : NULL;
   const luna_params *root = from;
   if (ctx && !from)
-    lunai_remember(ctx, NULL, 0,
-                   lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_params_share: there must be a set to share"));
+    lunai_remember(ctx, NULL, 0, lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_share", "from"));
   if (!params) return NULL;
   params->borrowing = true;
   params->shared = from;
@@ -8379,22 +8659,25 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
 }
 
 /* where the values of a parameter that is borrowed lie: null, and why not */
-LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like, const lunai_st *st, const char **wrong) {
+LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like,
+                                     const lunai_st *st, luna_error_id *wrong) {
   lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
-  *wrong = params->shared ? (params->shared->ctx->backend != params->ctx->backend ? "lies on another device there" : NULL) :
-           lunai_on_device(params->ctx) ? "cannot be read in place by a device: load a copy (luna_load_bytes)" : NULL;
+  *wrong = LUNA_ERROR_NONE;
+  if (params->shared && params->shared->ctx->backend != params->ctx->backend) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
-  if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = "is not there";
+  if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
   if (*wrong) return NULL;
   if (!other) rank = t.rank;
-  if (rank != like->rank) *wrong = "has another shape there";
-  for (a = 0; a < rank && !*wrong; a++) if ((other ? other->tensor.shape[a] : t.shape[a]) != like->shape[a]) *wrong = "has another shape there";
+  if (rank != like->rank) *wrong = LUNA_ERROR_BORROW_SHAPE;
+  for (a = 0; a < rank && !*wrong; a++)
+    if ((other ? other->tensor.shape[a] : t.shape[a]) != like->shape[a]) *wrong = LUNA_ERROR_BORROW_SHAPE;
   if (*wrong) return NULL;
   if (other) return other->tensor.data;
-  if (!lunai_st_borrow(&t)) *wrong = "cannot be read in place (it must be F32, aligned to 4 bytes, on a little-endian machine)";
+  if (!lunai_st_borrow(&t)) *wrong = LUNA_ERROR_BORROW_FORMAT;
   return lunai_st_borrow(&t);
 }
 LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
@@ -8435,7 +8718,7 @@ LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, i
   luna_tensor like;
   lunai_tensor_set(&like, ctx, rank, shape);
   if (lunai_st_find(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
-  lunai_fail_status(ctx, LUNA_MISMATCH, "the file has no tensor %s of shape %t in F32, F16, BF16 or F64", name, &like);
+  lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, lunai_file_name(ctx), name, &like);
   return false;
 }
 
@@ -8451,6 +8734,21 @@ LUNAI_FN void lunai_param_join(luna_params *params, lunai_param *p) {
   *lunai_param_place(params, p->name, p->hash, INT64_MAX) = p;
 }
 
+/* whether a parameter may be made by that name */
+LUNAI_FN bool lunai_param_named(const luna_params *params, const char *name) {
+  luna_ctx *ctx = params->ctx;
+  const size_t size = name ? strlen(name) : 0;
+  if (!lunai_is_given(ctx, "luna_param", "name", name != NULL)) return false;
+  if (!lunai_is_text(name)) lunai_fail_status(ctx, LUNA_ERROR_NOT_UTF8, "luna_param", "the name");
+  else if (size >= LUNAI_MAX_PARAM_NAME)
+    lunai_fail_status(ctx, LUNA_ERROR_NAME_LENGTH, "luna_param", (int64_t)size, (int64_t)LUNAI_MAX_PARAM_NAME - 1,
+                      name, "");
+  else if (lunai_is_ours(name) || strcmp(name, "__metadata__") == 0)
+    lunai_fail_status(ctx, LUNA_ERROR_NAME_RESERVED, "luna_param", name);
+  else if (lunai_param_find(params, name)) lunai_fail_status(ctx, LUNA_ERROR_PARAM_EXISTS, name);
+  else return true;
+  return false;
+}
 LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
   luna_ctx *ctx = params->ctx;
   const int64_t count = lunai_shape_count(rank, shape);
@@ -8458,26 +8756,18 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   lunai_param *p;
   lunai_st_tensor stored;
   void *memory, *data = NULL;
-  const char *wrong;
-  if (!name) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: a parameter needs a name");
-    return NULL;
-  }
+  luna_status status = LUNA_OK;
+  luna_error_id wrong = LUNA_ERROR_NONE;
   if (count < 0) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: rank %d with these sizes is no shape", name, (int64_t)rank);
+    const luna_tensor like = lunai_like(ctx, rank, shape);
+    lunai_fail_status(ctx, LUNA_ERROR_SHAPE, "luna_param", name ? name : "the shape", &like, (int64_t)rank,
+                      LUNAI_MAX_COUNT);
     return NULL;
   }
-  if ((unsigned)init.kind > LUNA_INIT_IDENTITY || !lunai_is_finite(init.scale)) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s: init must be one of luna_init_kind, scale finite", name);
+  if (!lunai_param_named(params, name) || !lunai_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_IDENTITY))
     return NULL;
-  }
-  if (strlen(name) >= LUNAI_MAX_PARAM_NAME || !lunai_is_text(name) || lunai_is_ours(name) ||
-      strcmp(name, "__metadata__") == 0) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: a name must be UTF-8 of at most %d bytes, not __metadata__, and not start with luna.", (int64_t)(LUNAI_MAX_PARAM_NAME - 1));
-    return NULL;
-  }
-  if (lunai_param_find(params, name)) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_param: %s is in the set already", name);
+  if (!lunai_is_finite(init.scale)) {
+    lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
     return NULL;
   }
   if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
@@ -8486,7 +8776,7 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   if (p) p->name = lunai_persist_text(ctx, name, "");
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
-    lunai_fail_status(ctx, LUNA_OUT_OF_MEMORY, "luna_param: %s: no memory for %d floats", name, count);
+    lunai_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
     return NULL;
   }
   p->hash = lunai_hash(name);
@@ -8494,12 +8784,11 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   p->tensor.parameter = true;
   p->tensor.needs_grad = true;
   p->tensor.data = (float *)data;
-  wrong = NULL;
   if (params->borrowing) lunai_borrow(p, lunai_borrowed(params, name, &p->tensor, &params->source, &wrong));
-  else if (!params->filling && lunai_param_fill(ctx, p, init) != LUNA_OK) wrong = "could not be filled by the backend";
-  else if (params->filling && !ctx->options.measure && lunai_fill(ctx, p->tensor.data, &stored) != LUNA_OK) wrong = "could not be filled by the backend";
-  if (wrong) {
-    lunai_fail_status(ctx, LUNA_MISMATCH, "luna_param: %s %t %s", p->name, &p->tensor, wrong);
+  else if (!params->filling) status = lunai_backend_result(ctx, "luna_param", lunai_param_fill(ctx, p, init));
+  else if (!ctx->options.measure) status = lunai_fill(ctx, p->tensor.data, &stored);
+  if (wrong) status = lunai_fail_status(ctx, (int)wrong, "luna_param", p->name, &p->tensor);
+  if (status != LUNA_OK) {
     lunai_persistent_rewind(ctx, mark);
     return NULL;
   }
@@ -8518,13 +8807,15 @@ typedef struct lunai_setup {
   void *made;                        /* the struct */
   size_t size;
   uint64_t prefix;                   /* its hash */
+  const char *outer;                 /* for lunai_leave */
   lunai_persistent_mark memory;
   lunai_param *last;
   lunai_meta *last_meta, *replaced;
   int64_t count;
 } lunai_setup;
 /* False when there can be nothing, with a sentence where there is a context. lunai_setup_end must follow either way. */
-LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char *prefix, void *made, size_t size) {
+LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *params, const char *prefix, void *made,
+                                size_t size) {
   memset(s, 0, sizeof *s);
   s->params = params;
   s->made = made;
@@ -8537,9 +8828,10 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char 
   s->replaced = params->replaced;
   s->count = params->size;
   params->ctx->setups++;
+  s->outer = lunai_enter(params->ctx, name);
   params->ctx->last_status = params->ctx->open_status;
-  if (params->ctx->open_status != LUNA_OK || made) return params->ctx->open_status == LUNA_OK;
-  return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "an init needs a layer or model to fill in") == LUNA_OK;
+  if (params->ctx->open_status != LUNA_OK) return false;
+  return lunai_is_given(params->ctx, name, "the layer or model", made != NULL);
 }
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
@@ -8568,6 +8860,7 @@ LUNAI_FN luna_status lunai_setup_end(const lunai_setup *s, bool good) {
     status = ctx->last_status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->last_status;
   }
   ctx->setups--;
+  lunai_leave(ctx, s->outer);
   lunai_remember(ctx, s->params, s->prefix, status);
   return status;
 }
@@ -8604,7 +8897,8 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
   lunai_persistent_mark mark;
   lunai_meta *pair;
   void *memory;
-  if (!lunai_is_text(key) || !lunai_is_text(value)) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: key or value is not UTF-8");
+  if (!lunai_is_text(key) || !lunai_is_text(value))
+    return lunai_fail_status(params->ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set", lunai_is_text(key) ? "value" : "key");
   mark = lunai_persistent(params->ctx);
   pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
   if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
@@ -8618,10 +8912,9 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
 }
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value) {
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!key || !value) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_params_set: a pair needs a key and a value");
-  if (lunai_is_ours(key))
-    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                        "luna_params_set: %s: keys that start with luna. belong to luna.h", key);
+  if (!key || !value)
+    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_params_set", key ? "value" : "key");
+  if (lunai_is_ours(key)) return lunai_fail_status(params->ctx, LUNA_ERROR_NAME_RESERVED, "luna_params_set", key);
   return lunai_params_put(params, key, value);
 }
 
@@ -8632,7 +8925,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory;
   luna_tensor *t;
-  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s);
+  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s, sizeof(luna_tensor));
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
@@ -8648,7 +8941,8 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   lunai_build s;
   luna_tensor asked;
   if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
-  if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_reshape: rank %d is not in 0..4, or there is no shape", (int64_t)rank);
+  if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
+    return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
     full[a] = shape[a];
     if (shape[a] == -1 && open < 0) open = a;
@@ -8657,7 +8951,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   if (open >= 0 && known > 0) full[open] = luna_count(x) / known;
   lunai_tensor_set(&asked, x->ctx, rank, rank ? full : shape);
   if (lunai_shape_count(rank, full) != luna_count(x))
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t", x, luna_count(x), &asked);
+    return lunai_fail(x->ctx, LUNA_ERROR_RESHAPE, x, luna_count(x), &asked);
   return lunai_view(&s, x, rank, full, 0);
 }
 
@@ -8672,8 +8966,9 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
-  if (axis < 0 || axis >= x->rank || start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_slice: %t has no %d elements from %d on along axis %d", x, count, start, (int64_t)axis);
+  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
+  if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
+    return lunai_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
   memcpy(shape, x->shape, sizeof shape);
   shape[axis] = count;
   if (axis == 0) return lunai_view(&s, x, x->rank, shape, start * (x->shape[1] * x->shape[2] * x->shape[3]));
@@ -8690,7 +8985,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
-      return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_permute: axis %d of %t is asked for twice or does not exist", (int64_t)axes[a], x);
+      return lunai_fail(x->ctx, LUNA_ERROR_PERMUTE_AXES, (int64_t)axes[a], x);
     seen |= 1 << axes[a];
     shape[a] = x->shape[axes[a]];
     s.op.arg.permute.axes[a] = axes[a];
@@ -8703,12 +8998,12 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int i, a;
   lunai_build s;
   if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
-  if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %t has no axis %d", x[0], (int64_t)axis);
+  if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
   for (i = 1; i < count; i++) {
     for (a = 0; a < LUNA_MAX_RANK; a++)
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
-        return lunai_fail(x[0]->ctx, LUNA_BAD_ARGUMENT, "luna_concat: %t and %t differ besides axis %d", x[0], x[i], (int64_t)axis);
+        return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
     lunai_input(&s, x[i]);
   }
@@ -8721,7 +9016,9 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int a;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
-  if (x->rank == LUNA_MAX_RANK || count < 0) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_expand: %t %d times", x, count);
+  if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
+  if (count < 0)
+    return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
   shape[0] = count;
   for (a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
   s.op.arg.expand.count = count;
@@ -8739,7 +9036,7 @@ LUNAI_FN bool lunai_suffix(const luna_tensor *a, const luna_tensor *b) {
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind row, const char *name, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
   if (!lunai_start(&s, row, name, 2, a, b, NULL)) return NULL;
-  if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first", name, a, b);
+  if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_ERROR_SUFFIX, name, a, b);
   s.op.arg.binary.period = luna_count(b);
   return lunai_finish_like(&s, a);
 }
@@ -8753,10 +9050,14 @@ LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   return lunai_finish_like(&s, x);
 }
 
+LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, luna_activation activation) {
+  return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "activation", (int64_t)activation, (int64_t)0,
+                    (int64_t)LUNA_ACTIVATION_SOFTPLUS2);
+}
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_ACTIVATION, "luna_activate", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_is_activation(activation)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_activate: there is no activation %d", (int64_t)activation);
+  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_activate", activation);
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -8767,7 +9068,7 @@ LUNA_API luna_tensor *luna_softplus(luna_tensor *x) { return luna_activate(x, LU
 
 LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
   if (probability >= 0 && probability < 1) return false;
-  lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: dropout must be at least 0 and below 1", s->name);
+  lunai_fail(s->op.ctx, LUNA_ERROR_PROBABILITY, s->name, "dropout", (double)probability);
   return true;
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
@@ -8784,7 +9085,7 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind row, int axis, b
   int a, to = 0;
   lunai_build s;
   if (!lunai_start(&s, row, name, 1, x, NULL, NULL)) return NULL;
-  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: %t has no axis %d", name, x, (int64_t)axis);
+  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
@@ -8807,12 +9108,12 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
   good = a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank;
   for (i = 3; good && i <= b->rank; i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
-  if (!good) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of the first", a, b);
+  if (!good) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_AXES, a, b);
   m = a->shape[a->rank - (transpose_a ? 1 : 2)];
   k = a->shape[a->rank - (transpose_a ? 2 : 1)];
   kb = b->shape[b->rank - (transpose_b ? 1 : 2)];
   n = b->shape[b->rank - (transpose_b ? 2 : 1)];
-  if (k != kb) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows", a, b, k, kb);
+  if (k != kb) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_INNER, a, b, k, kb);
   s.op.arg.matmul.outer = s.op.arg.matmul.inner = 1;
   for (i = 0; i < a->rank - 2; i++) {
     shape[i] = a->shape[i];
@@ -8828,15 +9129,27 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_finish(&s, a->rank, shape);
 }
 
+/* whether a vector, where it is there, has that size; a weight [out, in] */
+LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
+  if (!t || (t->rank == 1 && t->shape[0] == size)) return true;
+  return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
+}
+LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
+  if (t->rank == 2 && t->shape[1] == in) return true;
+  return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
+}
+LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
+  return t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
+}
+
 /* act(x W^T + b), or drop(x W^T + b) + residual */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL)) return NULL;
-  if (x->rank < 1 || weight->rank != 2 || lunai_last(x) != weight->shape[1])
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_linear: input %t and weight %t: the weight must be [out, %d]", x, weight, lunai_last(x));
-  if (bias && (bias->rank != 1 || bias->shape[0] != weight->shape[0]))
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_linear: bias %t must be [%d]", bias, weight->shape[0]);
+  if (!lunai_has_rank("luna_linear", x, 1) ||
+      !lunai_is_weight(x->ctx, "luna_linear", "weight", weight, lunai_last(x)) ||
+      !lunai_is_vector(x->ctx, "luna_linear", "bias", bias, weight->shape[0])) return NULL;
   lunai_input(&s, bias);
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1] = weight->shape[0];
@@ -8855,17 +9168,23 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   const luna_feed_forward_config *c = config ? config : &other_attention;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
   int64_t shape[LUNA_MAX_RANK];
-  bool good;
+  luna_tensor want;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_fail_null(x->ctx, "luna_feed_forward", "w2");
-  good = x->rank >= 1 && w1->rank == 2 && w2->rank == 2 && w1->shape[1] == lunai_last(x) && w2->shape[1] == w1->shape[0] && lunai_is_activation(activation);
-  good = good && lunai_checked(lunai_rows(x), w1->shape[0]) >= 0;
-  good = good && (!b1 || (b1->rank == 1 && b1->shape[0] == w1->shape[0])) && (!b2 || (b2->rank == 1 && b2->shape[0] == w2->shape[0]));
+  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation);
+  if (!lunai_has_rank("luna_feed_forward", x, 1) ||
+      !lunai_is_weight(x->ctx, "luna_feed_forward", "w1", w1, lunai_last(x)) ||
+      !lunai_is_weight(x->ctx, "luna_feed_forward", "w2", w2, w1->shape[0]) ||
+      !lunai_is_vector(x->ctx, "luna_feed_forward", "b1", b1, w1->shape[0]) ||
+      !lunai_is_vector(x->ctx, "luna_feed_forward", "b2", b2, w2->shape[0])) return NULL;
+  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
+    return lunai_fail(x->ctx, LUNA_ERROR_TOO_LARGE, "luna_feed_forward", lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT);
   memcpy(shape, x->shape, sizeof shape);
-  if (good) shape[x->rank - 1] = w2->shape[0];
-  if (!good || (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, shape, sizeof shape) != 0)))
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_feed_forward: x %t, w1 %t, w2 %t: want [..., in], [hidden, in], [out, hidden], biases [hidden] and [out], a residual [..., out]", x, w1, w2);
+  shape[x->rank - 1] = w2->shape[0];
+  lunai_tensor_set(&want, x->ctx, x->rank, shape);
+  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
+    return lunai_fail(x->ctx, LUNA_ERROR_RESIDUAL_SHAPE, "luna_feed_forward", c->residual, &want);
   if (!x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     x = luna_dropout(lunai_linear_activated(x, w1, b1, activation), c->activation_dropout);
     x = luna_dropout(luna_linear(x, w2, b2), c->dropout);
@@ -8887,7 +9206,7 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < (lengths ? 2 : 1)) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_softmax: %t; want [..., n], with lengths [batch, ..., n]", x);
+  if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -8897,7 +9216,7 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   bool failed = false, full = true;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (lengths && x->rank < 2) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_mask: %t has no rows; want [batch, n, ...]", x);
+  if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
@@ -8911,7 +9230,7 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_ratio: %t has no last element to divide by", x);
+  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_RATIO_EMPTY, x);
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
   return lunai_finish(&s, x->rank, shape);
@@ -8919,11 +9238,10 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
 
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   lunai_build s;
-  luna_tensor *wrong;
   if (!lunai_start(&s, LUNA_OP_LAYER_NORM, "luna_layer_norm", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_layer_norm: a tensor without axes");
-  wrong = weight && (weight->rank != 1 || weight->shape[0] != lunai_last(x)) ? weight : bias && (bias->rank != 1 || bias->shape[0] != lunai_last(x)) ? bias : NULL;
-  if (wrong) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_layer_norm: weight or bias %t must be [%d], the last axis of %t", wrong, lunai_last(x), x);
+  if (!lunai_has_rank("luna_layer_norm", x, 1) ||
+      !lunai_is_vector(x->ctx, "luna_layer_norm", "weight", weight, lunai_last(x)) ||
+      !lunai_is_vector(x->ctx, "luna_layer_norm", "bias", bias, lunai_last(x))) return NULL;
   lunai_input(&s, weight);
   lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
@@ -8934,11 +9252,12 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
-  if (table->rank != 2 || batch < 0 || n < 0 || lunai_checked(batch, n) < 0 || (!tokens && batch * n > 0))
-    return lunai_fail(table->ctx, LUNA_BAD_ARGUMENT, "luna_embedding: table %t must be [vocabulary, dim]; %d sequences of %d tokens", table, batch, n);
-  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
+  if (table->rank != 2) return lunai_fail(table->ctx, LUNA_ERROR_EMBEDDING_TABLE, table);
   shape[0] = batch;
   shape[1] = n;
+  if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
+  if (!tokens && batch * n > 0) return lunai_fail_null(table->ctx, "luna_embedding", "tokens");
+  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
   shape[2] = table->shape[1];
   return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
 }
@@ -8953,23 +9272,27 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
   int32_t *kept;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (logits->rank < 1 || !labels || !(c->smoothing >= 0 && c->smoothing <= 1))
-    return lunai_fail(logits->ctx, LUNA_BAD_ARGUMENT, "luna_cross_entropy: logits %t need labels, and smoothing lies in 0..1", logits);
+  if (!lunai_has_rank("luna_cross_entropy", logits, 1)) return NULL;
+  if (!labels) return lunai_fail_null(logits->ctx, "luna_cross_entropy", "labels");
+  if (!(c->smoothing >= 0 && c->smoothing <= 1))
+    return lunai_fail(logits->ctx, LUNA_ERROR_SMOOTHING, (double)c->smoothing);
   rows = lunai_rows(logits);
   classes = lunai_last(logits);
-  if (!lunai_step(logits->ctx, (size_t)rows * sizeof(int32_t), false, &memory)) return lunai_op_no_memory(&s);
+  if (!lunai_step(logits->ctx, (size_t)rows * sizeof(int32_t), false, &memory))
+    return lunai_op_no_memory(&s, (size_t)rows * sizeof(int32_t));
   kept = (int32_t *)memory;
   for (i = 0; i < rows; i++) {
     const bool ignored = labels[i] < 0 || (c->ignore && labels[i] == c->ignore_index);
     const int32_t label = ignored ? -1 : labels[i];
     if (label >= classes) {
-      lunai_fail(logits->ctx, LUNA_BAD_ARGUMENT, "luna_cross_entropy: label %d is %d, but there are %d classes", i, (int64_t)label, classes);
+      lunai_fail(logits->ctx, LUNA_ERROR_ELEMENT_RANGE, "luna_cross_entropy", "label", i, (int64_t)label, (int64_t)-1,
+                 classes - 1);
       return lunai_abandon(&s);
     }
     counted += !ignored;
     kept[i] = label;
   }
-  s.op.index = lunai_on_device(logits->ctx) ? lunai_integers_copy(&s, kept, rows, "label") : kept;
+  s.op.index = lunai_on_device(logits->ctx) ? lunai_integers_copy(&s, kept, rows) : kept;
   if (rows && !s.op.index) return lunai_abandon(&s);
   s.op.arg.cross_entropy.smoothing = c->smoothing;
   s.op.arg.cross_entropy.factor = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
@@ -8978,8 +9301,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
 
 /* --- attention --- */
 LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
-  return lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads: want [batch, n, h d], [batch, m, h d], [batch, m, h e] (or all [rows, ...] with offsets)",
-                    s->name, s->op.in[0], s->op.in[1], s->op.in[2], s->op.arg.attention.heads);
+  return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
+                    s->op.arg.attention.heads);
 }
 
 /* offsets of packed sequences: from 0 up, never down, to the number of rows */
@@ -8988,7 +9311,7 @@ LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, in
   const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
   for (i = 0; i <= count && !*failed; i++)
     if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
-      lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: %s %d is %d; offsets start at 0, never fall, and end at the %d rows", s->name, what, i, (int64_t)offsets[i], rows);
+      lunai_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
       *failed = true;
     }
   return kept;
@@ -8996,7 +9319,7 @@ LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, in
 
 LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   if (lunai_is_finite(scale)) return false;
-  lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: the scale must be finite", s->name);
+  lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
 LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool packed) {
@@ -9033,9 +9356,12 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
-  if (lunai_checked(c->packed, 1) < 0) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: %d packed sequences", c->packed);
-  if (packed && (!c->query_offsets || !c->key_offsets || c->lengths))
-    return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: packed sequences need query_offsets and key_offsets, and no lengths");
+  if (lunai_checked(c->packed, 1) < 0)
+    return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "packed", c->packed, (int64_t)0,
+                      LUNAI_MAX_COUNT);
+  if (packed && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
+  if (packed && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
+  if (packed && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->packed);
   if (!lunai_attention_shapes(&s, c, packed)) return lunai_attention_wrong(&s);
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
   if (packed) {
@@ -9063,7 +9389,7 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] && x->shape[1] == z->shape[1];
   good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 && z->shape[2] % heads == 0;
   good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
-  if (!good) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads: want [batch, n, h a] twice and [batch, n, h b]", x, y, z, heads);
+  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
   s.op.arg.causal.heads = heads;
   return lunai_finish_like(&s, z);
 }
@@ -9071,8 +9397,9 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1 || (bias && (bias->rank != 1 || bias->shape[0] != x->shape[2])))
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_short_convolution: input %t must be [batch, n, d], weight %t [d, width], the bias [d]", x, weight);
+  if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1)
+    return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
+  if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
   lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
@@ -9085,7 +9412,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
   if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
-    return lunai_fail(weights->ctx, LUNA_BAD_ARGUMENT, "luna_pack: weights %t and context %t: want [batch, r, d] and [batch, m, d]", weights, context);
+    return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
   if (!lunai_has_row(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
@@ -9134,8 +9461,8 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
   good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
   good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
-  if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d], at least one slot", x, k, bias, v);
+  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
+  if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
   if (!lunai_has_row(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
@@ -9176,9 +9503,9 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
   good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
   good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
-  if (!good) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads: want [batch, n, h d] three times and [batch, n, h l]", q, k, v, s, heads);
+  if (!good) return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
-    return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: omega must not be negative: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1");
+    return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!lunai_has_row(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
@@ -9195,9 +9522,11 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   lunai_build s;
   if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
-    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_custom_op: there must be both a forward and a backward, and a state where it has a size");
+    return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
+                           !custom->backward ? "custom->backward" : "custom->state");
   for (i = 1; i < count; i++) lunai_input(&s, in[i]);
-  if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory)) return lunai_op_no_memory(&s);
+  if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
+    return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
   s.op.custom = *custom;
   s.op.custom.state = memory;
@@ -9215,7 +9544,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   int i;
   if (!ctx->training || ctx->paused) return block(state, in, second);
   if (!lunai_step_small(ctx, sizeof(luna_op), &memory) || !lunai_step(ctx, sizeof(lunai_recompute), false, &more) || !lunai_step(ctx, state_size, false, &kept))
-    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_recompute: no memory (%d bytes in use)", (int64_t)luna_memory(ctx).current);
+    return lunai_fail_op_memory(ctx, "luna_recompute", sizeof(luna_op) + sizeof(lunai_recompute) + state_size);
   op = (luna_op *)memory;
   again = (lunai_recompute *)more;
   memset(op, 0, sizeof *op);
@@ -9250,8 +9579,7 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
 }
 LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second) {
   if (!lunai_all(in, count, "luna_recompute")) return NULL;
-  if (!block || (state_size && !state))
-    return lunai_fail(in[0]->ctx, LUNA_BAD_ARGUMENT, "luna_recompute: there must be a block, and a state where it has a size");
+  if (!block || (state_size && !state)) return lunai_fail_null(in[0]->ctx, "luna_recompute", block ? "state" : "block");
   return lunai_recompute_block(block, state, state_size, in, count, second, true);
 }
 
@@ -9263,7 +9591,8 @@ LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
   const size_t a = prefix ? strlen(prefix) : 0, b = strlen(name);
   if (a + b >= LUNAI_MAX_NAME) {
-    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "the parameter name %s%s is longer than 191 characters", prefix, name);
+    lunai_fail_status(params->ctx, LUNA_ERROR_NAME_LENGTH, params->ctx->call, (int64_t)(a + b),
+                      (int64_t)LUNAI_MAX_NAME - 1, prefix ? prefix : "", name);
     return false;
   }
   if (a) memcpy(out, prefix, a);
@@ -9311,7 +9640,7 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]
 /* whether a forward has its input and a layer whose init succeeded; `made`: what no such layer lacks */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
   if (x && !made)
-    lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: the layer is null or zeroed: its init failed or was not called", name);
+    lunai_fail(x->ctx, LUNA_ERROR_NOT_INITIALIZED, name);
   if (made && !x) lunai_fail_null(made->ctx, name, "the input");
   return x && made;
 }
@@ -9319,7 +9648,7 @@ LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, co
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer);
+  const bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
   return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
@@ -9330,7 +9659,7 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, prefix, layer, sizeof *layer);
+  const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
   return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
@@ -9339,6 +9668,20 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 }
 
 /* --- Luna attention, eqs. 3-5 --- */
+LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
+  if (heads >= 1 && dim % heads == 0) return true;
+  return lunai_fail_status(ctx, LUNA_ERROR_HEADS, ctx->call, dim, field, heads) == LUNA_OK;
+}
+/* what all attentions' configs have */
+LUNAI_FN bool lunai_attention_good(luna_ctx *ctx, int64_t dim, int64_t heads, float dropout) {
+  return lunai_in(ctx, ctx->call, "dim", dim, 1, 1 << 24) && lunai_divides(ctx, "heads", heads, dim) &&
+         lunai_is_probability(ctx, ctx->call, "dropout", dropout);
+}
+/* whether t is [batch, n, dim] */
+LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_tensor *t, int64_t batch, int64_t dim) {
+  if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
+  return lunai_fail(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim) != NULL;
+}
 LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   if (bert) return lunai_init(LUNA_INIT_NORMAL, 0.02f);
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
@@ -9350,18 +9693,16 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   luna_init init;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer))
+    return lunai_setup_end(&s, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.heads == 0) c.heads = 1;
   if (c.pack_heads == 0) c.pack_heads = c.heads;
-  if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads ||
-      (unsigned)c.sharing > LUNA_SHARING_QK || !(c.dropout >= 0 && c.dropout < 1)) {
-    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                 "luna_nested_attention_layer_init: dim %d must be a multiple of heads %d and pack_heads %d, dropout "
-                 "below 1", c.dim, c.heads, c.pack_heads);
+  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
+      !lunai_divides(params->ctx, "pack_heads", c.pack_heads, c.dim) ||
+      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_QK))
     return lunai_setup_end(&s, false);
-  }
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   layer->pk = layer->k = none;
@@ -9403,7 +9744,7 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
   shape[0] = shape[1] = dim;
   if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
   for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++) status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
-  if (status != LUNA_OK) return lunai_fail(ctx, status, "the backend could not make an identity of %d rows", dim);
+  if (status != LUNA_OK) return lunai_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
   return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
 }
 
@@ -9415,7 +9756,7 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   int64_t i;
   if (!lengths) return NULL;
   *failed = !lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory);
-  if (*failed) lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "no memory for %d lengths", count);
+  if (*failed) lunai_fail_op_memory(ctx, "lengths", (size_t)count * sizeof(int32_t));
   for (i = 0; i < count && !*failed; i++) ((int32_t *)memory)[i] = (int32_t)lunai_min(lengths[i], max);
   return (const int32_t *)memory;
 }
@@ -9479,9 +9820,9 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   ctx = x->ctx;
   c = &layer->config;
   if (!p) return lunai_fail_null(ctx, "luna_nested_attention_layer_forward", "p");
-  if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
-      x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
-    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_forward: x %t, p %t, context %t: want [batch, n, %d], [batch, l, %d], [batch, m, %d]", x, p, context, c->dim, c->dim, c->dim);
+  if (!lunai_is_sequence("luna_nested_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
+      !lunai_is_sequence("luna_nested_attention_layer_forward", "p", p, x->shape[0], c->dim) ||
+      !lunai_is_sequence("luna_nested_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
   scope = luna_scope_begin(ctx);
   memory_lengths = lunai_memory_lengths(ctx, lengths, x->shape[0], p->shape[1], &failed);
   if (failed) return NULL;
@@ -9510,22 +9851,17 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   luna_init init;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer))
+    return lunai_setup_end(&s, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.heads == 0) c.heads = 1;
   if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
-  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_SHARING_TIED && c.sharing != LUNA_SHARING_FULL) ||
-      !(c.dropout >= 0 && c.dropout < 1)) {
-    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                 "luna_causal_attention_layer_init: dim %d must be a multiple of heads %d, sharing tied or full, "
-                 "dropout below 1", c.dim, c.heads);
+  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
+      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
     return lunai_setup_end(&s, false);
-  }
   if (c.omega != LUNA_ACTIVATION_SOFTPLUS2 && c.omega != LUNA_ACTIVATION_SOFTPLUS && c.omega != LUNA_ACTIVATION_ELU1) {
-    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                 "luna_causal_attention_layer_init: omega must not be negative: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or "
-                 "LUNA_ACTIVATION_ELU1");
+    lunai_fail_status(params->ctx, LUNA_ERROR_OMEGA, params->ctx->call, (int64_t)c.omega);
     return lunai_setup_end(&s, false);
   }
   init = lunai_projection_init(c.bert_init, false);
@@ -9578,8 +9914,11 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!p) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
-  if (x->rank != 3 || p->rank < 2 || p->rank > 3 || x->shape[2] != c->dim || lunai_last(p) != c->dim || (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_causal_attention_layer_forward: x %t, p %t: want [batch, n, %d] and [batch, l, %d] or [l, %d]", x, p, c->dim, c->dim, c->dim);
+  if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
+  if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
+      (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
+    return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
+                      c->dim);
   scope = luna_scope_begin(x->ctx);
   lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
@@ -9613,10 +9952,13 @@ LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, cons
 LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
   if (c->max_length == 0) c->max_length = 512;
   if (c->k == 0) c->k = lunai_min(64, c->max_length);
-  if (c->k >= 1 && c->k_last_layer >= 0 && c->k_last_head >= 0 && c->max_length >= 1 && c->max_length <= 1 << 26 && c->k <= c->max_length && c->k_last_layer <= c->max_length &&
-      c->k_last_head <= c->max_length && (unsigned)c->sharing <= LUNA_LINFORMER_SHARING_LAYERWISE && (unsigned)c->projection <= LUNA_LINFORMER_PROJECTION_CONVOLUTION) return true;
-  lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "Linformer: k %d, in the last layer %d, in the last head %d must be at most max_length %d", c->k, c->k_last_layer, c->k_last_head, c->max_length);
-  return false;
+  return lunai_in(ctx, ctx->call, "linformer.max_length", c->max_length, 1, 1 << 26) &&
+         lunai_in(ctx, ctx->call, "linformer.k", c->k, 1, c->max_length) &&
+         lunai_in(ctx, ctx->call, "linformer.k_last_layer", c->k_last_layer, 0, c->max_length) &&
+         lunai_in(ctx, ctx->call, "linformer.k_last_head", c->k_last_head, 0, c->max_length) &&
+         lunai_in(ctx, ctx->call, "linformer.sharing", (int64_t)c->sharing, 0, LUNA_LINFORMER_SHARING_LAYERWISE) &&
+         lunai_in(ctx, ctx->call, "linformer.projection", (int64_t)c->projection, 0,
+                  LUNA_LINFORMER_PROJECTION_CONVOLUTION);
 }
 
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config) {
@@ -9624,20 +9966,17 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   luna_init init;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer))
+    return lunai_setup_end(&s, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.heads == 0) c.heads = 1;
-  if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX ||
-      c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1)) {
-    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                 "luna_attention_layer_init: dim %d must be a multiple of heads %d, kind softmax, linear or "
-                 "Linformer, dropout below 1", c.dim, c.heads);
+  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
+      !lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)c.kind, LUNA_ATTENTION_SOFTMAX,
+                LUNA_ATTENTION_LINFORMER))
     return lunai_setup_end(&s, false);
-  }
   if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) {
-    lunai_fail_status(params->ctx, LUNA_UNSUPPORTED,
-                 "luna_attention_layer_init: Linformer mixes all positions and cannot be causal");
+    lunai_fail_status(params->ctx, LUNA_ERROR_LINFORMER_CAUSAL, params->ctx->call);
     return lunai_setup_end(&s, false);
   }
   if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer))
@@ -9682,7 +10021,8 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, lun
 LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n, int64_t w) {
   void *memory;
   int64_t i;
-  if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "no memory for %d lengths", batch), (const int32_t *)NULL;
+  if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory))
+    return lunai_fail_op_memory(ctx, "lengths", (size_t)batch * sizeof(int32_t)), (const int32_t *)NULL;
   for (i = 0; i < batch; i++) ((int32_t *)memory)[i] = (int32_t)lunai_divide_up(lengths ? lengths[i] : n, w);
   return (const int32_t *)memory;
 }
@@ -9733,9 +10073,10 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
   luna_tensor *both[2] = { NULL, NULL };
   int64_t h;
   if (!q || !k || !v) return NULL;
-  if (k->shape[1] > c->max_length) return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a sequence of %d, but max_length is %d", k->shape[1], c->max_length);
+  if (k->shape[1] > c->max_length)
+    return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
   if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
-    return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a layer that shares layerwise has been given no projection");
+    return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
     both[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
@@ -9752,8 +10093,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!context) context = x;
-  if (x->rank != 3 || context->rank != 3 || x->shape[0] != context->shape[0] || x->shape[2] != c->dim || context->shape[2] != c->dim)
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_attention_layer_forward: x %t and context %t: want [batch, n, %d] and [batch, m, %d]", x, context, c->dim, c->dim);
+  if (!lunai_is_sequence("luna_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
+      !lunai_is_sequence("luna_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
   scope = luna_scope_begin(x->ctx);
   q = luna_linear_layer_forward(&layer->q, x);
   k = luna_linear_layer_forward(&layer->k, context);
@@ -9773,8 +10114,7 @@ LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention ==
 /* Refuses a number of a config that says otherwise than what it is taken from; 0 says nothing */
 LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
   if (value == 0 || value == expected) return true;
-  return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "config: %s is %d, where %s is %d; leave it 0", name, value, from,
-                      expected) == LUNA_OK;
+  return lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, name, value, from, expected) == LUNA_OK;
 }
 /* What this kind of layer does not have; fields of an attention that is not chosen may stand, so that configs can be
    compared by changing the attention alone */
@@ -9798,13 +10138,17 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  if (c->dim >= 1 && c->dim <= 1 << 24 && c->ffn >= 1 && c->ffn <= 1 << 26 && c->convolution >= 0 && c->convolution <= 1024 && c->dropout >= 0 && c->dropout < 1 &&
-      c->attention_dropout >= 0 && c->attention_dropout < 1 && c->activation_dropout >= 0 && c->activation_dropout < 1 && lunai_is_activation(c->activation) &&
-      (unsigned)c->attention <= LUNA_ATTENTION_LINFORMER && (unsigned)c->recompute <= LUNA_RECOMPUTE_LAYER && c->own_memory >= 0 && c->own_memory <= 1 << 20 &&
-      (!c->hook || (c->hook->init && c->hook->forward)))
-    return true;
-  lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1), enums one of their names, a hook whole", c->dim, c->ffn, c->convolution);
-  return false;
+  return lunai_in(ctx, ctx->call, "dim", c->dim, 1, 1 << 24) && lunai_in(ctx, ctx->call, "ffn", c->ffn, 1, 1 << 26) &&
+         lunai_in(ctx, ctx->call, "layer.convolution", c->convolution, 0, 1024) &&
+         lunai_is_probability(ctx, ctx->call, "layer.dropout", c->dropout) &&
+         lunai_is_probability(ctx, ctx->call, "layer.attention_dropout", c->attention_dropout) &&
+         lunai_is_probability(ctx, ctx->call, "layer.activation_dropout", c->activation_dropout) &&
+         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_SOFTPLUS2) &&
+         lunai_in(ctx, ctx->call, "layer.attention", (int64_t)c->attention, 0, LUNA_ATTENTION_LINFORMER) &&
+         lunai_in(ctx, ctx->call, "layer.recompute", (int64_t)c->recompute, 0, LUNA_RECOMPUTE_LAYER) &&
+         lunai_in(ctx, ctx->call, "layer.own_memory", c->own_memory, 0, 1 << 20) &&
+         lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
+                        !c->hook || (c->hook->init && c->hook->forward));
 }
 LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_config *c) {
   luna_nested_attention_config a;
@@ -9860,7 +10204,8 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   luna_attention_layer_config a;
   if (c->hook) {
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
-    if (!*hook_state && params->ctx->last_status == LUNA_OK) lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "the attention hook's init returned null for %s", prefix);
+    if (!*hook_state && params->ctx->last_status == LUNA_OK)
+      lunai_fail_status(params->ctx, LUNA_ERROR_HOOK_INIT, params->ctx->call, prefix);
     return *hook_state != NULL;
   }
   memset(&a, 0, sizeof a);
@@ -9900,7 +10245,8 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   luna_nested_attention_config attention;
   lunai_setup s;
   bool good, is_luna;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer))
+    return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
   good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
          lunai_name(params, name, prefix, "self_attn.");
@@ -9961,10 +10307,10 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   luna_causal_attention_config self;
   lunai_setup s;
   bool good;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer))
+    return lunai_setup_end(&s, false);
   if (config && !lunai_is_luna(config)) {
-    lunai_fail_status(params->ctx, LUNA_UNSUPPORTED,
-                 "luna_decoder_layer_init: a decoder layer has Luna attention and no other");
+    lunai_fail_status(params->ctx, LUNA_ERROR_LUNA_ONLY, params->ctx->call, "a decoder layer");
     return lunai_setup_end(&s, false);
   }
   good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) &&
@@ -10000,7 +10346,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   luna_tensor *in[3], *next = NULL, *y;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!p || !*p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
+  if (!p || !*p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p && *p ? "context" : "p");
   in[0] = x;
   in[1] = *p;
   in[2] = context;
@@ -10014,13 +10360,11 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   luna_causal_attention_config attention;
   lunai_setup s;
   bool good, is_luna;
-  if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
-  is_luna = !config || lunai_is_luna(config);
-  if (is_luna && memory < 1) {
-    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                 "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
+  if (!lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer))
     return lunai_setup_end(&s, false);
-  }
+  is_luna = !config || lunai_is_luna(config);
+  if (is_luna && !lunai_in(params->ctx, params->ctx->call, "memory", memory, 1, LUNAI_MAX_COUNT))
+    return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
   good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) &&
          lunai_name(params, name, prefix, "self_attn.");
@@ -10121,7 +10465,8 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
 /* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
-  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
+  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0))
+    return "its tensors are not those of luna.layers layers";
   if (!lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim)) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
   if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
   if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
@@ -10133,9 +10478,10 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 /* the model a checkpoint describes; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
-  if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND)) return "this safetensors file holds no causal language model of luna.h";
+  if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND))
+    return "it holds no causal language model of luna.h";
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
-  return sizes->dim % sizes->heads ? "luna.dim is no multiple of luna.heads" : lunai_lm_claims(st, sizes);
+  return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
 /* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
@@ -10182,7 +10528,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double), false, &memory) || !lunai_step(ctx, (size_t)(LUNAI_ANGLES * d) * sizeof(float), false, &more)) {
     lunai_step_rewind(ctx, mark);
-    return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "positions: no memory for %d angles", LUNAI_ANGLES * half);
+    return lunai_fail_op_memory(ctx, "sinusoidal positions", (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double));
   }
   table = (double *)memory;
   row = (float *)more;
@@ -10205,7 +10551,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
     status = ctx->backend->copy(ctx, out->data + t * d, row, (size_t)(rows * d) * sizeof(float), 1);
   }
   lunai_step_rewind(ctx, mark);
-  return status == LUNA_OK ? out : lunai_fail(ctx, status, "positions: the backend failed");
+  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "sinusoidal positions", status);
 }
 
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
@@ -10213,21 +10559,18 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
   if (positions == LUNA_POSITIONS_SINUSOIDAL) return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "a sequence of %d, but there are learned positions for %d (max_length)", x->shape[1], table->shape[0] - first);
+    return lunai_fail(x->ctx, LUNA_ERROR_MAX_LENGTH, "learned positions", x->shape[1], table->shape[0] - first);
   return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
 }
 
 /* --- what all models' inits have in common --- */
 LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) { return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim))); }
 
-LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const char *name, const lunai_field *fields, int count, void *sizes) {
+LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, void *sizes) {
   int f;
-  for (f = 0; f < count; f++) {
-    const int64_t value = *lunai_field_of(&fields[f], sizes);
-    if (value >= fields[f].min && value <= fields[f].max) continue;
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "%s: %s is %d, outside %d..%d", name, fields[f].key + 5, value, fields[f].min, fields[f].max);
-    return false;
-  }
+  for (f = 0; f < count; f++)
+    if (!lunai_in(ctx, ctx->call, fields[f].key + 5, *lunai_field_of(&fields[f], sizes), fields[f].min, fields[f].max))
+      return false;
   return true;
 }
 LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, void *sizes) {
@@ -10272,8 +10615,9 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
          lunai_fields_put(params, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
 }
 /* memory for a model's layers, zeroed */
-LUNAI_FN bool lunai_layers_memory(luna_params *params, const char *name, int64_t count, size_t size, void **out) {
-  return lunai_persist(params->ctx, (size_t)count * size, false, out) || lunai_fail_memory(params->ctx, name, (size_t)count * size) == LUNA_OK;
+LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
+  return lunai_persist(params->ctx, (size_t)count * size, false, out) ||
+         lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size) == LUNA_OK;
 }
 
 /* --- the causal language model --- */
@@ -10307,7 +10651,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   layer = c->layer;
   if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &c->layer)) return false;
   lunai_lm_to_sizes(c, &s);
-  return lunai_fields_good(ctx, "luna_lm_init", lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &s);
+  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &s);
 }
 
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
@@ -10318,13 +10662,14 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   void *memory = NULL;
   int64_t i;
   bool good;
-  if (!lunai_setup_begin(&s, params, NULL, model, sizeof *model)) return lunai_setup_end(&s, false);
+  if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
+    return lunai_setup_end(&s, false);
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
   memset(model, 0, sizeof *model);
   model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
   good = model->embedding != NULL;
   if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  good = good && lunai_layers_memory(params, "luna_lm_init", c.layers, sizeof(luna_causal_layer), &memory);
+  good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
   model->layers = (luna_causal_layer *)memory;
   for (i = 0; i < c.layers && good; i++) {
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
@@ -10347,7 +10692,7 @@ LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *
 LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b, const char *name) {
   luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
   if (!ctx || a->batch == b->batch) return ctx;
-  lunai_fail(ctx, LUNA_BAD_ARGUMENT, "%s: a batch of %d beside one of %d", name, a->batch, b->batch);
+  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
   return NULL;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
@@ -10405,7 +10750,9 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
   l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
 }
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, const char *name, lunai_model_sizes *s) { return lunai_fields_good(ctx, name, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s); }
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
+  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s);
+}
 LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
   return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s);
 }
@@ -10459,7 +10806,7 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
   char name[LUNAI_MAX_NAME], number[32];
   void *memory;
   int64_t i;
-  if (!lunai_layers_memory(params, "luna_encoder_init", count, sizeof(luna_encoder_layer), &memory)) return false;
+  if (!lunai_layers_memory(params, count, sizeof(luna_encoder_layer), &memory)) return false;
   e->layers = (luna_encoder_layer *)memory;
   if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer, &shared)) return false;
   for (i = 0; i < count; i++) {
@@ -10476,11 +10823,12 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   lunai_model_sizes s;
   luna_encoder_config c;
   bool good;
-  if (!lunai_setup_begin(&setup, params, prefix, e, sizeof *e)) return lunai_setup_end(&setup, false);
+  if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
+    return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c, &s);
   s.vocab = vocab;
-  if (!lunai_model_good(params->ctx, "luna_encoder_init", &s)) return lunai_setup_end(&setup, false);
+  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
   memset(e, 0, sizeof *e);
   e->config = c;
   e->params = params;
@@ -10572,7 +10920,8 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   lunai_setup setup;
   int64_t features;
   bool good, is_luna;
-  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model)) return lunai_setup_end(&setup, false);
+  if (!lunai_setup_begin(&setup, "luna_classifier_init", params, NULL, model, sizeof *model))
+    return lunai_setup_end(&setup, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   is_luna = lunai_is_luna(&c.encoder.layer);
@@ -10580,13 +10929,12 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   if (c.classes == 0) c.classes = 2;
   if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
   if (!is_luna && (c.pooling == LUNA_POOLING_MEMORY || c.pooling == LUNA_POOLING_MEMORY_BATCH)) {
-    lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
-                 "luna_classifier_init: to pool the memory takes Luna attention, which has one");
+    lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
     return lunai_setup_end(&setup, false);
   }
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_classifier_sizes(&c, &s);
-  if (!lunai_model_good(params->ctx, "luna_classifier_init", &s)) return lunai_setup_end(&setup, false);
+  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
   memset(model, 0, sizeof *model);
   features = c.encoder.dim * (c.pair ? 4 : 1);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
@@ -10607,19 +10955,20 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   y = luna_sum(luna_mask(x, lengths), 1);
   shape[0] = x->shape[0];
   shape[1] = 1;
-  if (!y || !lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory)) return y ? lunai_fail(x->ctx, LUNA_OUT_OF_MEMORY, "no memory for %d factors", shape[0]) : NULL;
+  if (!y) return NULL;
+  if (!lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory))
+    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)shape[0] * sizeof(float));
   for (b = 0; b < shape[0]; b++) ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], x->shape[1]));
   factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
   if (!lunai_layer_made(x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
-  if (x->rank != 3)
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
+  if (!lunai_is_sequence("luna_classifier_pool", "x", x, x->shape[0], model->config.encoder.dim)) return NULL;
   if (!p && (model->config.pooling == LUNA_POOLING_MEMORY || model->config.pooling == LUNA_POOLING_MEMORY_BATCH))
     return lunai_fail_null(x->ctx, "luna_classifier_pool", "p");
   switch (model->config.pooling) {
-    case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %t has no first row", x)
+    case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x)
                                                : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
     case LUNA_POOLING_MEMORY: return lunai_mean_rows(p, lengths);
     case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
@@ -10639,7 +10988,7 @@ LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, cons
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_classifier_forward");
   if (!ctx) return NULL;
   if (model->config.pair)
-    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classifier_forward: this model compares two sequences: luna_classifier_forward_pair");
+    return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second) {
@@ -10647,7 +10996,7 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
   luna_tensor *part[4];
   if (!ctx) return NULL;
   if (!model->config.pair)
-    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_classifier_forward_pair: this model reads one sequence: luna_classifier_forward");
+    return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_SINGLE);
   part[0] = lunai_classifier_features(model, first);
   part[1] = lunai_classifier_features(model, second);
   part[2] = luna_mul(part[0], part[1]);
@@ -10661,7 +11010,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   lunai_model_sizes s;
   lunai_setup setup;
   bool good;
-  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model)) return lunai_setup_end(&setup, false);
+  if (!lunai_setup_begin(&setup, "luna_masked_lm_init", params, NULL, model, sizeof *model))
+    return lunai_setup_end(&setup, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.vocab == 0) c.vocab = 257;
@@ -10696,8 +11046,9 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   all = input->batch * input->n;
   if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
   for (i = 0; i < all; i++) count += labels[i] >= 0;
-  if (count == 0) return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_masked_lm_loss: no place of %d has a label", all);
-  if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory)) return lunai_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_masked_lm_loss: no memory for %d places", count);
+  if (count == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
+  if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory))
+    return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
   places = (int32_t *)memory;
   chosen = places + count;
   for (count = 0, i = 0; i < all; i++)
@@ -10747,18 +11098,18 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
-    lunai_fail_status(ctx, LUNA_UNSUPPORTED, "luna_seq2seq_init: an encoder-decoder has Luna attention whose memory goes from the encoder to the decoder");
+    lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, "an encoder-decoder");
     return false;
   }
   if (c->share_embeddings && c->vocab != c->target_vocab) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_init: to share embeddings vocab %d and target_vocab %d must be the same", c->vocab, c->target_vocab);
+    lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
     return false;
   }
   if (!lunai_encoder_defaults(ctx, &c->encoder, &c->encoder)) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   lunai_seq2seq_sizes(c, &s);
-  return lunai_model_good(ctx, "luna_seq2seq_init", &s);
+  return lunai_model_good(ctx, &s);
 }
 LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
   const int64_t d = c->encoder.dim;
@@ -10769,7 +11120,7 @@ LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const
   model->embedding = c->share_embeddings ? model->encoder.embedding : lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
   if (!model->embedding) return false;
   if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions = lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d, init)) == NULL) return false;
-  if (!lunai_layers_memory(params, "luna_seq2seq_init", c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
+  if (!lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
   model->layers = (luna_decoder_layer *)memory;
   for (i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
@@ -10784,7 +11135,8 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
   lunai_model_sizes s;
   lunai_setup setup;
   bool good;
-  if (!lunai_setup_begin(&setup, params, NULL, model, sizeof *model)) return lunai_setup_end(&setup, false);
+  if (!lunai_setup_begin(&setup, "luna_seq2seq_init", params, NULL, model, sizeof *model))
+    return lunai_setup_end(&setup, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
@@ -10918,25 +11270,23 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   return LUNA_OK;
 }
 
-LUNAI_FN bool lunai_is_rate(float x) { return x >= 0 && x < (float)INFINITY; }
-/* null, or what is wrong with a config */
-LUNAI_FN const char *lunai_optimizer_wrong(const luna_optimizer *o) {
+/* whether a config is valid; false with a sentence */
+LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
   const luna_adamw_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
-  if (!(lunai_is_rate(c->lr) && lunai_is_rate(c->weight_decay) && lunai_is_rate(c->epsilon) &&
-        lunai_is_rate(o->momentum) && c->clip >= 0))
-    return "lr, clip, weight_decay, epsilon and momentum must be finite and not negative";
-  if (!(c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1)) return "betas must be at least 0 and below 1";
-  if (o->nesterov && o->momentum == 0) return "nesterov needs a momentum";
-  if (!(lunai_is_rate(s->floor) && lunai_is_rate(s->warmup_from) && lunai_is_rate(s->gamma)))
-    return "the schedule's floor, warmup_from and gamma must be finite and not negative";
-  if ((unsigned)s->decay > LUNA_DECAY_MILESTONES) return "the schedule's decay must be one of luna_decay";
-  if ((s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE) && s->total < 1) return "this schedule needs a total";
-  return NULL;
+  const bool total = s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE;
+  if (!lunai_is_rate(ctx, name, "lr", c->lr) || !lunai_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
+      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", o->momentum) ||
+      !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
+  if (o->nesterov && o->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
+  return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
+         lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
+         lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
+         lunai_in(ctx, name, "schedule.decay", (int64_t)s->decay, 0, LUNA_DECAY_MILESTONES) &&
+         (!total || lunai_in(ctx, name, "schedule.total", s->total, 1, INT64_MAX));
 }
 
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
-  const char *wrong = lunai_optimizer_wrong(like);
   luna_ctx *ctx = lunai_ctx_of(params);
   lunai_persistent_mark mark;
   luna_status status;
@@ -10944,9 +11294,9 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
   void *memory, *state;
   if (!ctx) return NULL;
   mark = lunai_persistent(ctx);
-  if (params->borrowing) wrong = "this set borrows its parameters, which cannot be trained; load a copy instead";
-  if (ctx->open_status != LUNA_OK) wrong = ctx->error;
-  if (wrong) status = lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong);
+  if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
+  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, like, name))
+    status = ctx->open_status != LUNA_OK ? ctx->open_status : ctx->last_status;
   else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
            !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
     status = lunai_fail_memory(ctx, name, sizeof(luna_optimizer));
@@ -11050,15 +11400,15 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *g
   int64_t i, matched = 0;
   luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!group || !(lunai_is_rate(group->lr) && lunai_is_rate(group->weight_decay)))
-    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT,
-                        "luna_optimizer_group: there must be a group, its lr and weight_decay finite and not negative");
+  if (!lunai_is_given(ctx, "luna_optimizer_group", "group", group != NULL) ||
+      !lunai_is_rate(ctx, "luna_optimizer_group", "lr", group->lr) ||
+      !lunai_is_rate(ctx, "luna_optimizer_group", "weight_decay", group->weight_decay)) return ctx->last_status;
   status = lunai_optimizer_join(o, "luna_optimizer_group");
   if (status != LUNA_OK) return status;
   for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
-    return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_optimizer_group: no parameter has %s in its name and so few axes",
-                        group->name ? group->name : "anything");
+    return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "anything",
+                             (int64_t)(group->max_rank > 0 ? group->max_rank : LUNA_MAX_RANK));
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
   lunai_optimizer_activate(o);
@@ -11073,10 +11423,7 @@ LUNAI_FN luna_status lunai_optimizer_stopped(const luna_optimizer *o) {
 LUNAI_FN luna_status lunai_optimizer_finite(luna_optimizer *o) {
   const int64_t max = o->config.max_skips == 0 ? 10 : o->config.max_skips;
   if (max < 0 || o->skipped_in_row < (uint64_t)max) return LUNA_OK;
-  return lunai_fail_status(o->params->ctx, LUNA_NOT_FINITE,
-                      "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a gradient was not "
-                      "finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data",
-                      (int64_t)o->skipped_in_row, o->attempts);
+  return lunai_fail_status(o->params->ctx, LUNA_ERROR_SKIPPED_STEPS, (int64_t)o->skipped_in_row, o->attempts);
 }
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
   luna_optimizer *o;
@@ -11139,9 +11486,7 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
   status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
-    return lunai_fail_status(o->params->ctx, LUNA_BAD_ARGUMENT,
-                        "luna_optimizer_step: no luna_backward since the last step. Call it before each step; a null "
-                        "loss means that an earlier call failed");
+    return lunai_fail_status(o->params->ctx, LUNA_ERROR_NO_BACKWARD);
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status == LUNA_OK) status = luna_optimizer_advance(o);
   return status == LUNA_OK ? luna_optimizer_apply(o) : status;
@@ -11149,7 +11494,7 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   if (!o) return LUNA_BAD_ARGUMENT;
-  if (!(lr >= 0 && lr < (float)INFINITY)) return lunai_fail_status(o->params->ctx, LUNA_BAD_ARGUMENT, "luna_optimizer_set_lr: lr must be finite and not negative");
+  if (!lunai_is_rate(o->params->ctx, "luna_optimizer_set_lr", "lr", lr)) return o->params->ctx->last_status;
   o->config.lr = lr;
   return LUNA_OK;
 }
@@ -11181,7 +11526,8 @@ LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_
 /* what a file holds besides a set's parameters and pairs */
 typedef struct lunai_extras { const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count; } lunai_extras;
 
-LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io) {
+LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
+                                const char *name) {
   lunai_st_writer writer;
   lunai_st_pair *pairs;
   lunai_st_source *sources;
@@ -11191,10 +11537,11 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
   void *memory = NULL, *more = NULL;
   int64_t pair_count = extras->pair_count, count = extras->count;
   lunai_saving saving;
+  if (params->ctx->call) name = params->ctx->call;
   for (m = params->metas; m; m = m->next) pair_count++;
   if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
     lunai_step_rewind(params->ctx, mark);
-    return lunai_fail_memory(params->ctx, "luna_save", (size_t)(params->size + count) * sizeof *sources);
+    return lunai_fail_memory(params->ctx, name, (size_t)(params->size + count) * sizeof *sources);
   }
   pairs = (lunai_st_pair *)memory;
   sources = (lunai_st_source *)more;
@@ -11222,15 +11569,16 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
   writer.user = &saving;
   lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
   lunai_step_rewind(params->ctx, mark);
-  return writer.failed ? lunai_fail_status(params->ctx, LUNA_CANNOT_WRITE, "luna_save: the file could not be written in full") : LUNA_OK;
+  if (!writer.failed) return LUNA_OK;
+  return lunai_fail_status(params->ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(params->ctx));
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
   lunai_extras none;
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->write)
-    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_save_io: there is nothing to write with");
+    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_io", io ? "io->write" : "io");
   memset(&none, 0, sizeof none);
-  return lunai_save(params, &none, io);
+  return lunai_save(params, &none, io, "luna_save_io");
 }
 
 /* the parameter a tensor of a file belongs to, or null */
@@ -11240,6 +11588,8 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL; /* a name may have a zero in it, and is then none of ours */
 }
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  const char *file = lunai_file_name(ctx);
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t matched = 0;
@@ -11249,14 +11599,16 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (lunai_st_ours(t.name)) continue;
     lunai_st_decode(t.name, name, sizeof name);
     p = lunai_param_of(params, &t);
-    if (!p) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: the file's tensor %s is no parameter of this set", name);
-    if (!lunai_st_like(&t, &p->tensor)) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: %s is %t here and has another shape in the file", name, &p->tensor);
+    if (!p) return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
+    if (!lunai_st_like(&t, &p->tensor))
+      return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, name, &p->tensor, file);
     if (!lunai_st_is_real(&t))
-      return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: %s is stored as %s; F32, F16, BF16 and F64 can be read", name, lunai_st_formats[t.dtype].name);
+      return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, name, &p->tensor);
     matched++;
   }
   for (p = params->first; p && matched < params->size; p = p->next)
-    if (!lunai_st_find(st, p->name, &t)) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
+    if (!lunai_st_find(st, p->name, &t))
+      return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, p->name, &p->tensor);
   return LUNA_OK;
 }
 /* All of the file's text pairs or none, in its order; what begins with "luna." describes the model and stays with the
@@ -11269,7 +11621,7 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   char *text;
   if (st->pairs == 0) return LUNA_OK;
   while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
-  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, "luna_load", size);
+  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, params->ctx->call, size);
   pairs = pair = (lunai_meta *)memory;
   text = (char *)(pairs + st->pairs);
   for (params->last_meta = NULL; *link;) { /* what the file has too goes */
@@ -11289,7 +11641,8 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
 }
 LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
-  luna_status status = params->borrowing ? lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_load: this set borrows its parameters") : lunai_load_check(params, st);
+  luna_status status = params->borrowing ? lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call) :
+                       lunai_load_check(params, st);
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
   lunai_st_tensor t;
   size_t cursor = 0;
@@ -11299,49 +11652,58 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
 }
 
 /* A file opened, with its index in the step; closing gives that memory back, and to the allocator what came from it. */
-typedef struct lunai_file { lunai_st st; luna_ctx *ctx; lunai_mark mark; lunai_chunk *last; } lunai_file;
+typedef struct lunai_file {
+  lunai_st st;
+  luna_ctx *ctx;
+  lunai_mark mark;
+  lunai_chunk *last;
+  const char *outer;                 /* for lunai_leave */
+} lunai_file;
 LUNAI_FN luna_status lunai_file_close(const lunai_file *f, luna_status status) {
   lunai_arena *arena = &f->ctx->arena[0];
   lunai_chunk **newer = f->last ? &f->last->next : &arena->steps;
   lunai_step_rewind(f->ctx, f->mark);
   while (*newer) lunai_chunk_close(newer, f->ctx->options.allocator, f->ctx->backend, f->ctx->self);
   if (!f->last) arena->step = NULL;
+  lunai_leave(f->ctx, f->outer);
   return status;
 }
-LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *bytes, size_t size) {
+LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *bytes, size_t size, const char *name) {
   lunai_chunk *chunk;
   const char *wrong;
   void *index;
   f->ctx = ctx;
+  f->outer = lunai_enter(ctx, name);
   f->mark = lunai_step_mark(ctx);
   for (f->last = NULL, chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) f->last = chunk;
-  wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "there are no bytes";
+  wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "bytes is null";
   if (!wrong) {
     const size_t need = (f->st.tensors + f->st.pairs + 1) * sizeof(uint64_t);
-    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_fail_memory(ctx, "luna_load", need));
+    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_fail_memory(ctx, ctx->call, need));
     wrong = lunai_st_index(&f->st, (uint64_t *)index, (uint64_t *)index + f->st.tensors);
   }
   if (!wrong) return LUNA_OK;
-  return lunai_file_close(f, lunai_fail_status(ctx, LUNA_BAD_FILE, "not a safetensors checkpoint: %s", wrong));
+  lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
+  return lunai_file_close(f, ctx->last_status);
 }
 
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
   lunai_file file;
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(params->ctx, &file, bytes, size);
+  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_bytes");
   return status == LUNA_OK ? lunai_file_close(&file, lunai_load_st(params, &file.st)) : status;
 }
 
 LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   uint64_t *names = params->source.names;
   lunai_param *p;
-  const char *wrong;
+  luna_error_id wrong;
   void *memory;
-  if (params->shared) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_borrowed: this set shares another's parameters");
+  if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
   for (p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
-    if (wrong) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load_borrowed: %s %t %s", p->name, &p->tensor, wrong);
+    if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
     const size_t size = st->tensors * sizeof *names;
@@ -11361,7 +11723,7 @@ LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, 
   lunai_file file;
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(params->ctx, &file, bytes, size);
+  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_borrowed");
   return status == LUNA_OK ? lunai_file_close(&file, lunai_load_borrowed(params, &file.st)) : status;
 }
 
@@ -11390,7 +11752,7 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
 LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   const size_t size = lunai_st_decode(text, NULL, 0) + 1;
   void *memory;
-  if (!lunai_step(ctx, size, false, &memory)) return lunai_fail_memory(ctx, "luna_inspect", size), (const char *)NULL;
+  if (!lunai_step(ctx, size, false, &memory)) return lunai_fail_memory(ctx, ctx->call, size), (const char *)NULL;
   lunai_st_decode(text, (char *)memory, size);
   return (const char *)memory;
 }
@@ -11422,7 +11784,7 @@ LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t
   lunai_file file;
   luna_status status;
   if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(ctx, &file, bytes, size);
+  status = lunai_file_open(ctx, &file, bytes, size, "luna_inspect_bytes");
   return status == LUNA_OK ? lunai_file_close(&file, lunai_inspect(ctx, &file.st, inspection)) : status;
 }
 
@@ -11432,7 +11794,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   lunai_st_tensor t;
   lunai_param *p;
   size_t cursor = 0;
-  if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_matching: this set borrows its parameters");
+  if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (p = params->first; p && status == LUNA_OK; p = p->next) {
     const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
@@ -11448,7 +11810,9 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
     lunai_st_decode(t.name, name, sizeof name);
     if (m->report) m->report(m->user, name, "is in the file and no parameter here");
   }
-  return m->loaded ? LUNA_OK : lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
+  if (m->loaded) return LUNA_OK;
+  return lunai_fail_status(params->ctx, LUNA_ERROR_NOTHING_MATCHES, params->ctx->call, params->size,
+                           lunai_file_name(params->ctx));
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match) {
   luna_load_report none;
@@ -11456,7 +11820,7 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
   memset(&none, 0, sizeof none);
-  status = lunai_file_open(params->ctx, &file, bytes, size);
+  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_matching_bytes");
   if (status != LUNA_OK) return status;
   return lunai_file_close(&file, lunai_load_matching(params, &file.st, match ? match : &none));
 }
@@ -11470,8 +11834,8 @@ LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_stat
   const int64_t count = lunai_st_tensors(st), made = s->params->size - s->count;
   s->params->filling = NULL;
   if (status == LUNA_OK && made != count)
-    status = lunai_fail_status(s->params->ctx, LUNA_MISMATCH, "luna_load_model: the file has %d tensors, the model %d",
-                          count, made);
+    status = lunai_fail_status(s->params->ctx, LUNA_ERROR_FILE_TENSOR_COUNT, s->params->ctx->call,
+                               lunai_file_name(s->params->ctx), count, made);
   return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
 
@@ -11480,18 +11844,18 @@ LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai
   lunai_lm_sizes sizes;
   luna_lm_config config;
   const char *wrong = lunai_lm_read(st, &sizes);
-  if (wrong) return lunai_fail_status(ctx, LUNA_BAD_FILE, "luna_lm_load: %s", wrong) == LUNA_OK;
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), wrong) == LUNA_OK;
   lunai_lm_from_sizes(&sizes, &config);
   wrong = lunai_dropouts_read(st, &config.layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_BAD_FILE, "luna_lm_load: %s is out of range", wrong) == LUNA_OK;
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
 }
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size) == LUNA_OK;
+  bool good = lunai_setup_begin(&s, "luna_lm_load_bytes", params, NULL, model, sizeof *model);
+  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_lm_load_bytes") == LUNA_OK;
   if (good) {
     good = lunai_lm_load_st(model, &s, &file.st);
     lunai_file_close(&file, LUNA_OK);
@@ -11521,32 +11885,29 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
 LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
   static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
   luna_params *params = s->params;
+  luna_ctx *ctx = params->ctx;
+  const char *file = lunai_file_name(ctx);
   lunai_model_sizes sizes;
   lunai_st_text kind;
   luna_layer_config dropouts;
   const char *wrong;
   int64_t count;
   int k = 0;
-  if (params->size)
-    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_model: the set has parameters already") == LUNA_OK;
+  if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
   if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
-                        "luna_load_model: the file does not say what model it is (luna.kind)") == LUNA_OK;
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.kind", file) == LUNA_OK;
   model->kind = LUNA_MODEL_LM;
   if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == 3)
-    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
-                        "luna_load_model: the file holds a kind of model that luna.h does not know") == LUNA_OK;
+    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
   wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
   if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
-  if (wrong)
-    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
-                        "luna_load_model: %s is missing from the metadata, or out of range", wrong) == LUNA_OK;
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
   count = lunai_st_tensors(st);
   if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
-    return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
-                        "luna_load_model: the metadata claims other layers than the file has tensors for") == LUNA_OK;
+    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
+                             "its tensors are not those of luna.layers layers") == LUNA_OK;
   model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   lunai_fill_begin(params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
@@ -11554,9 +11915,9 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
+  bool good = lunai_setup_begin(&s, "luna_load_model_bytes", params, NULL, model, sizeof *model);
   if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size) == LUNA_OK;
+  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_load_model_bytes") == LUNA_OK;
   if (good) {
     good = lunai_model_load_st(model, &s, &file.st);
     lunai_file_close(&file, LUNA_OK);
@@ -11625,7 +11986,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   if (!io || !io->write)
-    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
+    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_training_io", io ? "io->write" : "io");
   status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
   if (status != LUNA_OK) return status;
   state = lunai_optimizer_state(o);
@@ -11661,7 +12022,8 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   extras.pair_count = LUNAI_TRAINING_KEYS;
   extras.sources = sources;
   extras.count = count;
-  status = good ? lunai_save(o->params, &extras, io) : lunai_fail_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
+  if (good) status = lunai_save(o->params, &extras, io, "luna_save_training_io");
+  else status = lunai_fail_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
   lunai_step_rewind(ctx, mark);
   return status;
 }
@@ -11674,6 +12036,7 @@ LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int 
 }
 LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st, uint64_t value[LUNAI_TRAINING_KEYS]) {
   luna_ctx *ctx = o->params->ctx;
+  const char *file = lunai_file_name(ctx);
   lunai_st_tensor t;
   lunai_st_text text;
   size_t cursor = 0;
@@ -11683,21 +12046,26 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
     if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) &&
         (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
-      return lunai_fail_status(ctx, LUNA_BAD_FILE,
-                          "luna_load_training: %s is missing from the metadata, or not 16 hexadecimal digits",
-                          lunai_training_keys[k]);
-  if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind) return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_load_training: the file is of another kind of optimiser");
+      return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[k], file);
+  if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind)
+    return lunai_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file, (int64_t)value[LUNAI_TRAINING_KIND],
+                             (int64_t)o->kind);
   lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
-  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY) ||
-      value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
+  if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY))
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[LUNAI_TRAINING_LR], file);
+  if (value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS] ||
       value[LUNAI_TRAINING_ROW] > value[LUNAI_TRAINING_SKIPPED])
-    return lunai_fail_status(ctx, LUNA_BAD_FILE, "luna_load_training: the learning rate or the counters in the file cannot be");
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)value[LUNAI_TRAINING_ATTEMPTS],
+                             (int64_t)value[LUNAI_TRAINING_UPDATES], (int64_t)value[LUNAI_TRAINING_SKIPPED],
+                             (int64_t)value[LUNAI_TRAINING_ROW]);
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
-  if (count != o->size * o->moments) return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_load_training: the file has %d moments, the optimiser %d", count, o->size * o->moments);
+  if (count != o->size * o->moments)
+    return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->moments);
   for (i = 0; i < o->size; i++)
     for (k = 0; k < o->moments; k++)
-      if (!lunai_moment_find(st, &o->trained[i], k, &t)) return lunai_fail_status(ctx, LUNA_MISMATCH, "luna_load_training: moment %d of %s is missing, of another shape, or not F32", (int64_t)k + 1, o->trained[i].name);
+      if (!lunai_moment_find(st, &o->trained[i], k, &t))
+        return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) {
@@ -11733,7 +12101,7 @@ LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *byt
   lunai_file file;
   luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(o->params->ctx, &file, bytes, size);
+  status = lunai_file_open(o->params->ctx, &file, bytes, size, "luna_load_training_bytes");
   return status == LUNA_OK ? lunai_file_close(&file, lunai_load_training(o, &file.st)) : status;
 }
 LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, const void *bytes, size_t size) {
@@ -11757,21 +12125,26 @@ LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const
 }
 LUNAI_FN luna_status lunai_load_matched(void *match, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)match); }
 
-LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const luna_io *io) {
+LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, const char *name, lunai_loader loader, void *into,
+                                        luna_params *params, const luna_io *io) {
+  const char *outer = lunai_enter(ctx, name);
   const lunai_mark mark = lunai_step_mark(ctx);
   luna_status status = LUNA_OK;
   void *bytes;
-  if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)) return lunai_fail_memory(ctx, "luna_load", (size_t)io->size);
-  if (io->size && !io->read(io->user, bytes, (size_t)io->size)) status = lunai_fail_status(ctx, LUNA_CANNOT_READ, "luna_load: the file could not be read in full (%d bytes)", (int64_t)io->size);
+  if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes))
+    status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
+  else if (io->size && !io->read(io->user, bytes, (size_t)io->size))
+    status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
   if (status == LUNA_OK) status = loader(into, params, bytes, (size_t)io->size);
   lunai_step_rewind(ctx, mark);
+  lunai_leave(ctx, outer);
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->read)
-    return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_io: there is nothing to read with");
-  return lunai_load_through(params->ctx, lunai_load_plain, NULL, params, io);
+    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_load_io", io ? "io->read" : "io");
+  return lunai_load_through(params->ctx, "luna_load_io", lunai_load_plain, NULL, params, io);
 }
 
 #ifndef LUNA_NO_STDIO
@@ -11845,11 +12218,11 @@ LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_
 #ifdef _WIN32
 /* A slot is held by a file of its own, which nobody else can open and which goes with its process; an old temporary
    file of a slot so held is nobody's. */
-LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   struct _stat old;
   int64_t slot;
   int descriptor;
-  if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return "is not a regular file and is left as it is";
+  if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return LUNA_ERROR_SAVE_IRREGULAR;
   for (slot = 0; slot < LUNAI_SAVERS; slot++) {
     lunai_saving_name(s, ".luna-%d.lock", slot);
     s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
@@ -11861,10 +12234,10 @@ LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
     DeleteFileA(s->temporary);
     descriptor = _open(s->temporary, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
     s->file = descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
-    if (s->file) return NULL;
+    if (s->file) return LUNA_ERROR_NONE;
     CloseHandle(s->lock);
   }
-  return "cannot have a temporary file beside it";
+  return LUNA_ERROR_SAVE_TEMPORARY;
 }
 LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
   const bool flushed = fflush(s->file) == 0 && _commit(_fileno(s->file)) == 0, closed = fclose(s->file) == 0;
@@ -11907,28 +12280,28 @@ LUNAI_FN void lunai_saving_sweep(const char *name) {
   close(descriptor);
 }
 /* path becomes what it links to, be it there or not */
-LUNAI_FN const char *lunai_saving_resolve(lunai_saving_file *s) {
+LUNAI_FN luna_error_id lunai_saving_resolve(lunai_saving_file *s) {
   int links;
   for (links = 0; links < 40; links++) {
     const ssize_t size = readlink(s->path, s->temporary, sizeof s->temporary);
     s->folder = size > 0 && s->temporary[0] == '/' ? 0 : lunai_folder_of(s->path);
-    if (size < 0) return s->folder + 32 < LUNAI_LONGEST_PATH ? NULL : "is too long a path";
-    if (s->folder + (size_t)size >= LUNAI_LONGEST_PATH) return "is a link to too long a path";
+    if (size < 0) return s->folder + 32 < LUNAI_LONGEST_PATH ? LUNA_ERROR_NONE : LUNA_ERROR_SAVE_PATH;
+    if (s->folder + (size_t)size >= LUNAI_LONGEST_PATH) return LUNA_ERROR_SAVE_PATH;
     memcpy(s->path + s->folder, s->temporary, (size_t)size);
     s->path[s->folder + (size_t)size] = 0;
   }
-  return "is a link that leads nowhere";
+  return LUNA_ERROR_SAVE_LINK;
 }
-LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
-  const char *wrong = lunai_saving_resolve(s);
+LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
+  const luna_error_id wrong = lunai_saving_resolve(s);
   struct stat old;
   int64_t slot;
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
-  if (s->replaces && !S_ISREG(old.st_mode)) return "is not a regular file and is left as it is";
+  if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
   if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
-  else if (!s->replaces && errno != ENOENT) return "cannot be looked at";
+  else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
   for (slot = 0; slot < 16; slot++) {
     lunai_saving_name(s, ".luna-%d.tmp", slot);
     lunai_saving_sweep(s->temporary);
@@ -11940,10 +12313,11 @@ LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
     if (descriptor < 0 && errno != EEXIST) break;
     if (descriptor < 0) continue;
     fcntl(descriptor, F_SETFD, FD_CLOEXEC);
-    if (lunai_saving_locks(descriptor, s->temporary) && (s->file = fdopen(descriptor, "wb")) != NULL) return NULL;
+    if (lunai_saving_locks(descriptor, s->temporary) && (s->file = fdopen(descriptor, "wb")) != NULL)
+      return LUNA_ERROR_NONE;
     close(descriptor);
   }
-  return "cannot have a temporary file beside it";
+  return LUNA_ERROR_SAVE_TEMPORARY;
 }
 LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
   if (s->replaces) (void)!fchmod(fileno(s->file), s->mode); /* fails where a file system has no modes */
@@ -11965,10 +12339,10 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 }
 #else
 /* elsewhere, with what C has: one saver at a time in a folder */
-LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
+LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   lunai_saving_name(s, ".luna-%d.tmp", 0);
   s->file = fopen(s->temporary, "wb");
-  return s->file ? NULL : "cannot have a temporary file beside it";
+  return s->file ? LUNA_ERROR_NONE : LUNA_ERROR_SAVE_TEMPORARY;
 }
 LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
   const bool closed = fclose(s->file) == 0;
@@ -11983,47 +12357,64 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 #endif
 
 typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
-LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
+LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
   lunai_saving_file s;
   luna_io io;
   luna_status status;
-  const char *wrong;
-  if (!path) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_save: there must be a path");
+  luna_error_id wrong;
   memset(&io, 0, sizeof io);
   io.write = lunai_file_write;
   if (ctx->options.measure) return saver(what, &io); /* counts, and writes nothing */
   if (strlen(path) + 32 > sizeof s.path)
-    return lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: the path is too long: %s", path);
+    return lunai_fail_status(ctx, LUNA_ERROR_SAVE_PATH, ctx->call, (int64_t)sizeof s.path - 32, path);
   memset(&s, 0, sizeof s);
   memcpy(s.path, path, strlen(path));
   s.folder = lunai_folder_of(path);
   wrong = lunai_saving_open(&s);
-  if (wrong) return lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: %s %s", path, wrong);
+  if (wrong == LUNA_ERROR_SAVE_PATH)
+    return lunai_fail_status(ctx, (int)wrong, ctx->call, (int64_t)sizeof s.path - 32, path);
+  if (wrong) return lunai_fail_status(ctx, (int)wrong, ctx->call, path);
   io.user = s.file;
   status = saver(what, &io);
   if (status == LUNA_OK && !lunai_saving_flush(&s))
-    status = lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: %s could not be written in full", path);
+    status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, ctx->call, path);
   if (status == LUNA_OK && !lunai_saving_replace(&s))
-    status = lunai_fail_status(ctx, LUNA_CANNOT_WRITE, "luna_save: cannot replace %s", path);
+    status = lunai_fail_status(ctx, LUNA_ERROR_SAVE_REPLACE, ctx->call, path);
   lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
+LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_saver saver, const void *what,
+                                     const char *path) {
+  luna_status status;
+  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
+  ctx->call = name;
+  ctx->path = path;
+  status = lunai_save_file(ctx, saver, what, path);
+  ctx->call = ctx->path = NULL;
+  return status;
+}
 LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) { return luna_save_io((const luna_params *)params, io); }
-LUNA_API luna_status luna_save(const luna_params *params, const char *path) { return params ? lunai_save_path(params->ctx, lunai_save_params, params, path) : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
+  return params ? lunai_save_path(params->ctx, "luna_save", lunai_save_params, params, path) : LUNA_BAD_ARGUMENT;
+}
 #ifndef LUNA_NO_TRAIN
 LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) { return luna_save_training_io((const luna_optimizer *)optimizer, io); }
-LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) { return o ? lunai_save_path(o->params->ctx, lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) {
+  return o ? lunai_save_path(o->params->ctx, "luna_save_training", lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT;
+}
 #endif
 
-LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const char *path) {
+LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_loader loader, void *into,
+                                     luna_params *params, const char *path) {
   luna_io io;
   luna_status status;
   int64_t size;
   FILE *file;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!into || !path) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_load: there must be a path, and a place for what is loaded");
+  if (!into || !path)
+    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, path ? "what is to be loaded" : "path");
   file = fopen(path, "rb");
-  if (!file) return lunai_fail_status(ctx, LUNA_CANNOT_READ, "luna_load: cannot open %s", path);
+  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   memset(&io, 0, sizeof io);
@@ -12031,34 +12422,45 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   io.user = file;
   io.size = (uint64_t)size;
   rewind(file);
-  status = size < 0 || size > INT64_MAX / 4 ? lunai_fail_status(ctx, LUNA_CANNOT_READ, "luna_load: %s is no file of bytes", path) : lunai_load_through(ctx, loader, into, params, &io);
+  ctx->path = path;
+  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, name, path);
+  else status = lunai_load_through(ctx, name, loader, into, params, &io);
+  ctx->path = NULL;
   fclose(file);
   return status;
 }
-LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_plain, params, params, path); }
+LUNA_API luna_status luna_load(luna_params *params, const char *path) {
+  return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_plain, params, params, path);
+}
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
-  return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_lm, model, params, path) == LUNA_OK);
+  bool good = lunai_setup_begin(&s, "luna_lm_load", params, NULL, model, sizeof *model);
+  good = good && lunai_load_path(params->ctx, "luna_lm_load", lunai_load_lm, model, params, path) == LUNA_OK;
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
-  return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_any, model, params, path) == LUNA_OK);
+  bool good = lunai_setup_begin(&s, "luna_load_model", params, NULL, model, sizeof *model);
+  good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
-  return lunai_load_path(lunai_ctx_of(params), lunai_load_matched, match ? match : &none, params, path);
+  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, match ? match : &none, params,
+                         path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
   lunai_inspect_call call;
   call.ctx = ctx;
   call.inspection = inspection;
-  return lunai_load_path(ctx, lunai_load_inspected, &call, NULL, path);
+  return lunai_load_path(ctx, "luna_inspect", lunai_load_inspected, &call, NULL, path);
 }
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { return lunai_load_path(o ? o->params->ctx : NULL, lunai_load_trained, o, o ? o->params : NULL, path); }
+LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
+  luna_params *params = o ? o->params : NULL;
+  return lunai_load_path(lunai_ctx_of(params), "luna_load_training", lunai_load_trained, o, params, path);
+}
 #endif
 #endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
@@ -12097,7 +12499,7 @@ struct luna_stream {
   size_t state_size;
   float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
   void *scratch, *spare;             /* buffer for reordering a batch */
-  const char *error;
+  luna_error_id error;               /* of the last call */
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
   size_t memory_size;
@@ -12110,7 +12512,7 @@ struct luna_stream {
   size_t device_size, scratch_size;
   bool measuring;                    /* entries only report the scratch they need */
   luna_status failed;                /* what the device failed with, */
-  char sentence[320];                /* and its sentence */
+  char sentence[320];                /* and its sentence, of LUNA_ERROR_BACKEND */
 #endif
 };
 
@@ -12127,8 +12529,10 @@ LUNAI_FN void lunai_device_did(luna_stream *s, luna_status status, luna_status b
   if (status == LUNA_OK || s->failed != LUNA_OK) return;
   s->failed = status;
   if (before == LUNA_OK && s->ctx->status != LUNA_OK) memcpy(s->sentence, s->ctx->error, sizeof s->sentence);
-  else lunai_print(s->sentence, sizeof s->sentence, "luna_stream: the backend failed: %s", luna_status_text(status));
-  s->error = s->sentence;
+  else
+    lunai_print(s->sentence, sizeof s->sentence, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream",
+                luna_status_text(status));
+  s->error = LUNA_ERROR_BACKEND;
 }
 LUNAI_FN void lunai_device_copy(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
   const luna_status before = s->ctx->status;
@@ -12688,9 +13092,9 @@ LUNAI_FN void lunai_stream_reorder_all(luna_stream *s, const int32_t *from) {
 /* --- opening --- */
 /* whether the stream can go on: not after its device has failed */
 LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
-  s->error = "";
+  s->error = LUNA_ERROR_NONE;
 #ifndef LUNA_ONLY_STREAM
-  if (s->failed != LUNA_OK) s->error = s->sentence;
+  if (s->failed != LUNA_OK) s->error = LUNA_ERROR_BACKEND;
   return s->failed == LUNA_OK;
 #else
   return true;
@@ -12704,6 +13108,7 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
   memset(s->state, 0, s->state_size);
 }
 
+#define LUNAI_STREAM_ATTENTION "only Luna attention streams in constant memory"
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
@@ -12712,11 +13117,10 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->sources = 1;
   s->scale = 1;
-  s->error = "";
-  if (!s->kernels) return "this machine does not have the instruction set asked for";
-  if (z->attention) return "only Luna attention streams in constant memory";
+  if (!s->kernels) return "config.isa is not available on this machine";
+  if (z->attention) return LUNAI_STREAM_ATTENTION;
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "batch and chunk must be at least 1, and not too large";
+  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
@@ -12773,7 +13177,7 @@ LUNAI_FN bool lunai_stream_layer_weights(const lunai_st *st, const lunai_lm_size
 LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size, const luna_stream_config *config) {
   const char *wrong;
   memset(s, 0, sizeof *s);
-  wrong = bytes ? lunai_st_open(st, bytes, size) : "there are no bytes";
+  wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
   return wrong ? wrong : lunai_stream_config(s, config);
 }
@@ -12822,7 +13226,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   int64_t i;
   if (!wrong) need = lunai_stream_bytes(&first, &st);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
-    wrong = "the memory is smaller than luna_stream_size says";
+    wrong = "memory_size is less than luna_stream_size";
   s = wrong ? NULL : (luna_stream *)(void *)((char *)memory + shift);
   if (s) {
     memset(s, 0, need);
@@ -12887,9 +13291,9 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   first->ctx = lunai_on_device(ctx) ? ctx : NULL;
   if (ctx->options.measure) wrong = "a context that measures has no weights";
   if (!wrong) wrong = lunai_stream_config(first, &own);
-  if (wrong) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "%s: %s", name, wrong) == LUNA_OK;
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong) == LUNA_OK;
   if (!first->ctx || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
-  return lunai_fail_status(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row CAUSAL_LUNA, which streams are made of", name) == LUNA_OK;
+  return lunai_fail_status(ctx, LUNA_ERROR_NO_ROW, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)) == LUNA_OK;
 }
 /* memory from the context's allocator, laid out but for what lies on a device */
 LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
@@ -12898,7 +13302,8 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   char *raw;
   first->memory_size = size + LUNAI_ALIGN;
   if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
-    lunai_fail_memory(ctx, ctx->options.block ? "luna_stream_open: a context in one block has none to spare (use luna_stream_open_bytes)" : "luna_stream_open", size);
+    if (!ctx->options.block) lunai_fail_memory(ctx, "luna_stream_open", first->memory_size);
+    else lunai_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, "luna_stream_open", (int64_t)first->memory_size);
     return NULL;
   }
   s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
@@ -12967,7 +13372,8 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
-  if (!lunai_is_luna(&model->config.layer)) lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_stream_open: only Luna attention streams in constant memory");
+  if (!lunai_is_luna(&model->config.layer))
+    lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_stream_open", LUNAI_STREAM_ATTENTION);
   else if (lunai_stream_from(ctx, &first, config, "luna_stream_open") && (s = lunai_stream_allocate(ctx, &first)) != NULL) {
     s->embedding = s->output = lunai_stream_values(model->embedding);
     s->positions = lunai_stream_values(model->positions);
@@ -13018,10 +13424,9 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   if (!ctx) return NULL;
   c = &model->config;
   luna_begin_inference(ctx);
-  if (!source || source->batch < 1 || beam < 1 || lunai_checked(source->batch, beam) < 0) {
-    lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %d sources with %d sequences each", source ? source->batch : 0, beam);
-    return NULL;
-  }
+  if (!lunai_is_given(ctx, "luna_seq2seq_stream_open", "source", source != NULL) ||
+      !lunai_in(ctx, "luna_seq2seq_stream_open", "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
+      !lunai_in(ctx, "luna_seq2seq_stream_open", "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
   context = luna_encoder_forward(&model->encoder, source, &p);
   if (!context) return NULL;
   memset(&first, 0, sizeof first);
@@ -13069,13 +13474,13 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
   int64_t at, i, rows = 0;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || !tokens) s->error = "luna_stream_prefill: there must be at least one token";
-  else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position)
-    s->error = "luna_stream_prefill: too many tokens";
-  for (i = 0; !*s->error && i < n * s->batch; i++)
-    if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = "luna_stream_step or luna_stream_prefill: a token is outside the vocabulary; nothing was read";
-  if (!*s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length) s->error = "luna_stream_step or luna_stream_prefill: past the last learned position (max_length)";
-  if (*s->error) return NULL;
+  if (n < 1 || !tokens) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position) s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
+  for (i = 0; !s->error && i < n * s->batch; i++)
+    if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
+  if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
+    s->error = LUNA_ERROR_STREAM_POSITIONS;
+  if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
     s->single = rows == 1;
@@ -13089,17 +13494,23 @@ LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { 
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) {
-    s->error = "luna_stream_prefill: the input must have the stream's batch and no lengths";
+    s->error = LUNA_ERROR_STREAM_INPUT;
     return NULL;
   }
   return lunai_stream_run(s, input->tokens, input->n);
 }
-LUNA_API const char *luna_stream_error(const luna_stream *s) { return s ? s->error : "there is no stream"; }
+LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
+LUNA_API const char *luna_stream_error(const luna_stream *s) {
+#ifndef LUNA_ONLY_STREAM
+  if (s && s->error == LUNA_ERROR_BACKEND) return s->sentence;
+#endif
+  return lunai_sentences[luna_stream_error_id(s)];
+}
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
-LUNAI_FN luna_status lunai_stream_fail_status(luna_stream *s, const char *sentence) {
-  if (s) s->error = sentence;
+LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
+  if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
 }
 /* what a call made of it: the device's failure, or nothing */
@@ -13135,9 +13546,9 @@ LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream 
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   int64_t b;
-  if (!s || !from) return lunai_stream_fail_status(s, "luna_stream_reorder: there must be a stream and an order");
+  if (!s || !from) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
   for (b = 0; b < s->batch; b++)
-    if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail_status(s, "luna_stream_reorder: a sequence asked for does not exist");
+    if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
   lunai_stream_reorder_all(s, from);
   return lunai_stream_status(s);
 }
@@ -13147,13 +13558,19 @@ LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
   luna_status status = LUNA_OK;
-  if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail_status(to, "luna_stream_copy: the streams differ in model sizes or batch");
+  if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail(to, LUNA_ERROR_STREAM_COPY);
 #ifndef LUNA_ONLY_STREAM
-  if (to->ctx && from->ctx && to->ctx != from->ctx) return lunai_stream_fail_status(to, "luna_stream_copy: the streams lie on devices of two contexts; luna_stream_state_save and _load go there");
+  if (to->ctx && from->ctx && to->ctx != from->ctx) return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
   if (to->ctx && from->ctx) status = from->failed;
 #endif
   if (to != from && status == LUNA_OK) status = lunai_stream_take_state(to, from);
-  if (status != LUNA_OK) return lunai_stream_fail_status(to, "luna_stream_copy: the device failed"), status;
+#ifndef LUNA_ONLY_STREAM
+  if (status != LUNA_OK) {
+    lunai_print(to->sentence, sizeof to->sentence, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream_copy",
+                luna_status_text(status));
+    return lunai_stream_fail(to, LUNA_ERROR_BACKEND), status;
+  }
+#endif
   to->position = from->position;
   return lunai_stream_status(to);
 }
@@ -13175,10 +13592,10 @@ LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, s
 }
 LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, size_t size) {
   lunai_stream_head head;
-  if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail_status(s, "luna_stream_state_load: the bytes are not as many as this stream's state has");
+  if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
-    return lunai_stream_fail_status(s, "luna_stream_state_load: the bytes are no state of a stream of this model and batch");
+    return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   lunai_stream_write(s, (const char *)bytes + sizeof head);
   s->position = head.position;
   return lunai_stream_status(s);
@@ -13324,6 +13741,19 @@ LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
   return true;
 }
 
+LUNAI_FN bool lunai_beam_good(luna_ctx *ctx, const lunai_beam *s, const luna_input *source) {
+  const char *name = "luna_seq2seq_generate";
+  const luna_beam_config *c = &s->search;
+  if (!lunai_in(ctx, name, "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
+      !lunai_in(ctx, name, "source->n", source->n, 0, LUNAI_MAX_COUNT) ||
+      !lunai_in(ctx, name, "beam", c->beam, 1, lunai_min(s->vocab, LUNAI_MAX_COUNT / source->batch)) ||
+      !lunai_in(ctx, name, "max_length", c->max_length, 1, LUNAI_MAX_COUNT / source->batch / c->beam) ||
+      !lunai_in(ctx, name, "begin", c->begin, 0, s->vocab - 1) || !lunai_in(ctx, name, "end", c->end, 0, s->vocab - 1))
+    return false;
+  if (!lunai_is_finite(c->length_penalty))
+    lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "length_penalty", (double)c->length_penalty);
+  return lunai_is_finite(c->length_penalty);
+}
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores) {
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
@@ -13334,7 +13764,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   int32_t *swap;
   int64_t b, i, length, going, batch;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!source) return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: there is no source");
+  if (!source) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_seq2seq_generate", "source");
   batch = source->batch;
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
@@ -13347,9 +13777,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   s.penalty = s.search.length_penalty == 0 ? 1 : s.search.length_penalty < 0 ? 0 : (double)s.search.length_penalty;
   s.out = out;
   s.out_lengths = out_lengths;
-  if (!search || !out || !out_lengths || !lunai_is_finite(s.search.length_penalty) || batch < 1 || source->n < 0 || s.search.beam < 1 || s.search.beam > s.vocab || s.search.max_length < 1 || s.search.begin < 0 || s.search.begin >= s.vocab ||
-      s.search.end < 0 || s.search.end >= s.vocab || lunai_checked(lunai_checked(batch, s.search.beam), s.search.max_length) < 0)
-    return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: a search with begin and end among %d tokens, a beam of 1 to %d, a finite length_penalty, at least one token, and places for the results", s.vocab, s.vocab);
+  if (!lunai_is_given(ctx, "luna_seq2seq_generate", "search, out or out_lengths", search && out && out_lengths) ||
+      !lunai_beam_good(ctx, &s, source)) return ctx->last_status;
   stream = luna_seq2seq_stream_open(model, source, s.search.beam);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
   if (!lunai_beam_memory(ctx, &s)) status = lunai_fail_memory(ctx, "luna_seq2seq_generate", (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
@@ -13357,12 +13786,15 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
     logits = luna_stream_step(stream, s.last);
-    if (!logits) status = lunai_fail_status(ctx, stream->failed != LUNA_OK ? stream->failed : LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: %s", luna_stream_error(stream));
+    if (!logits && stream->failed != LUNA_OK)
+      status = lunai_backend_result(ctx, "luna_seq2seq_generate", stream->failed);
+    else if (!logits)
+      status = lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_seq2seq_generate", luna_stream_error(stream));
     for (going = 0, b = 0; b < batch && logits; b++) {
       const int64_t first = b * s.search.beam;
       for (i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;
       if (s.finished[b] >= 0 && !lunai_beam_step(&s, b, logits, length)) {
-        if (s.finished[b] == 0) status = lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_generate: the model's numbers for source %d are not finite", b);
+        if (s.finished[b] == 0) status = lunai_fail_status(ctx, LUNA_ERROR_LOGITS_NOT_FINITE, b);
         s.finished[b] = -1;
       }
       going += s.finished[b] >= 0;

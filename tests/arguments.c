@@ -1,6 +1,6 @@
 /* Arguments: a deterministic fuzz of every public function. A case draws valid arguments and then makes none, one or two of them hostile: sizes 0, 1,
    odd, negative, huge and overflowing; nulls; enums out of range; NaN and Inf; numbers out of range; tensors of another context. Afterwards:
-   a valid call succeeded, a failed one left a sentence, the models' parameters are as they were, the context still computes; a context's closing
+   a valid call succeeded, a failed one left a sentence and its id, the models' parameters are as they were, the context still computes; a context's closing
    gives every byte back. Then the orders of closing that luna.h calls legal. A public function that has no case here fails a check.
      arguments [function [case]]     runs one function's cases, or one case */
 #include "test.h"
@@ -293,7 +293,16 @@ static const luna_input *input_of(const int32_t *t, const int32_t *lengths, int6
 }
 
 /* ---- what came of a call ---- */
-static bool sentence(void) { return (luna_ctx_status(w->ctx) != LUNA_OK && *luna_error(w->ctx)) || (luna_ctx_status(w->other) != LUNA_OK && *luna_error(w->other)); }
+#define STATUS(id, status, sentence) LUNA_##status,
+static const luna_status error_status[] = {LUNA_OK, LUNA_ERRORS(STATUS)};
+/* a failure: its status, its sentence and an id that belongs to it; the other context may have an earlier status */
+static bool reported(const luna_ctx *ctx) {
+  const luna_status status = luna_ctx_status(ctx);
+  const luna_error_id id = luna_ctx_error_id(ctx);
+  return status != LUNA_OK && *luna_error(ctx) && id > LUNA_ERROR_NONE && id < LUNA_ERROR_COUNT &&
+         (id == LUNA_ERROR_BACKEND || ctx == w->other || status == error_status[id]);
+}
+static bool sentence(void) { return reported(w->ctx) || reported(w->other); }
 static void got(bool good, bool reached) {
   if (good) expect(hostile || luna_ctx_status(w->ctx) == LUNA_OK, "it succeeded, but the context has an error");
   else expect(hostile, luna_error(w->ctx)[0] ? luna_error(w->ctx) : "a valid call failed");
@@ -335,7 +344,8 @@ static bool still_works(void) {
   const luna_status failed = luna_ctx_status(w->ctx), begun = luna_begin_inference(w->ctx);
   float out[2] = {0, 0};
   luna_tensor *x;
-  expect(begun == luna_ctx_status(w->ctx) && (begun == LUNA_OK) == !*luna_error(w->ctx), "what begin returns is not what the context says");
+  expect(begun == luna_ctx_status(w->ctx) && (begun == LUNA_OK) == !*luna_error(w->ctx) &&
+             (begun == LUNA_OK) == !luna_ctx_error_id(w->ctx), "what begin returns is not what the context says");
   if (begun != LUNA_OK) {
     expect(hostile && failed != LUNA_OK && makes(function), "begin does not clear the error");
     return false;
@@ -1456,7 +1466,7 @@ static luna_stream *a_stream(void) {
 }
 static void got_stream(bool good, const luna_stream *s) {
   expect(good || hostile, luna_stream_error(s));
-  expect(good || !s || *luna_stream_error(s), "a stream failed without a sentence");
+  expect(good || !s || (*luna_stream_error(s) && luna_stream_error_id(s)), "a stream failed without a sentence or id");
 }
 static void case_luna_stream_size(void) {
   const luna_stream_config c = stream_config();
@@ -1591,6 +1601,13 @@ static void case_luna_keep(void) {
   expect(early ? kept == x : kept == NULL && sentence(), "luna_keep after the end of the scope");
 }
 
+static void case_luna_ctx_error_id(void) {
+  expect((luna_ctx_error_id(turn() ? NULL : w->ctx) == LUNA_ERROR_NONE) == (hostile == 0), "the error's id");
+}
+static void case_luna_stream_error_id(void) {
+  expect((luna_stream_error_id(a_stream()) == LUNA_ERROR_NONE) == (hostile == 0), "the error's id");
+}
+
 /* ==== the table ==== */
 #define FUNCTIONS(F) \
   F(luna_version) F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_name) F(luna_gemm_f32) F(luna_gemm_scratch) \
@@ -1619,7 +1636,7 @@ static void case_luna_keep(void) {
   F(luna_stream_prefill) F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
   F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
-  F(luna_scope_begin) F(luna_scope_end) F(luna_keep)
+  F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 static row functions[] = {FUNCTIONS(ROW)};

@@ -153,7 +153,8 @@ static void check_foreign_errors(void) {
   luna_begin_inference(ctx);
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, &n), *both[2] = {x, x};
   CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_ctx_status(ctx) == LUNA_OK, "a custom op: %s", luna_error(ctx));
-  CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && strstr(luna_error(ctx), "invalid configuration"),
+  CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && luna_ctx_error_id(ctx) == LUNA_ERROR_BACKEND &&
+      strstr(luna_error(ctx), "invalid configuration"),
         "a custom op that cannot be launched: %s", luna_error(ctx));
   const char *left = cuda_left_error();
   CHECK(strcmp(left, "cudaSuccess") == 0, "a custom op's error was reported and stays: %s", left);
@@ -339,7 +340,8 @@ static void check_stream_failures(void) {
         CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK, "a stream does not begin: %s", luna_stream_error(s));
         cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
         CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3 }), "%s %d of a prefill fails and nobody says so", kind ? "kernel" : "launch", at);
-        CHECK(strstr(luna_stream_error(s), "CUDA device 0"), "a device's failure in a stream: %s", luna_stream_error(s));
+        CHECK(luna_stream_error_id(s) == LUNA_ERROR_BACKEND && strstr(luna_stream_error(s), "CUDA device 0"),
+            "a device's failure in a stream: %s", luna_stream_error(s));
         snprintf(sentence, sizeof sentence, "%s", luna_stream_error(s));
         luna_stream_reset(s);
         CHECK(!luna_stream_step(s, tokens) && strcmp(luna_stream_error(s), sentence) == 0, "after a failure a stream goes on: %s", luna_stream_error(s));

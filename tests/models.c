@@ -75,16 +75,18 @@ static double gradient_size(const luna_tensor *t) {
 static bool same_bits(const float *a, const float *b, int64_t n) { return a && b && memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
 static double parameter(const luna_tensor *t, int64_t i) { return (double)t->data[i]; }
 
-/* a call that must fail with a sentence in which `part` is; the context is fit to go on */
-#define refused(ctx, failed, part, ...) refused_at(__LINE__, ctx, failed, part, __VA_ARGS__)
-TEST_FORMAT(5) static void refused_at(int line, luna_ctx *ctx, bool failed, const char *part, const char *format, ...) {
+/* a call that must fail with LUNA_ERROR_id; the context is fit to go on */
+#define refused(ctx, failed, id, ...) refused_at(__LINE__, ctx, failed, LUNA_ERROR_##id, __VA_ARGS__)
+TEST_FORMAT(5) static void refused_at(int line, luna_ctx *ctx, bool failed, luna_error_id id, const char *format, ...) {
   char what[160];
   va_list list;
   va_start(list, format);
   vsnprintf(what, sizeof what, format, list);
   va_end(list);
-  test_check(failed && luna_error(ctx)[0] && strstr(luna_error(ctx), part), __FILE__, line,
-             "%s is %s, and the sentence is \"%s\", without \"%s\"", what, failed ? "refused" : "taken", luna_error(ctx), part);
+  test_check(failed && luna_error(ctx)[0] && luna_ctx_error_id(ctx) == id, __FILE__, line,
+             "%s is %s, and the error is %d, not %d: \"%s\"", what, failed ? "refused" : "taken",
+                 (int)luna_ctx_error_id(ctx),
+             (int)id, luna_error(ctx));
   luna_begin_inference(ctx);
 }
 
@@ -286,10 +288,10 @@ static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /
              pair ? ", pairs" : "");
     test_close(what, got, expected, BATCH * 3, 2e-6);
     luna_begin_inference(c.ctx);
-    refused(c.ctx,
+    refused_at(__LINE__, c.ctx,
             pair ? !luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n })
                  : !luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n }, &(luna_input){ second, lengths_of_5, BATCH, N }),
-            pair ? "luna_classifier_forward_pair" : "luna_classifier_forward", "the other number of sequences");
+            pair ? LUNA_ERROR_CLASSIFIER_PAIR : LUNA_ERROR_CLASSIFIER_SINGLE, "the other number of sequences");
     free(tokens), free(second), free(a), free(b), free(f), free(expected), free(got);
   }
   luna_close(c.ctx);
@@ -301,17 +303,18 @@ static void check_classifier_refusals(void) {
   luna_classifier_config config = {0};
   config.encoder = encoder_config(9);
   config.pooling = LUNA_POOLING_MEMORY;
-  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of softmax attention");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, POOLING_MEMORY,
+      "pooling the memory of softmax attention");
   config.pooling = (luna_pooling)5;
-  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "pooling", "pooling 5");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "pooling 5");
   config.pooling = LUNA_POOLING_DEFAULT;
   config.classes = -1;
-  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "classes", "-1 classes");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "-1 classes");
   config.classes = 2, config.encoder.heads = 5;
-  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "heads", "5 heads of 12");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, HEADS, "5 heads of 12");
   config.encoder.heads = 2, config.encoder.layers = 100000;
-  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "layers", "100000 layers");
-  refused(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, "", "no place for a model");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "100000 layers");
+  refused(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "no place for a model");
   CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "refused inits leave %d parameters",
         (int)luna_params_tensor_count(params));
   luna_close(ctx);
@@ -494,7 +497,7 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   luna_tensor *more = luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST + 1 }, &p);
   if (positions == LUNA_POSITIONS_LEARNED) {
     CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s", luna_status_text(luna_ctx_status(ctx)));
-    refused(ctx, !more, "max_length", "a sequence longer than the learned positions");
+    refused(ctx, !more, MAX_LENGTH, "a sequence longer than the learned positions");
   } else CHECK(more != NULL, "no positions, and yet: %s", luna_error(ctx));
   free(tokens), free(x), free(memory), free(expected), free(slots);
   luna_close(ctx);
@@ -509,7 +512,8 @@ static void check_learned_lm(void) { /* a language model's learned positions cou
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && model.positions && model.positions->shape[0] == 8, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 8 }) != NULL, "8 tokens: %s", luna_error(ctx));
-  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), "max_length", "a language model's sequence of 9");
+  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), MAX_LENGTH,
+      "a language model's sequence of 9");
   free(tokens);
   luna_close(ctx);
 }
@@ -645,11 +649,14 @@ static void check_masked_loss(int v, luna_form form) {
   }
   for (int i = 0; i < BATCH * N; i++) labels[i] = -1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "no label at all");
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), "labels", "null for labels");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), NO_LABELS,
+      "no label at all");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), NULL_ARGUMENT,
+      "null for labels");
   labels[3] = VOCAB + 1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "a label beyond the vocabulary");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), ELEMENT_RANGE,
+      "a label beyond the vocabulary");
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
@@ -976,9 +983,11 @@ static void check_linformer_refusals(void) {
   luna_attention_layer layer;
   luna_attention_layer_config config = {0};
   lm_config.layer.dim = DIM, lm_config.layer.heads = 2, lm_config.layer.attention = LUNA_ATTENTION_LINFORMER;
-  refused(ctx, luna_lm_init(&lm, params, &lm_config) == LUNA_UNSUPPORTED, "Linformer", "Linformer in a language model");
+  refused(ctx, luna_lm_init(&lm, params, &lm_config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL,
+      "Linformer in a language model");
   config.kind = LUNA_ATTENTION_LINFORMER, config.dim = DIM, config.causal = true;
-  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, "causal", "causal Linformer");
+  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, LINFORMER_CAUSAL,
+      "causal Linformer");
   config.causal = false;
   for (int i = 0; i < 6; i++) {
     luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_HEADWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
@@ -989,10 +998,11 @@ static void check_linformer_refusals(void) {
     if (i == 4) l.sharing = (luna_linformer_sharing)3;
     if (i == 5) l.projection = (luna_linformer_projection)4;
     config.linformer = l;
-    refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "Linformer", "Linformer, bad config %d", i);
+    refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
+        "Linformer, bad config %d", i);
   }
   config.kind = LUNA_ATTENTION_LUNA;
-  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "kind",
+  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
           "a plain attention layer of Luna's kind");
   CHECK(luna_params_tensor_count(params) == 0, "what was refused leaves %d parameters", (int)luna_params_tensor_count(params));
   luna_close(ctx); /* an init that failed stays in its context */
@@ -1006,12 +1016,14 @@ static void check_linformer_refusals(void) {
     luna_tensor *x = common_tensor(ctx, 1, 2, 9, DIM, 0), *longer = common_tensor(ctx, 1, 2, 10, DIM, 0);
     CHECK(luna_attention_layer_forward(&layer, x, NULL, NULL) && luna_attention_layer_forward(&layer, longer, x, NULL), "9 keys: %s",
           luna_error(ctx));
-    refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), "max_length", "10 keys where Linformer has 9 (projection %d)", i);
+    refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), MAX_LENGTH,
+        "10 keys where Linformer has 9 (projection %d)", i);
   }
   luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_LAYERWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
   config.linformer = l;
   CHECK(luna_attention_layer_init(&layer, params, "layerwise.", &config) == LUNA_OK, "%s", luna_error(ctx));
-  refused(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL), "layerwise",
+  refused(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL),
+      LINFORMER_PROJECTION,
           "layerwise without a projection");
   luna_close(ctx);
 }
@@ -1185,7 +1197,8 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   }
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
-  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0, "luna.kind",
+  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0,
+      FILE_FIELD,
           "the file of a hooked model, without the hook");
   free(logits[0]), free(logits[1]);
   remove(path.text);
@@ -1228,7 +1241,7 @@ static void check_hook_lm(void) {
           "token 12 changes what comes before it, or not what comes after");
     free(before), free(after);
   }
-  refused(ctx, !luna_stream_open(&model, NULL), "stream", "streaming a hooked model");
+  refused(ctx, !luna_stream_open(&model, NULL), STREAM_CONFIG, "streaming a hooked model");
   free(tokens);
   luna_close(ctx);
 }
@@ -1248,11 +1261,13 @@ static void check_hook_refusals(void) {
     luna_lm_config l = {0};
     luna_attention_hook hook = average_open(&state, fail_at);
     c.encoder = encoder_config(0), c.encoder.layer.hook = &hook;
-    refused(ctx, luna_classifier_init(&classifier, params, &c) != LUNA_OK, "hook", "a classifier whose hook's init %d returns null",
+    refused(ctx, luna_classifier_init(&classifier, params, &c) != LUNA_OK, HOOK_INIT,
+        "a classifier whose hook's init %d returns null",
             fail_at);
     hook = average_open(&state, fail_at);
     l.layer.hook = &hook;
-    refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, "hook", "a language model whose hook's init %d returns null", fail_at);
+    refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, HOOK_INIT,
+        "a language model whose hook's init %d returns null", fail_at);
     CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 && !luna_params_get(params, "luna.kind"),
           "a hook that fails leaves %d parameters", (int)luna_params_tensor_count(params));
   }
@@ -1260,13 +1275,16 @@ static void check_hook_refusals(void) {
   luna_attention_hook half = average_open(&state, -1), whole = half;
   half.forward = NULL;
   config.dim = DIM, config.heads = 2, config.hook = &half;
-  refused(ctx, luna_encoder_layer_init(&layer, params, "x.", &config) == LUNA_BAD_ARGUMENT, "hook", "a hook without forward");
+  refused(ctx, luna_encoder_layer_init(&layer, params, "x.", &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+      "a hook without forward");
   luna_seq2seq_config s = {0};
   s.encoder = encoder_config(0), s.encoder.layer.hook = &whole;
-  refused(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, "Luna attention", "an encoder-decoder with a hook");
+  refused(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, LUNA_ONLY,
+      "an encoder-decoder with a hook");
   luna_classifier_config c = {0};
   c.pooling = LUNA_POOLING_MEMORY, c.encoder = s.encoder;
-  refused(ctx, luna_classifier_init(&classifier, params, &c) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of a hooked model");
+  refused(ctx, luna_classifier_init(&classifier, params, &c) == LUNA_BAD_ARGUMENT, POOLING_MEMORY,
+      "pooling the memory of a hooked model");
   config.hook = &whole; /* a layer by itself passes on the memory it is given */
   for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) {
     char name[8] = "0.";
@@ -1700,9 +1718,9 @@ static void check_blocks(void) {
             !luna_recompute(odd_block, &which, sizeof which, NULL, 1, &second),
         "null inputs");
   in[0] = common_tensor(ctx, 1, 2, 3, 0, 0);
-  refused(ctx, !luna_recompute(odd_block, &which, sizeof which, in, 2, &second), "luna_recompute", "a null second input");
-  refused(ctx, !luna_recompute(NULL, &which, sizeof which, in, 1, &second), "luna_recompute", "no block");
-  refused(ctx, !luna_recompute(odd_block, NULL, 4, in, 1, &second), "luna_recompute", "no state of 4 bytes");
+  refused(ctx, !luna_recompute(odd_block, &which, sizeof which, in, 2, &second), NULL_ARGUMENT, "a null second input");
+  refused(ctx, !luna_recompute(NULL, &which, sizeof which, in, 1, &second), NULL_ARGUMENT, "no block");
+  refused(ctx, !luna_recompute(odd_block, NULL, 4, in, 1, &second), NULL_ARGUMENT, "no state of 4 bytes");
   luna_close(ctx);
 }
 
@@ -1903,7 +1921,8 @@ static void check_decoder_stream(int v, int64_t beam, bool with_lengths) {
         free(expected);
       }
       if (config.encoder.positions == LUNA_POSITIONS_LEARNED)
-        CHECK(!luna_stream_step(s, now) && strstr(luna_stream_error(s), "max_length"), "step %d of %d learned positions: \"%s\"", STEPS,
+        CHECK(!luna_stream_step(s, now) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_POSITIONS,
+            "step %d of %d learned positions: \"%s\"", STEPS,
               STEPS, luna_stream_error(s));
       else CHECK(luna_stream_step(s, now) != NULL, "step %d: %s", STEPS, luna_stream_error(s));
       now[0] = (int32_t)vocab;
@@ -1960,7 +1979,8 @@ static void check_seq2seq_forward(void) {
     CHECK(!same_bits(all + 3 * 8, some + 3 * 8, 8), "a padded place of a target is read");
     luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, NULL, 2, STEPS });
     CHECK(longest != NULL, "%d places: %s", STEPS, luna_error(t.ctx));
-    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE }, &(luna_input){ target, NULL, 1, STEPS + 1 }), "max_length",
+    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE },
+        &(luna_input){ target, NULL, 1, STEPS + 1 }), MAX_LENGTH,
             "a target longer than its learned positions");
     free(source), free(target), free(all), free(some);
   }
@@ -2194,27 +2214,39 @@ static void check_search_refusals(void) {
     s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1, s[7].max_length = INT64_MAX,
     s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "bad search %d", i);
-    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length,
+          &score) != LUNA_OK, VALUE_RANGE, "bad search %d", i);
+    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length,
+        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no search");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length,
+        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the result");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL,
+        &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the length");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length,
+        &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "no source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length,
+        &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "a source of -1 tokens");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "null for a source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length,
+        &score) != LUNA_OK, NULL_ARGUMENT, "null for a source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length,
+        &score) != LUNA_OK, ELEMENT_RANGE,
             "a length beyond the source");
     bad[4] = VOCAB;
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length,
+        &score) != LUNA_OK, ELEMENT_RANGE,
             "a source token beyond the vocabulary");
     CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), "luna_seq2seq_stream_open", "a stream of no source");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0), "luna_seq2seq_stream_open", "a stream of no sequence");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX), "", "a stream of 2^63 sequences");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), VALUE_RANGE,
+        "a stream of no source");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0), VALUE_RANGE,
+        "a stream of no sequence");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX),
+        VALUE_RANGE, "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE }, 1), "a stream of no model");
     CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
@@ -2234,7 +2266,7 @@ static void check_search_refusals(void) {
       const luna_status status = luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score);
       if (status == LUNA_OK)
         CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g", (double)score);
-      else refused(t.ctx, true, "finite", "a weight of %g", (double)odd[i % 3]);
+      else refused(t.ctx, true, LOGITS_NOT_FINITE, "a weight of %g", (double)odd[i % 3]);
       *at = kept;
     }
     free(source);
@@ -2353,7 +2385,7 @@ static void check_comes_back(luna_model_kind kind, int v) {
   bytes again = saved(b.params);
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "%s %d: saved, loaded and saved it is another file",
         model_names[kind], v);
-  refused(b.ctx, luna_load_model_bytes(&b.model, b.params, file.at, file.size) == LUNA_BAD_ARGUMENT, "already",
+  refused(b.ctx, luna_load_model_bytes(&b.model, b.params, file.at, file.size) == LUNA_BAD_ARGUMENT, SET_NOT_EMPTY,
           "%s %d: loading into a set that is not empty", model_names[kind], v);
   CHECK(luna_params_tensor_count(b.params) == luna_params_tensor_count(a.params), "%s %d: a refused load took the set's parameters", model_names[kind], v);
   free(file.at), free(again.at);
@@ -2449,11 +2481,13 @@ static void check_model_paths(void) {
     CHECK(luna_save(a.params, path.text) == LUNA_OK && luna_load_model(&b.model, b.params, path.text) == LUNA_OK && comes_back(&a, &b),
           "%s by path: %s", model_names[kind], luna_error(b.ctx));
     luna_params *empty = luna_params_open(b.ctx);
-    refused(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
-    refused(b.ctx, luna_load_model(NULL, empty, path.text) == LUNA_BAD_ARGUMENT, "", "no place for a model");
+    refused(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, CANNOT_OPEN,
+        "a file that is not there");
+    refused(b.ctx, luna_load_model(NULL, empty, path.text) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "no place for a model");
     CHECK(luna_load_model(&b.model, NULL, path.text) == LUNA_BAD_ARGUMENT, "no set");
     bytes file = saved(a.params), other = edited(&file, "\"luna.kind\":\"", "\"luna.kind\":\"un");
-    refused(b.ctx, luna_load_model_bytes(&b.model, empty, other.at, other.size) == LUNA_BAD_FILE, "kind", "a kind that is none");
+    refused(b.ctx, luna_load_model_bytes(&b.model, empty, other.at, other.size) == LUNA_BAD_FILE, NOT_A_MODEL,
+        "a kind that is none");
     free(file.at), free(other.at);
     luna_close(a.ctx), luna_close(b.ctx);
     remove(path.text);
@@ -2529,12 +2563,15 @@ static void check_matching(void) {
     common_params(to, 103 + (uint64_t)way);
   }
   float *before = common_parameters(to), *after;
-  refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, "luna_load_matching", "a file of which nothing fits");
+  refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, NOTHING_MATCHES,
+      "a file of which nothing fits");
   CHECK(quiet.loaded == 0 && quiet.missing == luna_params_tensor_count(to) && quiet.unused == luna_params_tensor_count(lm_set),
         "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing, (int)quiet.unused);
   for (size_t cut = 0; cut < file.size; cut += 997)
-    refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, "safetensors", "a file cut to %d bytes", (int)cut);
-  refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
+    refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, NOT_SAFETENSORS,
+        "a file cut to %d bytes", (int)cut);
+  refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, CANNOT_OPEN,
+      "a file that is not there");
   CHECK(luna_load_matching_bytes(NULL, file.at, file.size, NULL) == LUNA_BAD_ARGUMENT, "no set");
   after = common_parameters(to);
   CHECK(same_bits(before, after, luna_params_element_count(to)), "files that do not fit change parameters");

@@ -108,7 +108,7 @@ static void check_results(bool training) {
   both[1] = view;
   CHECK(luna_scope_end(inner, both, 2) == both[0], "a scope's end does not return its first result");
   CHECK(!sum->data && both[0]->data && view->base->data && kept->data, "the end released a result, or did not release the rest");
-  CHECK(luna_read(sum, got) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "luna_keep"), "reading what was released: %s", luna_error(ctx));
+  CHECK(luna_read(sum, got) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "reading what was released: %s", luna_error(ctx));
   CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "no failure is on record");
   if (training) luna_begin_step(ctx);
   else luna_begin_inference(ctx);
@@ -123,7 +123,7 @@ static void check_results(bool training) {
     }
     luna_read(y, got);
     CHECK(got[7] == 8 * x->data[7], "after three doublings %g is %g", (double)x->data[7], (double)got[7]);
-    CHECK(luna_keep(before) == NULL && luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "luna_keep of what was released: %s", luna_error(ctx));
+    CHECK(luna_keep(before) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "luna_keep of what was released: %s", luna_error(ctx));
   }
   CHECK(luna_scope_end(outer, NULL, 1) == NULL && luna_scope_end(luna_scope_begin(NULL), both, 1) == both[0], "an end without results or context");
   free(got);
@@ -136,7 +136,7 @@ static void check_released_input(void) {
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 4, 4, 0, 0), *y = luna_scale(x, 2), *rows = luna_slice(x, 0, 1, 2);
   y = luna_scope_end(scope, &y, 1);
-  CHECK(y && luna_add(y, x) == NULL && strstr(luna_error(ctx), "luna_keep"), "an op on a released tensor: %s", luna_error(ctx));
+  CHECK(y && luna_add(y, x) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "an op on a released tensor: %s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_scale(rows, 2) == NULL || !rows, "an op on a view of a released tensor gave a result");
   luna_close(ctx);

@@ -246,21 +246,29 @@ static void check_state(int kind) {
   const int64_t position = luna_stream_position(a);
   int32_t bad[BATCH] = {0, VOCAB, 0}, negative[BATCH] = {-1, 0, 0}, outside[BATCH] = {0, 3, 0};
   luna_stream_copy(b, a);
-  CHECK(!luna_stream_step(a, bad) && luna_stream_error(a)[0], "a token out of range is taken");
-  CHECK(!luna_stream_step(a, negative) && luna_stream_error(a)[0], "a negative token is taken");
-  CHECK(!luna_stream_prefill(a, &(luna_input){ bad, NULL, 0, 1 }) && luna_stream_error(a)[0], "prefill of a token out of range");
-  CHECK(!luna_stream_prefill(a, &(luna_input){ tokens, NULL, 0, -1 }) && luna_stream_error(a)[0], "prefill of -1 tokens");
-  CHECK(!luna_stream_step(a, NULL), "step of null");
-  CHECK(luna_stream_reorder(a, outside) != LUNA_OK && luna_stream_error(a)[0], "reorder from sequence 3 of 3");
-  CHECK(luna_stream_copy(a, single) != LUNA_OK && luna_stream_error(a)[0], "copy of another batch");
+  CHECK(!luna_stream_step(a, bad) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
+      "a token out of range is taken");
+  CHECK(!luna_stream_step(a, negative) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
+      "a negative token is taken");
+  CHECK(!luna_stream_prefill(a, &(luna_input){ bad, NULL, 0, 1 }) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
+      "prefill of a token out of range");
+  CHECK(!luna_stream_prefill(a, &(luna_input){ tokens, NULL, 0, -1 }) &&
+      luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_TOKENS, "prefill of -1 tokens");
+  CHECK(!luna_stream_step(a, NULL) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_TOKENS, "step of null");
+  CHECK(luna_stream_reorder(a, outside) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_ORDER,
+      "reorder from sequence 3 of 3");
+  CHECK(luna_stream_copy(a, single) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_COPY,
+      "copy of another batch");
   CHECK(luna_stream_state_save(a, state, size - 1) != LUNA_OK && luna_stream_state_load(a, state, size - 1) != LUNA_OK &&
-            luna_stream_error(a)[0],
+            luna_stream_error_id(a) == LUNA_ERROR_STREAM_STATE_SIZE,
         "a state of another size");
   memset(state, 0xA5, size);
-  CHECK(luna_stream_state_load(a, state, size) != LUNA_OK, "a state of noise is taken");
+  CHECK(luna_stream_state_load(a, state, size) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_STATE,
+      "a state of noise is taken");
   CHECK(luna_stream_position(a) == position, "refused calls moved the position to %lld", (long long)luna_stream_position(a));
   memcpy(kept, step_at(b, tokens, BATCH, N, 70), sizeof kept);
-  CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0,
+  CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0 &&
+      !luna_stream_error_id(a),
         "refused calls changed the state: %s", luna_stream_error(a));
 
   if (lm_open(&other, (kind + 1) % KINDS, LUNA_ISA_BEST)) {
