@@ -1179,25 +1179,25 @@ LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, i
   for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
 }
 
-/* A task runs once for each slot in [0, slots); it takes its share of the work by its number, and its own part of the
+/* A task runs once for each thread in [0, threads); it takes its share of the work by its number, and its own part of the
    scratch. How work is shared out never changes a bit of the result. */
-typedef void (*lunai_task)(void *work, int64_t slot, int64_t slots);
-typedef struct lunai_parallel { luna_parallel_for run; void *user; int64_t slots; } lunai_parallel;
-typedef struct lunai_parallel_call { lunai_task task; void *work; int64_t slots; } lunai_parallel_call;
+typedef void (*lunai_task)(void *work, int64_t thread, int64_t threads);
+typedef struct lunai_parallel { luna_parallel_for run; void *user; int64_t threads; } lunai_parallel;
+typedef struct lunai_parallel_call { lunai_task task; void *work; int64_t threads; } lunai_parallel_call;
 LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
   lunai_parallel_call *c = (lunai_parallel_call *)call;
-  c->task(c->work, index, c->slots);
+  c->task(c->work, index, c->threads);
 }
 LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
   lunai_parallel_call call;
   call.task = task;
   call.work = work;
-  call.slots = parallel && parallel->run && parallel->slots > 1 ? parallel->slots : 1;
-  if (call.slots == 1) task(work, 0, 1);
-  else parallel->run(parallel->user, call.slots, lunai_parallel_one, &call);
+  call.threads = parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+  if (call.threads == 1) task(work, 0, 1);
+  else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
 }
-/* slot's contiguous share of `count` items */
-LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t slot, int64_t slots) { return slots == 1 ? count * slot : count / slots * slot + count % slots * slot / slots; }
+/* thread's contiguous share of `count` items */
+LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads) { return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads; }
 
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step) under key
    `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no dropout. */
@@ -1301,7 +1301,7 @@ typedef struct lunai_update {
 /* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does, R the rest. The pass
    below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so nothing refers to it. */
 #define LUNAI_KERNELS(K, R, T) \
-  K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t slots)) \
+  K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
   R(size_t, packed_weights, (int64_t n, int64_t k)) \
   R(void, pack_weights, (const lunai_gemm *g, const lunai_parallel *parallel, float *packed)) \
@@ -1332,16 +1332,16 @@ typedef struct lunai_update {
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
   T(void, apollo, (const lunai_update *update)) \
-  R(size_t, attention_scratch, (const lunai_attention *a, int64_t slots, bool backward)) \
+  R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
   R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
   T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t slots, bool backward)) \
+  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t threads, bool backward)) \
   R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
   T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, causal_scratch, (const lunai_causal *c, int64_t slots, bool backward)) \
+  R(size_t, causal_scratch, (const lunai_causal *c, int64_t threads, bool backward)) \
   R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
   T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t slots, bool backward)) \
+  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t threads, bool backward)) \
   K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
   T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
 
@@ -2265,8 +2265,8 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
     }
 }
 
-/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with its own packing, so that slots never
-   wait for each other; and the scratch of a slot. `late`: C is added after the activation, so partial sums need their own place. */
+/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that threads
+   never wait for each other; and the scratch of a thread. `late`: C is added after the activation, so partial sums need their own place. */
 typedef struct LUNAI_K(gemm_plan) {
   const lunai_gemm *g;
   char *scratch;
@@ -2275,13 +2275,13 @@ typedef struct LUNAI_K(gemm_plan) {
   bool late, dots;
 } LUNAI_K(gemm_plan);
 
-LUNAI_FN int64_t LUNAI_K(gemm_plan_slot)(const LUNAI_K(gemm_plan) *p) {
+LUNAI_FN int64_t LUNAI_K(gemm_plan_bytes)(const LUNAI_K(gemm_plan) *p) {
   return lunai_floats(p->a_size) + lunai_floats(p->b_size) + lunai_floats(p->sum_size);
 }
-LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t slots) {
+LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t threads) {
   const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC);
   const int64_t tiles = lunai_max(lunai_divide_up(g->m, LUNAI_MR), 1), panels = lunai_max(lunai_divide_up(g->n, LUNAI_NR), 1);
-  const int64_t parts = batch % slots == 0 || batch >= 4 * slots ? 1 : slots;
+  const int64_t parts = batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
   LUNAI_K(gemm_plan) p;
   memset(&p, 0, sizeof p);
   p.g = g;
@@ -2302,23 +2302,23 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
   return p;
 }
 
-/* a slot's own memory, and which block of B it holds packed: batch items often share B */
-typedef struct LUNAI_K(gemm_slot) {
+/* a thread's own memory, and the block of B whose panels it holds: batch items often share B */
+typedef struct LUNAI_K(gemm_thread) {
   float *a, *b, *sum;
   const float *held;
   int64_t held_n, held_k;
-} LUNAI_K(gemm_slot);
+} LUNAI_K(gemm_thread);
 
 /* all of a B that several products read: for each block of k its panels */
 typedef struct LUNAI_K(packing) { const lunai_gemm *g; float *packed; } LUNAI_K(packing);
 LUNAI_FN int64_t LUNAI_K(packed_at)(const lunai_gemm *g, int64_t column, int64_t p) {
   return LUNAI_K(packed_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
-LUNAI_FN void LUNAI_K(packing_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(packing_task)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(packing) *w = (const LUNAI_K(packing) *)work;
   const lunai_gemm *g = w->g;
-  const int64_t panels = lunai_divide_up(g->n, LUNAI_NR), column = lunai_share(panels, slot, slots) * LUNAI_NR;
-  const int64_t n = lunai_min(g->n, lunai_share(panels, slot + 1, slots) * LUNAI_NR) - column;
+  const int64_t panels = lunai_divide_up(g->n, LUNAI_NR), column = lunai_share(panels, thread, threads) * LUNAI_NR;
+  const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * LUNAI_NR) - column;
   int64_t p;
   for (p = 0; n > 0 && p < g->k; p += LUNAI_KC)
     LUNAI_K(pack_b)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row, g->b_column, w->packed + LUNAI_K(packed_at)(g, column, p));
@@ -2332,7 +2332,7 @@ LUNAI_FN void LUNAI_K(pack_weights)(const lunai_gemm *g, const lunai_parallel *p
 }
 
 /* m rows by the n columns of a block from `column` on, over all of k */
-LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t m, int64_t n, int64_t column, const float *a,
+LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t m, int64_t n, int64_t column, const float *a,
                                   const float *b, LUNAI_K(target) *t) {
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
@@ -2347,13 +2347,13 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
-    const float *from = b + p * g->b_row, *panels = g->b_packed ? g->b_packed + LUNAI_K(packed_at)(g, column, p) : slot->b;
-    if (panels == slot->b && (slot->held != from || slot->held_n != n || slot->held_k != k)) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, slot->b);
-    slot->held = from;
-    slot->held_n = n;
-    slot->held_k = k;
+    const float *from = b + p * g->b_row, *panels = g->b_packed ? g->b_packed + LUNAI_K(packed_at)(g, column, p) : thread->b;
+    if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k)) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, thread->b);
+    thread->held = from;
+    thread->held_n = n;
+    thread->held_k = k;
     t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late);
-    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? slot->a : NULL, panels, LUNAI_NR * k, LUNAI_NR, t);
+    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels, LUNAI_NR * k, LUNAI_NR, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
     p += LUNAI_KC;
@@ -2361,7 +2361,7 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
 }
 
 /* rows [row, row_end) by columns [column, column_end) of one batch item */
-LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t item, int64_t row, int64_t row_end,
+LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t item, int64_t row, int64_t row_end,
                                  int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
   const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
@@ -2379,27 +2379,27 @@ LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_sl
       t.c = g->c + at;
       t.pre = g->pre ? g->pre + at : NULL;
       t.bias = g->bias ? g->bias + j : NULL;
-      t.sum = plan->sum_size ? slot->sum : plan->late && t.pre ? t.pre : t.c;
+      t.sum = plan->sum_size ? thread->sum : plan->late && t.pre ? t.pre : t.c;
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
       t.from = g->residual ? g->residual + at : NULL;
       t.from_row = g->c_row;
-      LUNAI_K(gemm_block)(plan, slot, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j, a + row * g->a_row,
+      LUNAI_K(gemm_block)(plan, thread, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j, a + row * g->a_row,
                           b + j * g->b_column, &t);
     }
 }
-LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(gemm_plan) *p = (const LUNAI_K(gemm_plan) *)work;
   const lunai_gemm *g = p->g;
   const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
   const int64_t tiles = lunai_divide_up(g->m, LUNAI_MR), panels = lunai_divide_up(g->n, LUNAI_NR);
-  char *scratch = p->scratch + slot * LUNAI_K(gemm_plan_slot)(p);
-  LUNAI_K(gemm_slot) own;
-  int64_t unit, end = lunai_share(units, slot + 1, slots);
+  char *scratch = p->scratch + thread * LUNAI_K(gemm_plan_bytes)(p);
+  LUNAI_K(gemm_thread) own;
+  int64_t unit, end = lunai_share(units, thread + 1, threads);
   memset(&own, 0, sizeof own);
   own.a = lunai_take(&scratch, p->a_size);
   own.b = lunai_take(&scratch, p->b_size);
   own.sum = lunai_take(&scratch, p->sum_size);
-  for (unit = lunai_share(units, slot, slots); unit < end; unit++) {
+  for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
     const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
     const int64_t row = lunai_share(tiles, r, p->row_parts) * LUNAI_MR, row_end = lunai_share(tiles, r + 1, p->row_parts) * LUNAI_MR;
     const int64_t column = lunai_share(panels, c, p->column_parts) * LUNAI_NR;
@@ -2407,12 +2407,12 @@ LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t slot, int64_t slots) {
     LUNAI_K(gemm_part)(p, &own, unit / parts, row, lunai_min(g->m, row_end), column, lunai_min(g->n, column_end));
   }
 }
-LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t slots) {
-  const LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, lunai_max(slots, 1));
-  return (size_t)(LUNAI_K(gemm_plan_slot)(&p) * lunai_max(slots, 1));
+LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
+  const LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, lunai_max(threads, 1));
+  return (size_t)(LUNAI_K(gemm_plan_bytes)(&p) * lunai_max(threads, 1));
 }
 LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
-  LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->slots, 1) : 1);
+  LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->threads, 1) : 1);
   p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (g->m > 0 && g->n > 0) lunai_run(parallel, LUNAI_K(gemm_task), &p);
 }
@@ -2960,8 +2960,8 @@ typedef struct lunai_tile {
 
 typedef struct lunai_attention_work {
   const lunai_attention *a;
-  char *scratch;                        /* the slots' parts, then `partial` */
-  size_t slot_bytes;
+  char *scratch;                        /* the threads' parts, then `partial` */
+  size_t thread_bytes;
   int64_t queries, keys;                /* the maximum over the batch */
   int64_t pairs, blocks, run;           /* (batch row, head) pairs; key blocks of a pair; queries of an item */
   int64_t query_blocks, wave, first, last; /* backward: units (pair, key block) at a time, and those of this wave */
@@ -2971,7 +2971,7 @@ typedef struct lunai_attention_work {
   bool split, backward;                 /* split: blocks of a tile go to several threads */
 } lunai_attention_work;
 
-typedef struct lunai_attention_space {  /* a slot's part of the scratch; see LUNAI_K(attention_space) */
+typedef struct lunai_attention_space {  /* a thread's part of the scratch; see LUNAI_K(attention_space) */
   float *scores, *slopes, *mask, *mask_row, *clean, *sides, *other_sides, *values, *product, *own, *part, *stats, *state;
 } lunai_attention_space;
 
@@ -3022,8 +3022,8 @@ LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
     for (j = lunai_max(t->query + i + 1 - t->key, 0); j < t->depth; j++) x[i * t->q_step + j * t->k_step] = value;
 }
 
-/* The largest sizes, and how to share the work among `slots`: which way never changes a bit. */
-LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attention *a, int64_t slots, bool backward) {
+/* The largest sizes, and how to share the work among `threads`, which never changes a bit. */
+LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attention *a, int64_t threads, bool backward) {
   int64_t b, tiles;
   memset(w, 0, sizeof *w);
   w->a = a;
@@ -3041,11 +3041,11 @@ LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attentio
   if (a->causal) w->keys = lunai_min(w->keys, w->queries);
   w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
   tiles = lunai_divide_up(w->queries, LUNAI_TILE);
-  w->split = !backward && slots > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * slots;
+  w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
   w->run = LUNAI_RUN;
-  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * slots) w->run /= 2;
+  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
   w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
-  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * slots, lunai_max(w->query_blocks, 1)));
+  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * threads, lunai_max(w->query_blocks, 1)));
   if (!backward) w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
   else w->unit = w->queries * a->head_dim;
   if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
@@ -3072,12 +3072,12 @@ LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int
          query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
 }
 
-LUNAI_INLINE int64_t lunai_slots(const lunai_parallel *parallel) {
-  return parallel && parallel->run && parallel->slots > 1 ? parallel->slots : 1;
+LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
+  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
 #endif
 
-/* a slot's part of the scratch, from `scratch` on; returns its end */
+/* a thread's part of the scratch, from `scratch` on; returns its end */
 LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), few = lunai_min(depth, LUNAI_FEW_KEYS);
@@ -3099,21 +3099,21 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   return scratch;
 }
 
-LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t slots, bool backward, void *scratch) {
+LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t threads, bool backward, void *scratch) {
   lunai_attention_space space;
   char *zero = (char *)w; /* only distances count */
   int64_t units;
-  lunai_attention_plan(w, a, slots, backward);
-  w->slot_bytes = (size_t)(LUNAI_K(attention_space)(w, zero, &space) - zero);
+  lunai_attention_plan(w, a, threads, backward);
+  w->thread_bytes = (size_t)(LUNAI_K(attention_space)(w, zero, &space) - zero);
   units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   w->scratch = (char *)scratch;
-  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)slots * w->slot_bytes);
-  return (size_t)slots * w->slot_bytes + (size_t)lunai_floats(units * w->unit);
+  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
+  return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
-LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t threads, bool backward) {
   lunai_attention_work w;
-  return LUNAI_K(attention_start)(&w, a, lunai_max(slots, 1), backward, NULL);
+  return LUNAI_K(attention_start)(&w, a, lunai_max(threads, 1), backward, NULL);
 }
 
 /* s = factor x y^T for the tile's queries x and keys y; `packed` holds y (across) or x */
@@ -3288,14 +3288,14 @@ LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai
     LUNAI_K(attention_finish)(a, head, query, m->state + 3 * (query - first));
 }
 
-/* items (pair, run of queries), or (pair, run of queries, key block); every slots-th one, for under `causal` the later have more to do */
-LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t slot, int64_t slots) {
+/* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later ones cost more */
+LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1, items = w->pairs * runs * blocks;
   lunai_attention_space space;
   int64_t item;
-  LUNAI_K(attention_space)(w, w->scratch + (size_t)slot * w->slot_bytes, &space);
-  for (item = slot; item < items; item += slots) {
+  LUNAI_K(attention_space)(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (item = thread; item < items; item += threads) {
     const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
     const lunai_head head = lunai_head_at(w->a, pair);
     const int64_t last = lunai_min(first + w->run, head.queries);
@@ -3306,12 +3306,12 @@ LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t slot, int64_t slots) {
 }
 
 /* merges what the split left, by tiles */
-LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
   const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE), dv = a->value_dim;
   int64_t item, block, i;
-  for (item = slot; item < w->pairs * tiles; item += slots) {
+  for (item = thread; item < w->pairs * tiles; item += threads) {
     const int64_t pair = item / tiles, query = item % tiles * LUNAI_TILE;
     const lunai_head head = lunai_head_at(a, pair);
     const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
@@ -3329,7 +3329,7 @@ LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t slot, int64_t sl
 
 LUNAI_FN void LUNAI_K(attention)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  LUNAI_K(attention_start)(&w, a, lunai_slots(parallel), false, scratch);
+  LUNAI_K(attention_start)(&w, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, LUNAI_K(attention_task), &w);
   if (w.split) lunai_run(parallel, LUNAI_K(attention_merge_task), &w);
 }
@@ -3432,13 +3432,13 @@ LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, co
   if (a->grad_v && v_direct) LUNAI_K(add_rows)(depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
 }
 
-LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
   int64_t item;
-  LUNAI_K(attention_space)(w, w->scratch + (size_t)slot * w->slot_bytes, &space);
-  for (item = slot; item < items; item += slots)
+  LUNAI_K(attention_space)(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (item = thread; item < items; item += threads)
     LUNAI_K(attention_backward_item)(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
@@ -3460,13 +3460,13 @@ LUNAI_FN void LUNAI_K(attention_merge_keys)(const lunai_attention_work *w, int64
 
 /* Adds this wave's partial gradients, in the order of its units whatever the wave: a tensor that the batch shares gets its sum
    in batch order. Items: each unit's keys, and each tile of queries; the first of those that share a place does all. */
-LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
   const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE), same = a->heads * w->blocks;
   const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
   int64_t item, unit;
-  for (item = slot; item < units; item += slots) {
+  for (item = thread; item < units; item += threads) {
     const bool opens = item < same; /* no unit before it in this wave has its head and key block */
     for (unit = w->first + item; unit < w->last; unit += same) {
       const bool own = unit == w->first + item;
@@ -3474,7 +3474,7 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t s
       if (a->grad_v && (w->v_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, false);
     }
   }
-  for (item = slot; a->grad_q && item < groups * tiles; item += slots)
+  for (item = thread; a->grad_q && item < groups * tiles; item += threads)
     for (unit = w->first; unit < w->last; unit++) {
       const int64_t pair = unit / w->blocks, query = item % tiles * LUNAI_TILE;
       const lunai_head head = lunai_head_at(a, pair);
@@ -3488,7 +3488,7 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t s
 
 LUNAI_FN void LUNAI_K(attention_backward)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  LUNAI_K(attention_start)(&w, a, lunai_slots(parallel), true, scratch);
+  LUNAI_K(attention_start)(&w, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
     lunai_run(parallel, LUNAI_K(attention_backward_task), &w);
@@ -3501,12 +3501,12 @@ LUNAI_FN void LUNAI_K(attention_backward)(const lunai_attention *a, const lunai_
 typedef struct lunai_unpack_work {
   const lunai_unpack *u;
   char *scratch;
-  size_t slot_bytes;
+  size_t thread_bytes;
   int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
   float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
 } lunai_unpack_work;
 
-/* One batch row's side of the products, its real slots close together; each slot of the work packs for itself. */
+/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
 typedef struct lunai_unpack_side {
   int64_t slots, n;                     /* real slots; heads of them */
   float *k, *v, *bias, *packed_k, *packed_v, *keys, *values; /* packed_: for scores and for out; keys, values: for dX and dP */
@@ -3535,22 +3535,22 @@ LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char 
   return scratch;
 }
 
-LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t slots, bool backward, void *scratch) {
+LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t threads, bool backward, void *scratch) {
   lunai_unpack_side side;
   char *zero = (char *)w; /* only distances count */
   memset(w, 0, sizeof *w);
   w->u = u;
   w->scratch = (char *)scratch;
-  w->slot_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &side) - zero);
+  w->thread_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &side) - zero);
   w->blocks = lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
   w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
-  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)slots * w->slot_bytes);
-  return (size_t)slots * w->slot_bytes + (size_t)lunai_floats(2 * slots * w->unit);
+  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
+  return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(2 * threads * w->unit);
 }
 
-LUNAI_FN size_t LUNAI_K(unpack_scratch)(const lunai_unpack *u, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(unpack_scratch)(const lunai_unpack *u, int64_t threads, bool backward) {
   lunai_unpack_work w;
-  return LUNAI_K(unpack_start)(&w, u, lunai_max(slots, 1), backward, NULL);
+  return LUNAI_K(unpack_start)(&w, u, lunai_max(threads, 1), backward, NULL);
 }
 
 LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool backward, lunai_unpack_side *m) {
@@ -3619,13 +3619,13 @@ LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_si
   if (u->residual) LUNAI_K(add)(rows * d, u->residual + row * d, out, out);
 }
 
-LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), last = lunai_share(u->batch * panels, slot + 1, slots);
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), last = lunai_share(u->batch * panels, thread + 1, threads);
   lunai_unpack_side side;
-  int64_t item = lunai_share(u->batch * panels, slot, slots), prepared = -1;
-  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)slot * w->slot_bytes, &side);
+  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
+  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)thread * w->thread_bytes, &side);
   for (; item < last; item++) {
     const int64_t first = item % panels * LUNAI_TILE;
     if (item / panels != prepared) LUNAI_K(unpack_prepare)(u, prepared = item / panels, false, &side);
@@ -3635,7 +3635,7 @@ LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t slot, int64_t slots) {
 
 LUNAI_FN void LUNAI_K(unpack)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
   lunai_unpack_work w;
-  LUNAI_K(unpack_start)(&w, u, lunai_slots(parallel), false, scratch);
+  LUNAI_K(unpack_start)(&w, u, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, LUNAI_K(unpack_task), &w);
 }
 
@@ -3686,13 +3686,13 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
   if (u->grad_x) LUNAI_K(product_packed)(rows, d, n, m->slopes, n, 1, m->keys, 1, u->grad_x + row * d, d, true); /* last: it may be grad_out */
 }
 
-LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
-  const int64_t last = w->first + lunai_share(w->last - w->first, slot + 1, slots);
+  const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
   lunai_unpack_side side;
-  int64_t unit = w->first + lunai_share(w->last - w->first, slot, slots), prepared = -1, row;
-  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)slot * w->slot_bytes, &side);
+  int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
+  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)thread * w->thread_bytes, &side);
   for (; unit < last; unit++) {
     const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK, end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
@@ -3704,12 +3704,12 @@ LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t slot, int64_t sl
 }
 
 /* adds this wave's partial gradients in order; items: each memory slot of each head, and dout_bias */
-LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
   const int64_t d = u->dim, items = u->heads * u->slots;
   int64_t item, unit;
-  for (item = slot; item <= items; item += slots)
+  for (item = thread; item <= items; item += threads)
     for (unit = w->first; unit < w->last; unit++) {
       const int64_t b = unit / w->blocks, real = lunai_unpack_slots(u, b), n = u->heads * real, at = b * items + item;
       const float *part = w->partial + (unit - w->first) * w->unit;
@@ -3725,11 +3725,11 @@ LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t slot, int64_t slot
 }
 
 LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
-  const int64_t slots = lunai_slots(parallel), units = u->batch * lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
+  const int64_t threads = lunai_threads(parallel), units = u->batch * lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
   lunai_unpack_work w;
-  LUNAI_K(unpack_start)(&w, u, slots, true, scratch);
+  LUNAI_K(unpack_start)(&w, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
-    w.last = lunai_min(w.first + 2 * slots, units);
+    w.last = lunai_min(w.first + 2 * threads, units);
     lunai_run(parallel, LUNAI_K(unpack_backward_task), &w);
     lunai_run(parallel, LUNAI_K(unpack_gather_task), &w);
   }
@@ -3762,9 +3762,9 @@ typedef struct LUNAI_K(sweep) {
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first, with plain sums for means */
-  int64_t chunks, window, start;     /* chunks of every item in flight between two barriers; 1: none, each slot sweeps items of its own */
-  int64_t slot_bytes, state_bytes, record_bytes;
-  char *slot_at, *state_at, *record_at;
+  int64_t chunks, window, start;     /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
+  int64_t thread_bytes, state_bytes, record_bytes;
+  char *threads_at, *state_at, *record_at;
 } LUNAI_K(sweep);
 
 LUNAI_INLINE int64_t LUNAI_K(real_slots)(const int32_t *lengths, int64_t b, int64_t slots) {
@@ -3788,25 +3788,25 @@ LUNAI_FN int64_t LUNAI_K(chunk_packed)(int64_t dim, int64_t value_dim) {
 }
 
 /* the bytes a sweep needs; with a null memory that is all */
-LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t slots, void *memory) {
+LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t threads, void *memory) {
   const int64_t wide = lunai_max(s->dim, s->value_dim), state = s->unit * s->slots;
   int64_t states, records;
   s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
   s->window = 1;
-  if (s->chunks > 1 && s->items > 0 && s->items % slots != 0 && s->items < 8 * slots) /* else whole items keep the slots busy */
-    s->window = lunai_min(s->chunks, lunai_divide_up(16 * slots, s->items));
-  states = s->window > 1 ? s->items : slots;
-  records = s->window > 1 ? s->items * s->window : slots;
-  s->slot_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) + lunai_floats(LUNAI_K(chunk_packed)(s->dim, s->value_dim)) +
+  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads) /* else whole items keep the threads busy */
+    s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
+  states = s->window > 1 ? s->items : threads;
+  records = s->window > 1 ? s->items * s->window : threads;
+  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) + lunai_floats(LUNAI_K(chunk_packed)(s->dim, s->value_dim)) +
                   3 * lunai_floats(LUNAI_CHUNK * wide);
   s->state_bytes = (int64_t)lunai_round((size_t)state * sizeof(double));
   s->record_bytes = lunai_floats(state) + lunai_floats(s->kept);
   if (memory) {
-    s->slot_at = (char *)memory;
-    s->state_at = s->slot_at + slots * s->slot_bytes;
+    s->threads_at = (char *)memory;
+    s->state_at = s->threads_at + threads * s->thread_bytes;
     s->record_at = s->state_at + states * s->state_bytes;
   }
-  return (size_t)(slots * s->slot_bytes + states * s->state_bytes + records * s->record_bytes);
+  return (size_t)(threads * s->thread_bytes + states * s->state_bytes + records * s->record_bytes);
 }
 
 LUNAI_INLINE int64_t LUNAI_K(sweep_state)(const LUNAI_K(sweep) *s, int64_t item) {
@@ -3816,10 +3816,10 @@ LUNAI_INLINE double *LUNAI_K(sweep_carried)(const LUNAI_K(sweep) *s, int64_t pla
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
-/* the k-th chunk of an item in the sweep's order, with the record at `place` and the room of `slot` */
-LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place, int64_t slot) {
+/* the k-th chunk of an item in the sweep's order, with the record at `place` and the room of `thread` */
+LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place, int64_t thread) {
   const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
-  char *record = s->record_at + place * s->record_bytes, *room = s->slot_at + slot * s->slot_bytes;
+  char *record = s->record_at + place * s->record_bytes, *room = s->threads_at + thread * s->thread_bytes;
   LUNAI_K(chunk) c;
   int i;
   c.item = item;
@@ -3861,16 +3861,16 @@ LUNAI_FN void LUNAI_K(sweep_start)(const LUNAI_K(sweep) *s, int64_t item, double
   else memset(carried, 0, (size_t)LUNAI_K(sweep_state)(s, item) * sizeof(double));
 }
 
-/* each slot sweeps whole items */
-LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t slot, int64_t slots) {
+/* each thread sweeps whole items */
+LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
-  const int64_t end = lunai_share(s->items, slot + 1, slots);
-  double *carried = LUNAI_K(sweep_carried)(s, slot);
+  const int64_t end = lunai_share(s->items, thread + 1, threads);
+  double *carried = LUNAI_K(sweep_carried)(s, thread);
   int64_t item, k;
-  for (item = lunai_share(s->items, slot, slots); item < end; item++) {
+  for (item = lunai_share(s->items, thread, threads); item < end; item++) {
     LUNAI_K(sweep_start)(s, item, carried);
     for (k = 0; k < s->chunks; k++) {
-      const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, k, slot, slot);
+      const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, k, thread, thread);
       s->sum(s->args, &c);
       LUNAI_K(sweep_scan)(s, &c, carried, 0, LUNAI_K(sweep_state)(s, item));
       s->output(s->args, &c);
@@ -3879,30 +3879,30 @@ LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t slot, int64_t slots) {
   }
 }
 
-/* or the slots share a window of chunks: their sums, the scan (each slot its elements of every state), their outputs */
-LUNAI_INLINE void LUNAI_K(sweep_window)(const LUNAI_K(sweep) *s, int64_t slot, int64_t slots, bool output) {
-  const int64_t window = lunai_min(s->window, s->chunks - s->start), end = lunai_share(s->items * window, slot + 1, slots);
+/* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their outputs */
+LUNAI_INLINE void LUNAI_K(sweep_window)(const LUNAI_K(sweep) *s, int64_t thread, int64_t threads, bool output) {
+  const int64_t window = lunai_min(s->window, s->chunks - s->start), end = lunai_share(s->items * window, thread + 1, threads);
   int64_t i;
-  for (i = lunai_share(s->items * window, slot, slots); i < end; i++) {
-    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, i / window, s->start + i % window, i, slot);
+  for (i = lunai_share(s->items * window, thread, threads); i < end; i++) {
+    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, i / window, s->start + i % window, i, thread);
     if (output) s->output(s->args, &c);
     else s->sum(s->args, &c);
   }
 }
-LUNAI_FN void LUNAI_K(sweep_sums)(void *work, int64_t slot, int64_t slots) {
-  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, slot, slots, false);
+LUNAI_FN void LUNAI_K(sweep_sums)(void *work, int64_t thread, int64_t threads) {
+  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, thread, threads, false);
 }
-LUNAI_FN void LUNAI_K(sweep_outputs)(void *work, int64_t slot, int64_t slots) {
-  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, slot, slots, true);
+LUNAI_FN void LUNAI_K(sweep_outputs)(void *work, int64_t thread, int64_t threads) {
+  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, thread, threads, true);
 }
-LUNAI_FN void LUNAI_K(sweep_scans)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(sweep_scans)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
   const int64_t window = lunai_min(s->window, s->chunks - s->start);
   int64_t i;
   for (i = 0; i < s->items * window; i++) {
     const int64_t item = i / window, n = LUNAI_K(sweep_state)(s, item);
-    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, s->start + i % window, i, slot);
-    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, slot, slots), lunai_share(n, slot + 1, slots));
+    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, s->start + i % window, i, thread);
+    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, thread, threads), lunai_share(n, thread + 1, threads));
   }
 }
 
@@ -3910,7 +3910,7 @@ LUNAI_FN void LUNAI_K(sweep_run)(LUNAI_K(sweep) *s, const lunai_parallel *parall
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
   int64_t item;
   parallel = LUNAI_K(worth)(parallel, work);
-  (void)LUNAI_K(sweep_plan)(s, parallel && parallel->run ? lunai_max(1, parallel->slots) : 1, scratch);
+  (void)LUNAI_K(sweep_plan)(s, parallel && parallel->run ? lunai_max(1, parallel->threads) : 1, scratch);
   if (s->window == 1) {
     lunai_run(parallel, LUNAI_K(sweep_items), s);
     return;
@@ -4097,10 +4097,10 @@ LUNAI_FN void LUNAI_K(causal_sweep)(LUNAI_K(sweep) *s, const lunai_causal *a, bo
   s->reverse = reverse;
 }
 
-LUNAI_FN size_t LUNAI_K(causal_scratch)(const lunai_causal *a, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(causal_scratch)(const lunai_causal *a, int64_t threads, bool backward) {
   LUNAI_K(sweep) s;
   LUNAI_K(causal_sweep)(&s, a, backward); /* coming down takes more than going up */
-  return LUNAI_K(sweep_plan)(&s, lunai_max(1, slots), NULL);
+  return LUNAI_K(sweep_plan)(&s, lunai_max(1, threads), NULL);
 }
 
 LUNAI_FN void LUNAI_K(causal)(const lunai_causal *a, const lunai_parallel *parallel, void *scratch) {
@@ -4208,16 +4208,16 @@ LUNAI_INLINE int64_t LUNAI_K(step_bytes)(const lunai_causal_luna *a) {
 }
 
 /* one row: no chunk */
-LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(luna_steps) *s = (const LUNAI_K(luna_steps) *)work;
   const lunai_causal_luna *a = s->args;
-  const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, slot + 1, slots);
+  const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
   const double share = 1 / (double)(a->position + 1);
-  char *scratch = s->scratch + slot * LUNAI_K(step_bytes)(a);
+  char *scratch = s->scratch + thread * LUNAI_K(step_bytes)(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   int64_t item, i;
-  for (item = lunai_share(items, slot, slots); item < end; item++) {
+  for (item = lunai_share(items, thread, threads); item < end; item++) {
     const int64_t l = LUNAI_K(real_slots)(a->lengths, item / a->heads, a->slots), wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
@@ -4320,12 +4320,12 @@ LUNAI_FN void LUNAI_K(luna_sweep)(LUNAI_K(sweep) *s, const lunai_causal_luna *a,
   s->reverse = reverse;
 }
 
-LUNAI_FN size_t LUNAI_K(causal_luna_scratch)(const lunai_causal_luna *a, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(causal_luna_scratch)(const lunai_causal_luna *a, int64_t threads, bool backward) {
   LUNAI_K(sweep) s;
-  slots = lunai_max(1, slots);
-  if (a->mean_ka && a->rows == 1) return (size_t)(slots * LUNAI_K(step_bytes)(a));
+  threads = lunai_max(1, threads);
+  if (a->mean_ka && a->rows == 1) return (size_t)(threads * LUNAI_K(step_bytes)(a));
   LUNAI_K(luna_sweep)(&s, a, backward);
-  return LUNAI_K(sweep_plan)(&s, slots, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
+  return LUNAI_K(sweep_plan)(&s, threads, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
 }
 
 LUNAI_FN void LUNAI_K(causal_luna)(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
@@ -4571,7 +4571,7 @@ LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
   lunai_parallel p;
   p.run = run->parallel_for;
   p.user = run->parallel_user;
-  p.slots = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
+  p.threads = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
   return p;
 }
 
@@ -4670,7 +4670,7 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   lunai_gemm g;
   if (!kernels || lunai_gemm_of(args, &g) != LUNA_OK) return 0;
-  return kernels->gemm_scratch(&g, lunai_parallel_of(&args->run).slots) + LUNAI_ALIGN;
+  return kernels->gemm_scratch(&g, lunai_parallel_of(&args->run).threads) + LUNAI_ALIGN;
 }
 
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
@@ -4684,7 +4684,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (g.m == 0 || g.n == 0) return LUNA_OK;
   if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.slots));
+  scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.threads));
   if (scratch) kernels->gemm(&g, &parallel, scratch);
   else lunai_gemm_without_scratch(kernels, &g);
   return LUNA_OK;
@@ -4822,13 +4822,13 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
 
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  int64_t slots;
+  int64_t threads;
   lunai_attention a;
   size_t forward, backward;
   if (!kernels || lunai_attention_of(args, &a) != LUNA_OK) return 0;
-  slots = lunai_parallel_of(&args->run).slots;
-  forward = kernels->attention_scratch(&a, slots, false);
-  backward = kernels->attention_scratch(&a, slots, true);
+  threads = lunai_parallel_of(&args->run).threads;
+  forward = kernels->attention_scratch(&a, threads, false);
+  backward = kernels->attention_scratch(&a, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
@@ -4847,7 +4847,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.slots, backward));
+  scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
   return LUNA_OK;
@@ -4903,13 +4903,13 @@ LUNAI_FN void lunai_causal_without_scratch(const lunai_kernels *kernels, const l
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  int64_t slots;
+  int64_t threads;
   lunai_causal c;
   size_t forward, backward;
   if (!kernels || lunai_causal_of(args, &c) != LUNA_OK) return 0;
-  slots = lunai_parallel_of(&args->run).slots;
-  forward = kernels->causal_scratch(&c, slots, false);
-  backward = kernels->causal_scratch(&c, slots, true);
+  threads = lunai_parallel_of(&args->run).threads;
+  forward = kernels->causal_scratch(&c, threads, false);
+  backward = kernels->causal_scratch(&c, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
@@ -4923,7 +4923,7 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   if (!kernels) return LUNA_UNSUPPORTED;
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.slots, backward));
+  scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.threads, backward));
   if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
   else lunai_causal_without_scratch(kernels, &c, backward);
   return LUNA_OK;
@@ -6239,11 +6239,11 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
   ctx->parallel.run = o->parallel_for;
   ctx->parallel.user = o->parallel_user;
-  ctx->parallel.slots = threads;
+  ctx->parallel.threads = threads;
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
   (void)memory;
-  ctx->parallel.slots = 1;
+  ctx->parallel.threads = 1;
 #else
   if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false, &memory)) return false;
   if (o->measure) return true;
@@ -6358,10 +6358,10 @@ typedef struct lunai_split_work {
   void (*body)(luna_op *op, int64_t first, int64_t last);
   int64_t count, unit;
 } lunai_split_work;
-LUNAI_FN void lunai_split_task(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const lunai_split_work *w = (const lunai_split_work *)work;
   const int64_t units = lunai_divide_up(w->count, w->unit);
-  const int64_t first = lunai_share(units, slot, slots) * w->unit, last = lunai_min(lunai_share(units, slot + 1, slots) * w->unit, w->count);
+  const int64_t first = lunai_share(units, thread, threads) * w->unit, last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
   if (first < last) w->body(w->op, first, last);
 }
 LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body)(luna_op *op, int64_t first, int64_t last)) {
@@ -6719,7 +6719,7 @@ LUNAI_FN void lunai_matmul_query(luna_op *op) {
   for (which = 0; which < 3; which++) {
     size_t need;
     lunai_matmul_product(op, which, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -6771,7 +6771,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   for (which = 0; which < 3; which++) {
     size_t need;
     lunai_linear_product(op, which, NULL, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots) + (which ? slope : 0);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -6929,28 +6929,28 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   for (which = 0; which < 6; which++) {
     size_t need;
     lunai_ffn_product(&w, which, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
     if (need > gemm) gemm = need;
   }
   op->workspace_size += gemm;
   op->backward_workspace_size += gemm;
 }
 /* what lies between the products of a block, in shares: n from first on */
-LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t slot, int64_t slots, int64_t *first, int64_t *n) {
-  *first = lunai_share(w->rows, slot, slots) * width;
-  *n = lunai_share(w->rows, slot + 1, slots) * width - *first;
+LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thread, int64_t threads, int64_t *first, int64_t *n) {
+  *first = lunai_share(w->rows, thread, threads) * width;
+  *n = lunai_share(w->rows, thread + 1, threads) * width - *first;
 }
-LUNAI_FN void lunai_ffn_drop(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_drop(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const lunai_dropout d = lunai_op_dropout(w->op);
   int64_t at, n;
-  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
   lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
 }
-LUNAI_FN void lunai_ffn_result(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_result(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   int64_t at, n;
-  lunai_ffn_part(w, w->out, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->out, thread, threads, &at, &n);
   at += w->first * w->out;
   lunai_drop_and_add(w->op, at, at + n);
 }
@@ -6969,26 +6969,26 @@ LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
 }
 #ifndef LUNA_NO_TRAIN
 /* before the products of the gradients: a and dy */
-LUNAI_FN void lunai_ffn_before(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_before(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const lunai_dropout d = lunai_op_last_dropout(op);
   int64_t at, n;
-  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
   if (op->kept_size && w->given != w->active) lunai_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
-  if (op->dropout > 0) lunai_ffn_drop(work, slot, slots);
+  if (op->dropout > 0) lunai_ffn_drop(work, thread, threads);
   if (!(op->last_dropout > 0)) return;
-  lunai_ffn_part(w, w->out, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->out, thread, threads, &at, &n);
   lunai_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
 /* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the biases */
-LUNAI_FN void lunai_ffn_slope(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
   const lunai_dropout d = lunai_op_dropout(op);
-  int64_t part = lunai_share(LUNAI_FFN_PARTS, slot, slots);
-  for (; part < lunai_share(LUNAI_FFN_PARTS, slot + 1, slots); part++) {
+  int64_t part = lunai_share(LUNAI_FFN_PARTS, thread, threads);
+  for (; part < lunai_share(LUNAI_FFN_PARTS, thread + 1, threads); part++) {
     float *sums = w->sums + part * (f + out), *dh;
     int64_t row, rows, at, n;
     lunai_ffn_part(w, 1, part, LUNAI_FFN_PARTS, &row, &rows);
@@ -7140,8 +7140,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
     lunai_##name a; \
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
     lunai_##name##_args(op, &a); \
-    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.slots, false); \
-    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.slots, true); \
+    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
+    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
   } \
   LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
     lunai_##name a; \
@@ -7316,10 +7316,10 @@ LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, lun
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LUNAI_SUM_BLOCK 65536
 typedef struct lunai_norm_work { const lunai_kernels *kernels; const float *x; int64_t count; double partial[64]; } lunai_norm_work;
-LUNAI_FN void lunai_norm_task(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   lunai_norm_work *w = (lunai_norm_work *)work;
   int64_t i;
-  for (i = slot; i * LUNAI_SUM_BLOCK < w->count; i += slots)
+  for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
     w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
 }
 LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
@@ -7356,17 +7356,17 @@ LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first
   u.count = last - first;
   return u;
 }
-LUNAI_FN void lunai_update_task(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const lunai_update_work *w = (const lunai_update_work *)work;
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
-  const int64_t first = lunai_share(units, slot, slots) * LUNAI_SPLIT, last = lunai_min(lunai_share(units, slot + 1, slots) * LUNAI_SPLIT, w->update.count);
+  const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT, last = lunai_min(lunai_share(units, thread + 1, threads) * LUNAI_SPLIT, w->update.count);
   const lunai_update u = lunai_update_part(&w->update, first, last);
   if (first < last) (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
 }
-LUNAI_FN void lunai_apollo_task(void *work, int64_t slot, int64_t slots) { /* of a part of at most 64 blocks */
+LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /* of a part of at most 64 blocks */
   lunai_update_work *w = (lunai_update_work *)work;
   int64_t i;
-  for (i = slot; i * LUNAI_SUM_BLOCK < w->update.count; i += slots) {
+  for (i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
     const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK, lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
     w->kernels->apollo_sums(&u, w->partial[i]);
   }
@@ -11715,27 +11715,27 @@ LUNAI_FN size_t lunai_folder_of(const char *path) {
 #endif
   return i;
 }
-LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_t slot) {
+LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_t number) {
   memcpy(s->temporary, s->path, s->folder);
-  lunai_print(s->temporary + s->folder, sizeof s->temporary - s->folder, format, slot);
+  lunai_print(s->temporary + s->folder, sizeof s->temporary - s->folder, format, number);
 }
 
 #ifdef _WIN32
-/* A slot is held by a file of its own, which nobody else can open and which goes with its process; an old temporary
-   file of a slot so held is nobody's. */
+/* A number is held by a lock file of its own, which no other process can open and which goes with its process; an old
+   temporary file of a number so held is abandoned. */
 LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   struct _stat old;
-  int64_t slot;
+  int64_t number;
   int descriptor;
   if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return "is not a regular file and is left as it is";
-  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
-    lunai_saving_name(s, ".luna-%d.lock", slot);
+  for (number = 0; number < LUNAI_SAVERS; number++) {
+    lunai_saving_name(s, ".luna-%d.lock", number);
     s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
     if (s->lock == INVALID_HANDLE_VALUE) {
       if (GetLastError() == ERROR_PATH_NOT_FOUND) break;
       continue;
     }
-    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    lunai_saving_name(s, ".luna-%d.tmp", number);
     DeleteFileA(s->temporary);
     descriptor = _open(s->temporary, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
     s->file = descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
@@ -11766,7 +11766,7 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 #elif defined(LUNAI_POSIX_FILES)
 /* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock
    may rename or remove it. Between its making and its locking another may take it for abandoned: it then loses its
-   name, and its maker takes another slot. (A 32-bit program that cannot read a file's number removes none.) */
+   name, and its maker takes another number. (A 32-bit program that cannot read a file's number removes none.) */
 LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
   struct stat opened, named;
   if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
@@ -11800,20 +11800,20 @@ LUNAI_FN const char *lunai_saving_resolve(lunai_saving_file *s) {
 LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   const char *wrong = lunai_saving_resolve(s);
   struct stat old;
-  int64_t slot;
+  int64_t number;
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
   if (s->replaces && !S_ISREG(old.st_mode)) return "is not a regular file and is left as it is";
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
   if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
   else if (!s->replaces && errno != ENOENT) return "cannot be looked at";
-  for (slot = 0; slot < 16; slot++) {
-    lunai_saving_name(s, ".luna-%d.tmp", slot);
+  for (number = 0; number < 16; number++) {
+    lunai_saving_name(s, ".luna-%d.tmp", number);
     lunai_saving_sweep(s->temporary);
   }
-  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
+  for (number = 0; number < LUNAI_SAVERS; number++) {
     int descriptor;
-    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    lunai_saving_name(s, ".luna-%d.tmp", number);
     descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
     if (descriptor < 0 && errno != EEXIST) break;
     if (descriptor < 0) continue;
