@@ -1,5 +1,5 @@
 /* The causal product and causal Luna attention, forward and backward, against loops in double and the scalar pass; streaming in pieces
-   of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of slots and any place in
+   of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of threads and any place in
    the batch. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -9,27 +9,27 @@
 
 static char sentence[200]; /* what is being tried */
 
-static void run_product(const lunai_causal *c, const lunai_kernels *table, int64_t slots, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(slots);
-  kernels_scratch s = kernels_scratch_open(table->causal_scratch(c, slots, backward));
+static void run_product(const lunai_causal *c, const lunai_kernels *table, int64_t threads, bool backward) {
+  const lunai_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(table->causal_scratch(c, threads, backward));
   if (backward) table->causal_backward(c, &parallel, s.at);
   else table->causal(c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void run_luna(const lunai_causal_luna *c, const lunai_kernels *table, int64_t slots, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(slots);
-  kernels_scratch s = kernels_scratch_open(table->causal_luna_scratch(c, slots, backward));
+static void run_luna(const lunai_causal_luna *c, const lunai_kernels *table, int64_t threads, bool backward) {
+  const lunai_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(table->causal_luna_scratch(c, threads, backward));
   if (backward) table->causal_luna_backward(c, &parallel, s.at);
   else table->causal_luna(c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void product_both(const void *call, const lunai_kernels *table, int64_t slots) {
-  run_product((const lunai_causal *)call, table, slots, false);
-  run_product((const lunai_causal *)call, table, slots, true);
+static void product_both(const void *call, const lunai_kernels *table, int64_t threads) {
+  run_product((const lunai_causal *)call, table, threads, false);
+  run_product((const lunai_causal *)call, table, threads, true);
 }
-static void luna_both(const void *call, const lunai_kernels *table, int64_t slots) {
-  run_luna((const lunai_causal_luna *)call, table, slots, false);
-  run_luna((const lunai_causal_luna *)call, table, slots, true);
+static void luna_both(const void *call, const lunai_kernels *table, int64_t threads) {
+  run_luna((const lunai_causal_luna *)call, table, threads, false);
+  run_luna((const lunai_causal_luna *)call, table, threads, true);
 }
 
 /* ---- references: one head, dense, in double ---- */
@@ -288,11 +288,11 @@ typedef struct causality {
   int wrong, lost;
 } causality;
 
-static void causality_compare(causality *c, int factor, int64_t t, bool is_nan, int64_t slots) {
+static void causality_compare(causality *c, int factor, int64_t t, bool is_nan, int64_t threads) {
   const int64_t row = 2 * c->d, width = factor == 6 ? c->l : c->d;
   const float *was = factor < 3 ? c->product : c->out, *is = factor < 3 ? c->product2 : c->out2;
-  if (factor < 3) run_product(&c->p, kernels, slots, false);
-  else run_luna(&c->u.c, kernels, slots, false);
+  if (factor < 3) run_product(&c->p, kernels, threads, false);
+  else run_luna(&c->u.c, kernels, threads, false);
   c->wrong += !same(was, is, t * row) || (factor >= 3 && !same(c->w, c->w2, t * 2 * c->l));
   for (int64_t r = 0; r < c->n; r++) c->wrong += !same(was + r * row + c->d, is + r * row + c->d, c->d);
   const float seen = is[t * row + (width == c->d ? width / 2 : c->d / 2)];

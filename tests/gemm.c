@@ -1,5 +1,5 @@
 /* gemm against a triple loop in double and against the scalar pass: odd sizes, any strides, batches, epilogues; the same bits for any
-   number of slots, for a row alone, for a column alone, and from the product that attention and causal kernels use. */
+   number of threads, for a row alone, for a column alone, and from the product that attention and causal kernels use. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -115,10 +115,10 @@ static double trial_error(const trial *t, const float *c, const double *want) {
   return worst;
 }
 
-static void run(const lunai_kernels *table, const lunai_gemm *g, int64_t slots) {
-  const lunai_parallel parallel = kernels_parallel(slots);
-  kernels_scratch s = kernels_scratch_open(table->gemm_scratch(g, slots));
-  table->gemm(g, slots > 1 ? &parallel : NULL, s.at);
+static void run(const lunai_kernels *table, const lunai_gemm *g, int64_t threads) {
+  const lunai_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(table->gemm_scratch(g, threads));
+  table->gemm(g, threads > 1 ? &parallel : NULL, s.at);
   kernels_scratch_close(&s);
 }
 
@@ -161,19 +161,19 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   reference(&t);
   t.g.c = c;
   t.g.pre = mode & PRE ? pre : NULL;
-  for (int s = 0; s <= KERNELS_SLOTS; s++) { /* the last time: the scalar pass */
+  for (int s = 0; s <= KERNELS_THREADS; s++) { /* the last time: the scalar pass */
     memcpy(c, t.before, bytes), memcpy(pre, t.before, bytes);
-    run(s < KERNELS_SLOTS ? kernels : lunai_kernels_of(LUNA_ISA_SCALAR), &t.g, s < KERNELS_SLOTS ? kernels_slots[s] : 1);
+    run(s < KERNELS_THREADS ? kernels : lunai_kernels_of(LUNA_ISA_SCALAR), &t.g, s < KERNELS_THREADS ? kernels_threads[s] : 1);
     if (s == 0) {
       memcpy(first, c, bytes);
       error[0] = trial_error(&t, c, t.want), error[1] = mode & PRE ? trial_error(&t, pre, t.want_pre) : 0;
       CHECK(error[0] <= 5e-7 && error[1] <= 5e-7,
             "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d, activation %d: error %.3g, of the pre-activation %.3g", kernels_name, (int)m,
             (int)k, (int)k, (int)n, (int)b0, (int)b1, mode, t.g.activation, error[0], error[1]);
-    } else if (s < KERNELS_SLOTS)
-      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d slots", kernels_name, (int)m,
+    } else if (s < KERNELS_THREADS)
+      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d threads", kernels_name, (int)m,
             (int)k, (int)k, (int)n, (int)b0, (int)b1, mode,
-            (int)kernels_slots[s]);
+            (int)kernels_threads[s]);
   }
   for (int64_t i = 0; i < t.c_size; i++) t.want[i] = (double)first[i];
   error[0] = trial_error(&t, c, t.want);
