@@ -1207,7 +1207,7 @@ typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t thresh
    resolved; C's columns and those of `pre` (the pre-activation, may be null, C's layout) lie one float apart. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
-  const float *b_packed;             /* what pack_weights made of b, for several products with it; or null */
+  const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
   float *c, *pre;
   int64_t m, n, k;
   int64_t a_row, a_column, b_row, b_column, c_row;
@@ -1303,8 +1303,8 @@ typedef struct lunai_update {
 #define LUNAI_KERNELS(K, R, T) \
   K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, packed_weights, (int64_t n, int64_t k)) \
-  R(void, pack_weights, (const lunai_gemm *g, const lunai_parallel *parallel, float *packed)) \
+  R(size_t, panels_bytes, (int64_t n, int64_t k)) \
+  R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, float *panels)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
@@ -1900,7 +1900,7 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 
 /* ......................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
-   B is packed into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives in
+   B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives in
    registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an element, so its
    bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another order. Guarded by tests/gemm.c.
    ...................................................................................................................... */
@@ -1930,13 +1930,13 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 #define LUNAI_NR (LUNAI_NV * VF)
 #define LUNAI_KC 512
 #define LUNAI_KA (LUNAI_KC + 16)               /* between gathered rows of A: no power of two, or they would share cache sets */
-#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B packed at a time */
+#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B in panels at a time */
 #define LUNAI_SUM_ROWS 256                     /* rows of C whose partial sums are kept apart */
 
-LUNAI_FN int64_t LUNAI_K(packed_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
+LUNAI_FN int64_t LUNAI_K(panels_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
 
 /* one panel, `columns` of it real; `ahead` columns of B follow in memory from the panel's first on */
-LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
+LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
   int64_t j = 0, p;
   if (b_column == 1 && columns == LUNAI_NR) {
     for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
@@ -1959,19 +1959,19 @@ LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t ahead, int64_t k, con
     for (i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
   }
 }
-LUNAI_FN void LUNAI_K(pack_b)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *packed) {
+LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels) {
   int64_t j = 0, p, i;
   if (b_column == 1) /* four panels abreast: longer reads */
     for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
       for (p = 0; p < k; p++)
         for (i = 0; i < 4; i++)
-          memcpy(packed + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR, LUNAI_NR * sizeof(float));
+          memcpy(panels + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR, LUNAI_NR * sizeof(float));
   for (; j < n; j += LUNAI_NR)
-    LUNAI_K(pack_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, packed + j * k);
+    LUNAI_K(fill_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, panels + j * k);
 }
 
 /* `rows` <= MR rows of A where a tile likes them: as rows LUNAI_KA apart or, where A lies by columns, as [k][MR] */
-LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
+LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
   int64_t i, p;
   if (a_column == 1)
     for (i = 0; i < rows; i++) memcpy(to + i * LUNAI_KA, a + i * a_row, (size_t)k * sizeof(float));
@@ -1982,11 +1982,11 @@ LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a
 /* Several tiles of an A that lies by columns, at rows first[0], first[1], ...: so that a cache line is read once. Of a tile with fewer rows
    than MR nobody looks at the last. */
 #define LUNAI_TILES_ABREAST 4
-LUNAI_FN void LUNAI_K(pack_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a, int64_t a_column, float *to) {
+LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a, int64_t a_column, float *to) {
   int64_t t, p;
   while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* at the end there may be none to look at */
     tiles--;
-    LUNAI_K(pack_a)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
+    LUNAI_K(gather_rows)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
   }
   for (p = 0; p < k; p++, a += a_column)
     for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
@@ -2147,9 +2147,9 @@ LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t ro
   return e;
 }
 
-/* m rows of A by the panels of a block; a_packed, room for a tile's rows of A, or null: where they are gathered first. The tile's
+/* m rows of A by the panels of a block; a_gathered, room for a tile's rows of A, or null: where they are gathered first. The tile's
    rows stay in L1 while the panels stream by from L2, the next tile's are fetched meanwhile, and C is met row by row. */
-LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_packed,
+LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_gathered,
                               const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
   const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
   const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
@@ -2167,18 +2167,18 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     const float *at = a + row * a_row, *b = panel, *next = at + rows * a_row;
     const int64_t coming = lunai_min(rows, m - row - rows);
     int64_t at_row = a_row, at_column = a_column;
-    if (a_packed && a_row == 1 && a_column != 1) {
+    if (a_gathered && a_row == 1 && a_column != 1) {
       if (i % LUNAI_TILES_ABREAST == 0) {
         for (j = 0; j < LUNAI_TILES_ABREAST && i + j < tiles; j++) first[j] = narrow + lunai_share(m - narrow, i + j, tiles);
-        LUNAI_K(pack_columns)(j, first, m, k, a, a_column, a_packed);
+        LUNAI_K(gather_columns)(j, first, m, k, a, a_column, a_gathered);
       }
-      at = a_packed + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
+      at = a_gathered + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
       at_column = LUNAI_MR;
-    } else if (a_packed) {
-      LUNAI_K(pack_a)(rows, k, at, a_row, a_column, a_packed);
+    } else if (a_gathered) {
+      LUNAI_K(gather_rows)(rows, k, at, a_row, a_column, a_gathered);
       at_row = a_column == 1 ? LUNAI_KA : 1;
       at_column = a_column == 1 ? 1 : LUNAI_MR;
-      at = a_packed;
+      at = a_gathered;
     }
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
@@ -2192,7 +2192,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   }
 }
 
-/* C = alpha A B (+ C) with n columns of B in panels: packed ones (b_row NR), or B's own columns where n is a multiple of NR */
+/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a multiple of NR */
 LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *panel,
                                       int64_t panel_step, int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
   LUNAI_K(target) t;
@@ -2208,19 +2208,19 @@ LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const flo
     p += LUNAI_KC;
   } while (p < k);
 }
-LUNAI_FN void LUNAI_K(product_packed)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *packed,
+LUNAI_FN void LUNAI_K(product_of_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *panels,
                                       float alpha, float *c, int64_t c_row, bool accumulate) {
-  LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, packed, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
+  LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, panels, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
 }
 LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
                                int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate,
-                               float *packed_scratch) {
-  /* packing pays when a panel is read more than twice */
+                               float *panels) {
+  /* copying pays when a panel is read more than twice */
   const int64_t whole = b_column == 1 && m <= 2 * LUNAI_MR ? n / LUNAI_NR * LUNAI_NR : 0;
   if (whole) LUNAI_K(product_panels)(m, whole, k, a, a_row, a_column, b, LUNAI_NR, b_row, alpha, c, c_row, accumulate);
   if (whole == n) return;
-  LUNAI_K(pack_b)(n - whole, k, b + whole * b_column, b_row, b_column, packed_scratch);
-  LUNAI_K(product_packed)(m, n - whole, k, a, a_row, a_column, packed_scratch, alpha, c + whole, c_row, accumulate);
+  LUNAI_K(fill_panels)(n - whole, k, b + whole * b_column, b_row, b_column, panels);
+  LUNAI_K(product_of_panels)(m, n - whole, k, a, a_row, a_column, panels, alpha, c + whole, c_row, accumulate);
 }
 
 /* Few rows by the transpose of a matrix that lies by rows, as a linear layer's weight does when one token at a time is decoded: each element is a
@@ -2296,7 +2296,7 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t t
   p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
   p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: panels are read at once, so keep them in the cache */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
-  p.b_size = g->b_packed ? 0 : p.columns * block_k;
+  p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
@@ -2310,25 +2310,25 @@ typedef struct LUNAI_K(gemm_thread) {
 } LUNAI_K(gemm_thread);
 
 /* all of a B that several products read: for each block of k its panels */
-typedef struct LUNAI_K(packing) { const lunai_gemm *g; float *packed; } LUNAI_K(packing);
-LUNAI_FN int64_t LUNAI_K(packed_at)(const lunai_gemm *g, int64_t column, int64_t p) {
-  return LUNAI_K(packed_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
+typedef struct LUNAI_K(panels_work) { const lunai_gemm *g; float *panels; } LUNAI_K(panels_work);
+LUNAI_FN int64_t LUNAI_K(panels_at)(const lunai_gemm *g, int64_t column, int64_t p) {
+  return LUNAI_K(panels_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
-LUNAI_FN void LUNAI_K(packing_task)(void *work, int64_t thread, int64_t threads) {
-  const LUNAI_K(packing) *w = (const LUNAI_K(packing) *)work;
+LUNAI_FN void LUNAI_K(panels_task)(void *work, int64_t thread, int64_t threads) {
+  const LUNAI_K(panels_work) *w = (const LUNAI_K(panels_work) *)work;
   const lunai_gemm *g = w->g;
   const int64_t panels = lunai_divide_up(g->n, LUNAI_NR), column = lunai_share(panels, thread, threads) * LUNAI_NR;
   const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * LUNAI_NR) - column;
   int64_t p;
   for (p = 0; n > 0 && p < g->k; p += LUNAI_KC)
-    LUNAI_K(pack_b)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row, g->b_column, w->packed + LUNAI_K(packed_at)(g, column, p));
+    LUNAI_K(fill_panels)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row, g->b_column, w->panels + LUNAI_K(panels_at)(g, column, p));
 }
-LUNAI_FN size_t LUNAI_K(packed_weights)(int64_t n, int64_t k) { return lunai_round((size_t)LUNAI_K(packed_size)(n, k) * sizeof(float)); }
-LUNAI_FN void LUNAI_K(pack_weights)(const lunai_gemm *g, const lunai_parallel *parallel, float *packed) {
-  LUNAI_K(packing) w;
+LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_round((size_t)LUNAI_K(panels_size)(n, k) * sizeof(float)); }
+LUNAI_FN void LUNAI_K(make_panels)(const lunai_gemm *g, const lunai_parallel *parallel, float *panels) {
+  LUNAI_K(panels_work) w;
   w.g = g;
-  w.packed = packed;
-  lunai_run(parallel, LUNAI_K(packing_task), &w);
+  w.panels = panels;
+  lunai_run(parallel, LUNAI_K(panels_task), &w);
 }
 
 /* m rows by the n columns of a block from `column` on, over all of k */
@@ -2347,8 +2347,8 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_t
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
-    const float *from = b + p * g->b_row, *panels = g->b_packed ? g->b_packed + LUNAI_K(packed_at)(g, column, p) : thread->b;
-    if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k)) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, thread->b);
+    const float *from = b + p * g->b_row, *panels = g->b_panels ? g->b_panels + LUNAI_K(panels_at)(g, column, p) : thread->b;
+    if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k)) LUNAI_K(fill_panels)(n, k, from, g->b_row, g->b_column, thread->b);
     thread->held = from;
     thread->held_n = n;
     thread->held_k = k;
@@ -2943,10 +2943,11 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #if LUNAI_PASS == LUNAI_ISA_SCALAR /* what all passes share */
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
-#define LUNAI_FEW_KEYS 128         /* so few are worth packing, to read the queries as they lie */
+#define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
 
-/* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query lie side by
-   side, the keys are packed and the queries read as they lie; otherwise the scores of a key, and the converse. Same bits. */
+/* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query are
+   contiguous, the keys are in panels and the queries read in place; otherwise the scores of a key, and the converse. Same
+   bits. */
 typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
@@ -2972,7 +2973,7 @@ typedef struct lunai_attention_work {
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a thread's part of the scratch; see LUNAI_K(attention_space) */
-  float *scores, *slopes, *mask, *mask_row, *clean, *sides, *other_sides, *values, *product, *own, *part, *stats, *state;
+  float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product, *own, *part, *stats, *state;
 } lunai_attention_space;
 
 LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
@@ -3088,10 +3089,10 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   m->mask = lunai_take(&scratch, dropped * scores);
   m->mask_row = lunai_take(&scratch, dropped * depth);
   m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
-  m->sides = lunai_take(&scratch, lunai_max(LUNAI_K(packed_size)(few, d), tiles * LUNAI_K(packed_size)(LUNAI_TILE, d)));
-  m->other_sides = lunai_take(&scratch, back * lunai_max(LUNAI_K(packed_size)(few, dv), LUNAI_K(packed_size)(LUNAI_TILE, dv)));
-  m->values = lunai_take(&scratch, LUNAI_K(packed_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
-  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(lunai_max(d, dv), LUNAI_TILE));
+  m->score_panels = lunai_take(&scratch, lunai_max(LUNAI_K(panels_size)(few, d), tiles * LUNAI_K(panels_size)(LUNAI_TILE, d)));
+  m->slope_panels = lunai_take(&scratch, back * lunai_max(LUNAI_K(panels_size)(few, dv), LUNAI_K(panels_size)(LUNAI_TILE, dv)));
+  m->values = lunai_take(&scratch, LUNAI_K(panels_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
+  m->product = lunai_take(&scratch, back * LUNAI_K(panels_size)(lunai_max(d, dv), LUNAI_TILE));
   m->own = lunai_take(&scratch, back * depth * (d + dv));
   m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
   m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);
@@ -3116,19 +3117,19 @@ LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t thr
   return LUNAI_K(attention_start)(&w, a, lunai_max(threads, 1), backward, NULL);
 }
 
-/* s = factor x y^T for the tile's queries x and keys y; `packed` holds y (across) or x */
+/* s = factor x y^T for the tile's queries x and keys y; `panels` holds y (across) or x */
 LUNAI_FN void LUNAI_K(tile_product)(const lunai_tile *t, int64_t dim, const float *x, int64_t x_row, const float *y, int64_t y_row,
-                                    const float *packed, float factor, float *s) {
-  if (t->k_step == 1) LUNAI_K(product_packed)(t->width, t->depth, dim, x, x_row, 1, packed, factor, s, t->step, false);
-  else LUNAI_K(product_packed)(t->depth, t->width, dim, y, y_row, 1, packed, factor, s, t->step, false);
+                                    const float *panels, float factor, float *s) {
+  if (t->k_step == 1) LUNAI_K(product_of_panels)(t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step, false);
+  else LUNAI_K(product_of_panels)(t->depth, t->width, dim, y, y_row, 1, panels, factor, s, t->step, false);
   lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
 }
 
-/* c = factor s y [width, n] for the keys' rows y; `packed` holds them, or is room to do so where no other tile needs it (`once`) */
+/* c = factor s y [width, n] for the keys' rows y; `panels` holds them, or is room for them where no other tile needs them (`once`) */
 LUNAI_FN void LUNAI_K(tile_rows_of_keys)(const lunai_tile *t, int64_t n, const float *s, const float *y, int64_t y_row, bool once,
-                                         float *packed, float factor, float *c, int64_t c_row) {
-  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false, packed);
-  else LUNAI_K(product_packed)(t->width, n, t->depth, s, t->q_step, t->k_step, packed, factor, c, c_row, false);
+                                         float *panels, float factor, float *c, int64_t c_row) {
+  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false, panels);
+  else LUNAI_K(product_of_panels)(t->width, n, t->depth, s, t->q_step, t->k_step, panels, factor, c, c_row, false);
 }
 
 /* keep or 0 for each score of the tile */
@@ -3254,27 +3255,27 @@ LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_he
 LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai_attention_space *m, const lunai_head *head, int64_t first,
                                       int64_t last, int64_t block, int64_t end, float *partial) {
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, side = head->across ? 0 : LUNAI_K(packed_size)(LUNAI_TILE, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, panels_step = head->across ? 0 : LUNAI_K(panels_size)(LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *sides;
+  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
   int64_t query, depth;
-  for (query = first, sides = m->sides; side && query < last; query += LUNAI_TILE, sides += side)
-    LUNAI_K(pack_b)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, sides);
+  for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
+    LUNAI_K(fill_panels)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
   for (; block < end && (depth = lunai_depth(a, head, block, last)) > 0; block++) {
     const int64_t key = block * LUNAI_KEY_BLOCK;
     const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
     const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
     const bool odd = edge && LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
-    if (!once) LUNAI_K(pack_b)(dv, depth, v, a->v_row, 1, m->values);
-    if (head->across) LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
-    for (query = first, sides = m->sides; query < last; query += LUNAI_TILE, sides += side) {
+    if (!once) LUNAI_K(fill_panels)(dv, depth, v, a->v_row, 1, m->values);
+    if (head->across) LUNAI_K(fill_panels)(depth, d, k, 1, a->k_row, m->score_panels);
+    for (query = first, panels = m->score_panels; query < last; query += LUNAI_TILE, panels += panels_step) {
       const lunai_tile t = lunai_tile_at(a, head, query, last, key, depth);
       const bool merge = !partial && block > 0;
       float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - first);
       float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
       float *part = partial ? partial + query * dv : merge ? m->part : out;
       const int64_t part_row = part == out ? a->out_row : dv;
-      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row, sides, a->scale, m->scores);
+      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row, panels, a->scale, m->scores);
       if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
       if (mask) LUNAI_K(tile_mask)(a, head, &t, m->mask_row, mask);
       if (head->across) LUNAI_K(softmax_across)(&t, m->scores, mask, stats);
@@ -3356,9 +3357,9 @@ LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slop
 }
 
 /* c (+)= factor s^T x [depth, n] for the queries' rows x */
-LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x, int64_t x_row, float *packed,
+LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x, int64_t x_row, float *panels,
                                             float factor, float *c, bool accumulate) {
-  LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, packed);
+  LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
 }
 
 /* What each query of a tile brings: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that vary) */
@@ -3403,21 +3404,21 @@ LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, co
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
   }
   if (edge) LUNAI_K(finite_copy)(depth, d, k, a->k_row, m->clean);
-  if (!once) LUNAI_K(pack_b)(d, depth, k, a->k_row, 1, m->values);
+  if (!once) LUNAI_K(fill_panels)(d, depth, k, a->k_row, 1, m->values);
   if (head.across) {
-    LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
-    LUNAI_K(pack_b)(depth, dv, v, 1, a->v_row, m->other_sides);
+    LUNAI_K(fill_panels)(depth, d, k, 1, a->k_row, m->score_panels);
+    LUNAI_K(fill_panels)(depth, dv, v, 1, a->v_row, m->slope_panels);
   }
   for (query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
     const bool more = query > first || a->causal;
     const float *q = a->q + head.q + query * a->q_row, *grad = a->grad_out + head.out + query * a->out_row;
     if (!head.across) {
-      LUNAI_K(pack_b)(t.width, d, q, 1, a->q_row, m->sides);
-      LUNAI_K(pack_b)(t.width, dv, grad, 1, a->out_row, m->other_sides);
+      LUNAI_K(fill_panels)(t.width, d, q, 1, a->q_row, m->score_panels);
+      LUNAI_K(fill_panels)(t.width, dv, grad, 1, a->out_row, m->slope_panels);
     }
-    LUNAI_K(tile_product)(&t, d, q, a->q_row, k, a->k_row, m->sides, a->scale, m->scores);
-    LUNAI_K(tile_product)(&t, dv, grad, a->out_row, v, a->v_row, m->other_sides, 1, m->slopes);
+    LUNAI_K(tile_product)(&t, d, q, a->q_row, k, a->k_row, m->score_panels, a->scale, m->scores);
+    LUNAI_K(tile_product)(&t, dv, grad, a->out_row, v, a->v_row, m->slope_panels, 1, m->slopes);
     LUNAI_K(attention_rows)(a, &head, &t, lse, delta, add);
     if (mask) LUNAI_K(tile_mask)(a, &head, &t, m->mask_row, mask);
     LUNAI_K(softmax_slopes)(&t, m->scores, m->slopes, mask, lse, delta, add);
@@ -3507,41 +3508,41 @@ typedef struct lunai_unpack_work {
 } lunai_unpack_work;
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
-typedef struct lunai_unpack_side {
+typedef struct lunai_unpack_space {
   int64_t slots, n;                     /* real slots; heads of them */
-  float *k, *v, *bias, *packed_k, *packed_v, *keys, *values; /* packed_: for scores and for out; keys, values: for dX and dP */
+  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-} lunai_unpack_side;
+} lunai_unpack_space;
 
 LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
   return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
 }
 #endif
 
-LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char *scratch, lunai_unpack_side *m) {
+LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char *scratch, lunai_unpack_space *m) {
   const int64_t n = u->heads * u->slots, back = backward ? 1 : 0;
   m->k = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
   m->v = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
   m->bias = lunai_take(&scratch, n);
-  m->packed_k = lunai_take(&scratch, LUNAI_K(packed_size)(n, u->dim));
-  m->packed_v = lunai_take(&scratch, back ? 0 : LUNAI_K(packed_size)(u->dim, n));
-  m->keys = lunai_take(&scratch, back * LUNAI_K(packed_size)(u->dim, n));
-  m->values = lunai_take(&scratch, back * LUNAI_K(packed_size)(n, u->dim));
+  m->score_panels = lunai_take(&scratch, LUNAI_K(panels_size)(n, u->dim));
+  m->out_panels = lunai_take(&scratch, back ? 0 : LUNAI_K(panels_size)(u->dim, n));
+  m->dx_panels = lunai_take(&scratch, back * LUNAI_K(panels_size)(u->dim, n));
+  m->slope_panels = lunai_take(&scratch, back * LUNAI_K(panels_size)(n, u->dim));
   m->scores = lunai_take(&scratch, LUNAI_TILE * n);
   m->slopes = lunai_take(&scratch, back * LUNAI_TILE * n);
   m->mask = lunai_take(&scratch, u->dropout.threshold ? u->slots : 0);
-  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(u->dim, LUNAI_TILE));
+  m->product = lunai_take(&scratch, back * LUNAI_K(panels_size)(u->dim, LUNAI_TILE));
   m->grad = lunai_take(&scratch, u->last.threshold ? back * LUNAI_TILE * u->dim : 0);
   return scratch;
 }
 
 LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t threads, bool backward, void *scratch) {
-  lunai_unpack_side side;
+  lunai_unpack_space space;
   char *zero = (char *)w; /* only distances count */
   memset(w, 0, sizeof *w);
   w->u = u;
   w->scratch = (char *)scratch;
-  w->thread_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &side) - zero);
+  w->thread_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &space) - zero);
   w->blocks = lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
   w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
@@ -3553,7 +3554,7 @@ LUNAI_FN size_t LUNAI_K(unpack_scratch)(const lunai_unpack *u, int64_t threads, 
   return LUNAI_K(unpack_start)(&w, u, lunai_max(threads, 1), backward, NULL);
 }
 
-LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool backward, lunai_unpack_side *m) {
+LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool backward, lunai_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
   const float *k = u->k + at * d, *v = u->v + at * d;
   int64_t h;
@@ -3568,11 +3569,11 @@ LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool bac
     k = m->k;
     v = m->v;
   }
-  LUNAI_K(pack_b)(m->n, d, k, 1, d, m->packed_k);
-  if (!backward) LUNAI_K(pack_b)(d, m->n, v, d, 1, m->packed_v);
+  LUNAI_K(fill_panels)(m->n, d, k, 1, d, m->score_panels);
+  if (!backward) LUNAI_K(fill_panels)(d, m->n, v, d, 1, m->out_panels);
   else {
-    LUNAI_K(pack_b)(d, m->n, k, d, 1, m->keys);
-    LUNAI_K(pack_b)(m->n, d, v, 1, d, m->values);
+    LUNAI_K(fill_panels)(d, m->n, k, d, 1, m->dx_panels);
+    LUNAI_K(fill_panels)(m->n, d, v, 1, d, m->slope_panels);
   }
 }
 
@@ -3594,11 +3595,11 @@ LUNAI_FN float LUNAI_K(unpack_softmax)(int64_t n, const float *bias, float *s) {
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows) {
+LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b, int64_t first, int64_t rows) {
   const int64_t d = u->dim, row = b * u->rows + first;
   float *out = u->out + row * d;
   int64_t i, h, j;
-  LUNAI_K(product_packed)(rows, m->n, d, u->x + row * d, d, 1, m->packed_k, 1, m->scores, m->n, false);
+  LUNAI_K(product_of_panels)(rows, m->n, d, u->x + row * d, d, 1, m->score_panels, 1, m->scores, m->n, false);
   for (i = 0; i < rows; i++)
     for (h = 0; h < u->heads; h++) {
       float *s = m->scores + i * m->n + h * m->slots;
@@ -3613,7 +3614,7 @@ LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_si
     if (residual && u->out_bias) LUNAI_K(add)(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
   }
-  LUNAI_K(product_packed)(rows, d, m->n, m->scores, m->n, 1, m->packed_v, 1, out, d, u->out_bias || (u->residual && !u->last.threshold));
+  LUNAI_K(product_of_panels)(rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias || (u->residual && !u->last.threshold));
   if (!u->last.threshold) return;
   LUNAI_K(dropout)(&u->last, row * d, rows * d, out, out, false);
   if (u->residual) LUNAI_K(add)(rows * d, u->residual + row * d, out, out);
@@ -3623,13 +3624,13 @@ LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t thread, int64_t threads) 
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
   const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), last = lunai_share(u->batch * panels, thread + 1, threads);
-  lunai_unpack_side side;
+  lunai_unpack_space space;
   int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
-  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)thread * w->thread_bytes, &side);
+  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; item < last; item++) {
     const int64_t first = item % panels * LUNAI_TILE;
-    if (item / panels != prepared) LUNAI_K(unpack_prepare)(u, prepared = item / panels, false, &side);
-    LUNAI_K(unpack_panel)(u, &side, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+    if (item / panels != prepared) LUNAI_K(unpack_prepare)(u, prepared = item / panels, false, &space);
+    LUNAI_K(unpack_panel)(u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
   }
 }
 
@@ -3660,7 +3661,7 @@ LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t n, const float *bias, const float *
 }
 
 /* a panel's dX, and its share of the unit's partial gradients */
-LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows,
+LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b, int64_t first, int64_t rows,
                                              float *part) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
   const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
@@ -3670,8 +3671,8 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
     LUNAI_K(dropout)(&u->last, row * d, rows * d, grad, m->grad, false);
     grad = m->grad;
   }
-  LUNAI_K(product_packed)(rows, n, d, x, d, 1, m->packed_k, 1, m->scores, n, false);
-  LUNAI_K(product_packed)(rows, n, d, grad, d, 1, m->values, 1, m->slopes, n, false);
+  LUNAI_K(product_of_panels)(rows, n, d, x, d, 1, m->score_panels, 1, m->scores, n, false);
+  LUNAI_K(product_of_panels)(rows, n, d, grad, d, 1, m->slope_panels, 1, m->slopes, n, false);
   for (i = 0; i < rows; i++) {
     for (h = 0; h < u->heads; h++) {
       const int64_t at = i * n + h * m->slots;
@@ -3683,23 +3684,23 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
   }
   if (u->grad_k) LUNAI_K(product)(n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
   if (u->grad_v) LUNAI_K(product)(n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
-  if (u->grad_x) LUNAI_K(product_packed)(rows, d, n, m->slopes, n, 1, m->keys, 1, u->grad_x + row * d, d, true); /* last: it may be grad_out */
+  if (u->grad_x) LUNAI_K(product_of_panels)(rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d, true); /* last: it may be grad_out */
 }
 
 LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
   const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
-  lunai_unpack_side side;
+  lunai_unpack_space space;
   int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
-  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)thread * w->thread_bytes, &side);
+  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; unit < last; unit++) {
     const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK, end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
-    if (b != prepared) LUNAI_K(unpack_prepare)(u, prepared = b, true, &side);
+    if (b != prepared) LUNAI_K(unpack_prepare)(u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
     for (row = first; row < end; row += LUNAI_TILE)
-      LUNAI_K(unpack_backward_panel)(u, &side, b, row, lunai_min(LUNAI_TILE, end - row), part);
+      LUNAI_K(unpack_backward_panel)(u, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
   }
 }
 
@@ -3750,7 +3751,7 @@ typedef struct LUNAI_K(chunk) {
   bool begins, last;                 /* the state before it is empty; the state after it is not wanted */
   float *state, *kept;               /* `sum` leaves the chunk's own sum in state, and what it likes in kept; `output` finds there the
                                         state before the chunk, and kept as it was */
-  float *scores, *packed, *room[3];  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
+  float *scores, *panels, *room[3];  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
 } LUNAI_K(chunk);
 
 typedef struct LUNAI_K(sweep) {
@@ -3777,13 +3778,13 @@ LUNAI_INLINE const lunai_parallel *LUNAI_K(worth)(const lunai_parallel *parallel
 }
 
 /* room for any product between a chunk's rows, dim and value_dim */
-LUNAI_FN int64_t LUNAI_K(chunk_packed)(int64_t dim, int64_t value_dim) {
+LUNAI_FN int64_t LUNAI_K(chunk_panels)(int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
-  int64_t max = LUNAI_K(packed_size)(LUNAI_CHUNK, LUNAI_CHUNK);
+  int64_t max = LUNAI_K(panels_size)(LUNAI_CHUNK, LUNAI_CHUNK);
   int i, j;
   for (i = 0; i < 3; i++)
     for (j = 0; j < 3; j++)
-      if (i != j) max = lunai_max(max, LUNAI_K(packed_size)(size[i], size[j]));
+      if (i != j) max = lunai_max(max, LUNAI_K(panels_size)(size[i], size[j]));
   return max;
 }
 
@@ -3797,7 +3798,7 @@ LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t threads, void *me
     s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
   states = s->window > 1 ? s->items : threads;
   records = s->window > 1 ? s->items * s->window : threads;
-  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) + lunai_floats(LUNAI_K(chunk_packed)(s->dim, s->value_dim)) +
+  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) + lunai_floats(LUNAI_K(chunk_panels)(s->dim, s->value_dim)) +
                   3 * lunai_floats(LUNAI_CHUNK * wide);
   s->state_bytes = (int64_t)lunai_round((size_t)state * sizeof(double));
   s->record_bytes = lunai_floats(state) + lunai_floats(s->kept);
@@ -3831,7 +3832,7 @@ LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t it
   c.state = lunai_take(&record, s->unit * s->slots);
   c.kept = lunai_take(&record, s->kept);
   c.scores = lunai_take(&room, LUNAI_CHUNK * LUNAI_CHUNK);
-  c.packed = lunai_take(&room, LUNAI_K(chunk_packed)(s->dim, s->value_dim));
+  c.panels = lunai_take(&room, LUNAI_K(chunk_panels)(s->dim, s->value_dim));
   for (i = 0; i < 3; i++) c.room[i] = lunai_take(&room, wide);
   return c;
 }
@@ -3935,10 +3936,10 @@ LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, con
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
   float *below = c->scores + head * LUNAI_CHUNK;
   int64_t t, end;
-  LUNAI_K(pack_b)(c->rows, depth, y, 1, y_row, c->packed);
-  LUNAI_K(product_packed)(head, head, depth, x, x_row, 1, c->packed, 1, c->scores, LUNAI_CHUNK, false);
+  LUNAI_K(fill_panels)(c->rows, depth, y, 1, y_row, c->panels);
+  LUNAI_K(product_of_panels)(head, head, depth, x, x_row, 1, c->panels, 1, c->scores, LUNAI_CHUNK, false);
   if (tail > 0)
-    LUNAI_K(product_packed)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->packed, 1, below, LUNAI_CHUNK, false);
+    LUNAI_K(product_of_panels)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK, false);
   for (t = 0; t < c->rows; t++) {
     end = t < head ? head : c->rows;
     memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
@@ -3949,20 +3950,20 @@ LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, con
 LUNAI_FN void LUNAI_K(causal_apply)(const LUNAI_K(chunk) *c, int64_t n, float alpha, const float *z, int64_t z_row, float *out,
                                     int64_t out_row, bool accumulate) {
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate, c->packed);
+  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate, c->panels);
   if (tail > 0)
     LUNAI_K(product)(tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row, z_row, 1, alpha,
-                     out + head * out_row, out_row, true, c->packed);
+                     out + head * out_row, out_row, true, c->panels);
 }
 
 /* out += scores^T X */
 LUNAI_FN void LUNAI_K(causal_apply_transposed)(const LUNAI_K(chunk) *c, int64_t n, const float *x, int64_t x_row, float *out,
                                                int64_t out_row) {
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  LUNAI_K(product)(head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->packed);
+  LUNAI_K(product)(head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->panels);
   if (tail > 0)
     LUNAI_K(product)(c->rows, n, tail, c->scores + head * LUNAI_CHUNK, 1, LUNAI_CHUNK, x + head * x_row, x_row, 1, 1, out, out_row, true,
-                     c->packed);
+                     c->panels);
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
@@ -3984,7 +3985,7 @@ LUNAI_FN void LUNAI_K(causal_mix)(const LUNAI_K(chunk) *c, int64_t dim, int64_t 
   if (!clean)
     for (t = 0; t < c->rows; t++)
       for (i = 0; i < n; i++) room[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
-  if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->packed);
+  if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->panels);
   LUNAI_K(causal_apply)(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
   if (!clean)
     for (j = 0; j < c->rows; j++)
@@ -4015,7 +4016,7 @@ LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_
 LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *g, int64_t g_row, const float *mean,
                                      const float *y, int64_t y_row, float *grad, int64_t grad_row, bool accumulate) {
   if (!c->begins)
-    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate, c->packed);
+    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate, c->panels);
   LUNAI_K(causal_apply)(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
 }
 
@@ -4023,14 +4024,14 @@ LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t
    (A = Y, B = R, X = G) */
 LUNAI_FN void LUNAI_K(causal_grad_yz)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *a, int64_t a_row, const float *b,
                                       int64_t b_row, int64_t b_column, const float *x, int64_t x_row, float *grad, int64_t grad_row) {
-  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true, c->packed);
+  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true, c->panels);
   LUNAI_K(causal_apply_transposed)(c, n, x, x_row, grad, grad_row);
 }
 
 /* state = Y^T Z */
 LUNAI_FN void LUNAI_K(causal_sum)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, const float *y, int64_t y_row, const float *z,
                                   int64_t z_row, float *state) {
-  if (!c->last) LUNAI_K(product)(dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->packed);
+  if (!c->last) LUNAI_K(product)(dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->panels);
 }
 
 /* ---- the causal product ---- */
@@ -6839,7 +6840,7 @@ typedef struct lunai_ffn_work {
   float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
-  float *packed[6];                  /* the weights, packed once for all blocks of rows, by the product that reads them */
+  float *panels[6];                  /* of the weights, made once for all blocks of rows, by the product that reads them */
   void *scratch;
 } lunai_ffn_work;
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
@@ -6861,7 +6862,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
   }
   if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
-  g->b_packed = w->packed[which];
+  g->b_panels = w->panels[which];
 }
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
@@ -6892,11 +6893,11 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   for (which = 0; which < 6 && w->rows < lunai_rows(op->in[0]); which++) {
     const bool second = which == 1 || which == 3;
     if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
-    w->packed[which] = (float *)(void *)at;
-    at += lunai_k(op)->packed_weights(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in, which == 0 ? w->in : which == 3 ? w->out : w->hidden);
+    w->panels[which] = (float *)(void *)at;
+    at += lunai_k(op)->panels_bytes(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in, which == 0 ? w->in : which == 3 ? w->out : w->hidden);
     if (!workspace) continue;
     lunai_ffn_product(w, which, &g);
-    lunai_k(op)->pack_weights(&g, &op->ctx->parallel, w->packed[which]);
+    lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
   }
   w->scratch = at;
   return (size_t)(at - start);

@@ -7,18 +7,18 @@
 #include "kernels.h"
 
 typedef void (*product_fn)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                           int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *packed_scratch);
-typedef struct product { luna_isa isa; product_fn run; int64_t (*packed_size)(int64_t n, int64_t k); } product;
+                           int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *panels);
+typedef struct product { luna_isa isa; product_fn run; int64_t (*panels_size)(int64_t n, int64_t k); } product;
 static const product products[] = {
-  {LUNA_ISA_SCALAR, lunai_product_scalar, lunai_packed_size_scalar},
+  {LUNA_ISA_SCALAR, lunai_product_scalar, lunai_panels_size_scalar},
 #ifdef LUNAI_X86
-  {LUNA_ISA_SSE2, lunai_product_sse2, lunai_packed_size_sse2},
-  {LUNA_ISA_AVX2, lunai_product_avx2, lunai_packed_size_avx2},
-  {LUNA_ISA_AVX512, lunai_product_avx512, lunai_packed_size_avx512},
+  {LUNA_ISA_SSE2, lunai_product_sse2, lunai_panels_size_sse2},
+  {LUNA_ISA_AVX2, lunai_product_avx2, lunai_panels_size_avx2},
+  {LUNA_ISA_AVX512, lunai_product_avx512, lunai_panels_size_avx512},
 #elif defined(LUNAI_NEON)
-  {LUNA_ISA_NEON, lunai_product_neon, lunai_packed_size_neon},
+  {LUNA_ISA_NEON, lunai_product_neon, lunai_panels_size_neon},
 #elif defined(LUNAI_WASM)
-  {LUNA_ISA_WASM, lunai_product_wasm, lunai_packed_size_wasm},
+  {LUNA_ISA_WASM, lunai_product_wasm, lunai_panels_size_wasm},
 #endif
 };
 
@@ -146,11 +146,11 @@ static void check_product(const trial *t, const float *c) {
   const lunai_gemm *g = &t->g;
   const product *p = products;
   while (lunai_kernels_of(p->isa) != kernels) p++;
-  float *packed = zeros(p->packed_size(g->n, g->k)), *own = copied(t->before, t->c_size);
-  p->run(g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row, g->accumulate, packed);
+  float *panels = zeros(p->panels_size(g->n, g->k)), *own = copied(t->before, t->c_size);
+  p->run(g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row, g->accumulate, panels);
   CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m, (int)g->k, (int)g->k,
         (int)g->n);
-  drop(packed), drop(own);
+  drop(panels), drop(own);
 }
 
 static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int mode) {
