@@ -238,7 +238,7 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 #define LUNA_SHARED (-1)             /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
-   k and v [batch, keys, heads, dim]; packed batches instead by row offsets. */
+   k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
@@ -248,7 +248,7 @@ typedef struct luna_attention_args {
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
   const int32_t *lengths;            /* [batch] real keys; the rest are never read. null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of packed sequences, or null */
+  const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i */
   float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
@@ -423,8 +423,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
   const int32_t *lengths;            /* [batch] real keys, or null */
-  const int32_t *query_offsets, *key_offsets; /* packed: q [rows, d], k, v [rows, d]; offsets [packed + 1] */
-  int64_t packed;                    /* number of packed sequences; 0 = padded */
+  const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
+  int64_t sequences;                 /* of a ragged batch; 0 = padded, the batch is an axis */
   bool causal;
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   float dropout;
@@ -563,8 +563,9 @@ typedef struct luna_nested_attention_layer {
 } luna_nested_attention_layer;
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config);
 /* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking memory slots j >= lengths[b] too
-   -> Y_X [batch,n,d]; *packed = Y_P [batch,l,d] (packed may be null) */
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed);
+   -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be null) */
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
+                                                          luna_tensor *context, const int32_t *lengths, luna_tensor **packed_context);
 
 /* Causal Luna attention, section 3.3 */
 typedef struct luna_causal_attention_config {
@@ -1220,7 +1221,7 @@ typedef struct lunai_gemm {
 } lunai_gemm;
 
 /* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0 shares.
-   Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i when packed. */
+   Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i when ragged. */
 typedef struct lunai_attention {
   const float *q, *k, *v;
   float *out;
@@ -1229,7 +1230,7 @@ typedef struct lunai_attention {
   int64_t batch, heads, queries, keys, head_dim, value_dim;
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
   const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] packed rows; null: padded (both or none) */
+  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
   float scale;
   bool causal;                       /* query i sees keys j <= i */
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
@@ -4692,18 +4693,18 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
 }
 
 /* --- softmax attention --- */
-/* rows of a packed batch; -1 when the offsets fall, or start below 0 */
-LUNAI_FN int64_t lunai_packed_rows(const int32_t *offsets, int64_t batch) {
+/* rows of a ragged batch; -1 when the offsets fall, or start below 0 */
+LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   int64_t b;
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, packed, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool packed, bool shared,
+/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
                              const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
   int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
   extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (packed) *batch_stride = 0;
+  if (ragged) *batch_stride = 0;
   else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
   else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
   return extent >= 0;
@@ -4714,21 +4715,21 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
   const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
   const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
-  const bool packed = args->query_offsets != NULL;
+  const bool ragged = args->query_offsets != NULL;
   int64_t b, queries = args->queries, keys = args->keys;
   memset(a, 0, sizeof *a);
   if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
   if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
   if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (packed != (args->key_offsets != NULL) || (packed && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (packed) {
-    queries = lunai_packed_rows(args->query_offsets, args->batch);
-    keys = lunai_packed_rows(args->key_offsets, args->batch);
+  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
+  if (ragged) {
+    queries = lunai_ragged_rows(args->query_offsets, args->batch);
+    keys = lunai_ragged_rows(args->key_offsets, args->batch);
   }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, packed, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, packed, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, packed, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, packed, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout counts the scores */
   if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
@@ -4840,8 +4841,8 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   int64_t queries, keys;
   void *scratch;
   if (!args || lunai_attention_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  queries = a.query_offsets ? lunai_packed_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
-  keys = a.key_offsets ? lunai_packed_rows(a.key_offsets, a.batch) : a.keys;
+  queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
+  keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
   if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
@@ -7160,7 +7161,7 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
 /* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
    pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
-  const bool pack = op->kind == LUNA_OP_PACK, packed = op->query_offsets != NULL;
+  const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
@@ -7171,10 +7172,10 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
   a->out_row = a->v_row;
-  a->q_batch = packed || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
-  a->k_batch = packed || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
-  a->v_batch = packed || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
-  a->out_batch = packed ? 0 : a->queries * a->out_row;
+  a->q_batch = ragged || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
+  a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
+  a->v_batch = ragged || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
+  a->out_batch = ragged ? 0 : a->queries * a->out_row;
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
@@ -8799,7 +8800,7 @@ LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
                     s->name, s->op.in[0], s->op.in[1], s->op.in[2], s->op.arg.attention.heads);
 }
 
-/* offsets of packed sequences: from 0 up, never down, to the number of rows */
+/* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what, bool *failed) {
   int64_t i;
   const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
@@ -8816,20 +8817,20 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_BAD_ARGUMENT, "%s: the scale must be finite", s->name);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool packed) {
+LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
   const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = packed ? 0 : 1;
+  const int axis = ragged ? 0 : 1;
   int64_t batch, longest = 0, b;
   s->op.arg.attention.heads = heads;
   if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k)) return false;
   if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
   if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (packed) {
-    for (b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->packed;
+  if (ragged) {
+    for (b = 0; b < c->sequences; b++) longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
+    s->op.arg.attention.batch = c->sequences;
     s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
+    for (longest = 0, b = 0; b < c->sequences; b++) longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
     s->op.arg.attention.keys = longest;
     return true;
   }
@@ -8845,31 +8846,31 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
-  const bool packed = c->packed > 0;
+  const bool ragged = c->sequences > 0;
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
-  if (lunai_checked(c->packed, 1) < 0) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: %d packed sequences", c->packed);
-  if (packed && (!c->query_offsets || !c->key_offsets || c->lengths))
+  if (lunai_checked(c->sequences, 1) < 0) return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: %d packed sequences", c->sequences);
+  if (ragged && (!c->query_offsets || !c->key_offsets || c->lengths))
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_softmax_attention: packed sequences need query_offsets and key_offsets, and no lengths");
-  if (!lunai_attention_shapes(&s, c, packed)) return lunai_attention_wrong(&s);
+  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
-  if (packed) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->packed, q->shape[0], "query offset", &failed);
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->packed, k->shape[0], "key offset", &failed);
+  if (ragged) {
+    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query offset", &failed);
+    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key offset", &failed);
   }
   if (failed) return lunai_abandon(&s);
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
-  shape[0] = packed ? q->shape[0] : s.op.arg.attention.batch;
-  shape[1] = packed ? lunai_last(v) : q->shape[1];
+  shape[0] = ragged ? q->shape[0] : s.op.arg.attention.batch;
+  shape[1] = ragged ? lunai_last(v) : q->shape[1];
   shape[2] = lunai_last(v);
   sums[0] = shape[0];
-  sums[1] = packed ? s.op.arg.attention.heads : q->shape[1];
+  sums[1] = ragged ? s.op.arg.attention.heads : q->shape[1];
   sums[2] = s.op.arg.attention.heads;
-  return lunai_finish_two(&s, packed ? 2 : 3, shape, c->sums, packed ? 2 : 3, sums);
+  return lunai_finish_two(&s, ragged ? 2 : 3, shape, c->sums, ragged ? 2 : 3, sums);
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
@@ -9249,10 +9250,10 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
 }
 
 /* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, V'_h = v_h Wo_h^T */
-LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed, luna_tensor *residual, float dropout, const int32_t *lengths) {
-  const int64_t d = layer->config.dim, h = layer->config.heads, b = packed->shape[0], l = packed->shape[1];
-  luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed), (float)(1.0 / sqrt((double)(d / h)))), h);
-  luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed), h);
+LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed_context, luna_tensor *residual, float dropout, const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.heads, b = packed_context->shape[0], l = packed_context->shape[1];
+  luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed_context), (float)(1.0 / sqrt((double)(d / h)))), h);
+  luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed_context), h);
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
   k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
@@ -9282,7 +9283,7 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 }
 
 /* Y_X + residual, or null, after a dropout */
-LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed) {
+LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed_context) {
   const luna_nested_attention_config *c;
   luna_attention_config a;
   luna_tensor *both[2], *k, *v;
@@ -9315,11 +9316,11 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   }
   if (!both[1]) return NULL;
   lunai_keep(ctx, mark, both, 2);
-  if (packed) *packed = both[0];
+  if (packed_context) *packed_context = both[0];
   return both[1];
 }
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
-  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed);
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed_context) {
+  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed_context);
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -9752,11 +9753,11 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
 /* Luna attention with both residuals: x and *p forward */
 LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
                                         const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
-  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm);
-  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &packed);
+  luna_tensor *packed_context = NULL, *in = lunai_normed(c, x, norm);
+  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &packed_context);
   lunai_normed_end(c, in);
   x = lunai_sum_normed(c, x, norm);
-  *p = lunai_residual(c, *p, packed, memory_norm);
+  *p = lunai_residual(c, *p, packed_context, memory_norm);
   return x;
 }
 
@@ -12867,13 +12868,13 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
-  luna_tensor *packed = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
+  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
   int64_t b;
   if (s->ctx && !lunai_device_fold(s, w, &layer->self_attention, *p)) return false;
   for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
-  v = luna_linear_layer_forward(&cross->v, packed);
-  k = cross->config.sharing == LUNA_SHARING_TIED || !packed ? v : lunai_project(&cross->k, packed);
-  *p = lunai_residual(c, *p, packed, &layer->memory_norm);
+  v = luna_linear_layer_forward(&cross->v, packed_context);
+  k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
+  *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
   if (!k || !v || !*p) return false;
   lunai_stream_move(s, w->keys, k->data, bytes);
   lunai_stream_move(s, w->values, v->data, bytes);

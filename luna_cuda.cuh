@@ -2152,7 +2152,7 @@ struct lunacu_attention {            /* as lunai_attention: strides in floats, a
   lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
 };
 struct lunacu_head {
-  int b, h, queries, keys, query, key; /* how many are real; where a packed sequence begins */
+  int b, h, queries, keys, query, key; /* how many are real; where a ragged sequence begins */
 };
 __device__ __forceinline__ lunacu_head lunacu_head_at(const lunacu_attention &a, int64_t pair) {
   lunacu_head r;
@@ -2535,7 +2535,7 @@ __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w
 /* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
    pack is the same with in weights, context; one head, scale 1, keys = values --- */
 static lunacu_attention lunacu_attention_of(const luna_op *op) {
-  const bool packed = op->query_offsets != NULL;
+  const bool ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->kind == LUNA_OP_PACK ? 1 : 2];
   lunacu_attention a = {};
   a.q = q->data; a.k = k->data; a.v = v->data; a.out = op->out[0]->data;
@@ -2545,10 +2545,10 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.q_row = lunacu_last(q); a.k_row = lunacu_last(k); a.v_row = a.out_row = lunacu_last(v);
   a.q_head = a.k_head = a.head_dim = (int)(a.q_row / a.heads);
   a.v_head = a.out_head = a.value_dim = (int)(a.v_row / a.heads);
-  a.q_batch = packed || q->shape[0] != a.batch ? 0 : a.queries * a.q_row;
-  a.k_batch = packed || k->shape[0] != a.batch ? 0 : a.keys * a.k_row;
-  a.v_batch = packed || v->shape[0] != a.batch ? 0 : a.keys * a.v_row;
-  a.out_batch = packed ? 0 : a.queries * a.out_row;
+  a.q_batch = ragged || q->shape[0] != a.batch ? 0 : a.queries * a.q_row;
+  a.k_batch = ragged || k->shape[0] != a.batch ? 0 : a.keys * a.k_row;
+  a.v_batch = ragged || v->shape[0] != a.batch ? 0 : a.keys * a.v_row;
+  a.out_batch = ragged ? 0 : a.queries * a.out_row;
   a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
   a.scale = op->arg.attention.scale;
   a.causal = op->arg.attention.causal;

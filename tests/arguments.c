@@ -427,11 +427,11 @@ static void case_luna_gemm_scratch(void) {
   expect(hostile || bytes > 0, "no scratch for a valid call");
   if (v == 0) expect(bytes == 0, "scratch for sizes that cannot be");
 }
-static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t s[3], bool shared, bool packed) {
+static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t s[3], bool shared, bool ragged) {
   double one, row;
   double e = reach((double)dim, heads, s[2], (double)dim, false, &one);
   e = reach(e, rows, s[1], (double)heads * (double)dim, false, &row);
-  return verdict(packed ? e : reach(e, batch, s[0], (double)rows * row, shared, &one));
+  return verdict(ragged ? e : reach(e, batch, s[0], (double)rows * row, shared, &one));
 }
 static int attention_args(luna_attention_args *a) {
   static int32_t offsets[2][16];
@@ -458,12 +458,12 @@ static int attention_args(luna_attention_args *a) {
     if (a->keys >= 0 && a->keys < 4) a->keys = 4;
     if (turn()) a->key_offsets = NULL;
   } else a->lengths = lengths_of(a->batch, a->keys);
-  const bool packed = a->query_offsets != NULL;
+  const bool ragged = a->query_offsets != NULL;
   const int64_t dv = a->value_dim ? a->value_dim : a->head_dim;
-  v = part_of(a->batch, queries, a->heads, a->head_dim, s[0], true, packed);
-  v = worse(v, part_of(a->batch, keys, a->heads, a->head_dim, s[1], true, packed));
-  v = worse(v, part_of(a->batch, keys, a->heads, dv, s[2], true, packed));
-  v = worse(v, part_of(a->batch, queries, a->heads, dv, s[3], false, packed));
+  v = part_of(a->batch, queries, a->heads, a->head_dim, s[0], true, ragged);
+  v = worse(v, part_of(a->batch, keys, a->heads, a->head_dim, s[1], true, ragged));
+  v = worse(v, part_of(a->batch, keys, a->heads, dv, s[2], true, ragged));
+  v = worse(v, part_of(a->batch, queries, a->heads, dv, s[3], false, ragged));
   if (v == 1 && (a->batch > 64 || a->heads > 64 || a->queries > 1000)) v = -1;
   a->q_batch = s[0][0], a->q_row = s[0][1], a->q_head = s[0][2], a->k_batch = s[1][0], a->k_row = s[1][1], a->k_head = s[1][2];
   a->v_batch = s[2][0], a->v_row = s[2][1], a->v_head = s[2][2], a->out_batch = s[3][0], a->out_row = s[3][1], a->out_head = s[3][2];
@@ -760,12 +760,12 @@ static void case_luna_softmax_attention(void) {
     for (int s = 0; s < 2; s++)
       for (int i = 1; i < 4; i++) offsets[s][i] = offsets[s][i - 1] + (int32_t)pick(4);
     q = tensor(2, offsets[0][3], d, 1, 1), k = tensor(2, offsets[1][3], d, 1, 1), v = tensor(2, offsets[1][3], e, 1, 1);
-    c.packed = 3;
+    c.sequences = 3;
     if (turn()) offsets[pick(2)][pick(4)] = number(2);
     c.query_offsets = turn() ? NULL : offsets[0], c.key_offsets = offsets[1];
   } else {
     q = tensor(3, b, n, d, 1), k = tensor(3, coin() ? 1 : b, m, d, 1), v = tensor(3, b, m, e, 1);
-    c.packed = turn() ? -3 : 0;
+    c.sequences = turn() ? -3 : 0;
     c.lengths = lengths_of(q && k && v ? NUMBERS < q->shape[0] + k->shape[0] + v->shape[0] ? NUMBERS + 1 : q->shape[0] + k->shape[0] + v->shape[0] : b, m);
   }
   got_tensor(luna_softmax_attention(q, k, v, turn() ? NULL : &c), q || k || v);
@@ -1056,9 +1056,9 @@ static void case_luna_norm_layer_forward(void) {
 }
 static void nested(const luna_nested_attention_layer *layer) {
   const int64_t b = small(), n = small(), m = small(), d = layer->config.dim;
-  luna_tensor *x = rows(b, n, d), *p = rows(b, small(), d), *context = coin() ? NULL : rows(b, m, d), *packed = NULL;
+  luna_tensor *x = rows(b, n, d), *p = rows(b, small(), d), *context = coin() ? NULL : rows(b, m, d), *packed_context = NULL;
   const int32_t *lengths = lengths_of(x ? x->shape[0] : b, context ? m : n);
-  got_tensor(luna_nested_attention_layer_forward(layer, x, p, context, lengths, coin() ? &packed : NULL), x != NULL);
+  got_tensor(luna_nested_attention_layer_forward(layer, x, p, context, lengths, coin() ? &packed_context : NULL), x != NULL);
 }
 static void case_luna_nested_attention_layer_init(void) {
   luna_nested_attention_layer layer;
@@ -1731,8 +1731,8 @@ static void known_softmax(void) {
   fails(luna_softmax(shaped(1, 4, 1, 1), lengths));
 }
 static void known_slots(void) {       /* a memory of no slots */
-  luna_tensor *packed;
-  trains(luna_nested_attention_layer_forward(&w->nested, shaped(3, 2, 3, DIM), shaped(3, 2, 0, DIM), NULL, NULL, &packed));
+  luna_tensor *packed_context;
+  trains(luna_nested_attention_layer_forward(&w->nested, shaped(3, 2, 3, DIM), shaped(3, 2, 0, DIM), NULL, NULL, &packed_context));
 }
 static void known_slots_unpack(void) {
   const int64_t heads[4] = {1, HUGE_SIZE, 0, 4};

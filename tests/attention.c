@@ -1,5 +1,5 @@
 /* Softmax attention and the folded unpack, forward and backward, against loops in double and the scalar pass: odd sizes, strides,
-   lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of threads, packed or alone, however many
+   lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of threads, ragged or alone, however many
    queries there are; a query's past is never touched by what comes after it. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -160,8 +160,8 @@ static void check_attention(const shape *s) {
   outputs_close(&o), arrays_close(&x);
 }
 
-/* ---- packed sequences are each alone, bit for bit ---- */
-static void check_packed(bool causal, int64_t threads) {
+/* ---- ragged sequences are each alone, bit for bit ---- */
+static void check_ragged(bool causal, int64_t threads) {
   enum { COUNT = 5, HEADS = 2, DIM = 24, VALUE = 20, Q = HEADS * DIM, V = HEADS * VALUE };
   const int32_t queries[COUNT] = {70, 0, 300, 16, 600}, keys[COUNT] = {130, 20, 700, 1100, 600};
   int32_t q_at[COUNT + 1] = {0}, k_at[COUNT + 1] = {0};
@@ -171,10 +171,10 @@ static void check_packed(bool causal, int64_t threads) {
   const int64_t n = q_at[COUNT], m = k_at[COUNT];
   float *q = fresh(n * Q, 2), *k = fresh(m * Q, 2), *v = fresh(m * V, 1), *grad_out = fresh(n * V, 1);
   const int64_t sizes[5] = {n * V, n * HEADS, n * Q, m * Q, m * V};
-  float *packed[5], *alone[5];
-  for (int i = 0; i < 5; i++) packed[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
+  float *ragged[5], *alone[5];
+  for (int i = 0; i < 5; i++) ragged[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
   a.q = q, a.k = k, a.v = v, a.grad_out = grad_out, a.query_offsets = q_at, a.key_offsets = k_at;
-  a.out = packed[0], a.lse = packed[1], a.grad_q = packed[2], a.grad_k = packed[3], a.grad_v = packed[4];
+  a.out = ragged[0], a.lse = ragged[1], a.grad_q = ragged[2], a.grad_k = ragged[3], a.grad_v = ragged[4];
   run(&a, kernels, threads);
   for (int b = 0; b < COUNT; b++) {
     lunai_attention one = a;
@@ -184,9 +184,9 @@ static void check_packed(bool causal, int64_t threads) {
     one.grad_k = alone[3] + k_at[b] * Q, one.grad_v = alone[4] + k_at[b] * V;
     run(&one, kernels, 1 + threads % 3);
   }
-  for (int i = 0; i < 5; i++) CHECK(same(packed[i], alone[i], sizes[i]), "%s: packed%s, %d threads: array %d has other bits than each alone",
+  for (int i = 0; i < 5; i++) CHECK(same(ragged[i], alone[i], sizes[i]), "%s: ragged%s, %d threads: array %d has other bits than each alone",
                                     kernels_name, causal ? ", causal" : "", (int)threads, i);
-  for (int i = 0; i < 5; i++) drop(packed[i]), drop(alone[i]);
+  for (int i = 0; i < 5; i++) drop(ragged[i]), drop(alone[i]);
   drop(q), drop(k), drop(v), drop(grad_out);
 }
 
@@ -344,7 +344,7 @@ int main(void) {
   const float odd[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1e38f};
   for (int at = 0; kernels_next(&at);) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(&shapes[i]);
-    for (int64_t threads = 1; threads < 8; threads += 3) check_packed(false, threads), check_packed(true, threads);
+    for (int64_t threads = 1; threads < 8; threads += 3) check_ragged(false, threads), check_ragged(true, threads);
     for (int dropout = 0; dropout < 2; dropout++) check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout),
       check_prefix(1100, dropout);
     for (int i = 0; i < 4; i++)

@@ -203,8 +203,8 @@ static void layer_run(bench *b) {
   if (b->kind == CORE) {             /* keys are values, in both halves */
     luna_attention_config config = {};
     config.heads = HEADS;
-    luna_tensor *packed = luna_softmax_attention(b->p, b->x, b->x, &config);
-    y = luna_softmax_attention(b->q, packed, packed, &config);
+    luna_tensor *packed_context = luna_softmax_attention(b->p, b->x, b->x, &config);
+    y = luna_softmax_attention(b->q, packed_context, packed_context, &config);
   } else if (b->kind == NESTED) y = luna_nested_attention_layer_forward(&b->nested, b->x, b->p, NULL, NULL, NULL);
   else y = luna_causal_attention_layer_forward(&b->causal, b->x, b->p, NULL);
   if (b->training) {

@@ -794,7 +794,7 @@ static void naive_rows(const luna_linear_layer *layer, double x[][DIM], int64_t 
   for (int64_t t = 0; t < rows; t++) naive_linear(layer, x[t], y[t]);
 }
 static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], double p[][DIM], double context[][DIM], int64_t rows,
-                         int64_t real, float *out, float *packed) {
+                         int64_t real, float *out, float *packed_context) {
   const luna_sharing sharing = l->config.sharing;
   double q[KEYS][DIM], k[KEYS][DIM], v[KEYS][DIM], y[KEYS][DIM], yp[MEMORY][DIM];
   naive_rows(&l->pq, p, MEMORY, q);
@@ -809,14 +809,14 @@ static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], 
   naive_softmax(q, k, v, y, rows, real < MEMORY ? real : MEMORY, HEADS);
   naive_rows(&l->out, y, rows, q);
   for (int64_t i = 0; i < rows * DIM; i++) out[i] = (float)q[i / DIM][i % DIM];
-  for (int64_t i = 0; i < MEMORY * DIM; i++) packed[i] = (float)yp[i / DIM][i % DIM];
+  for (int64_t i = 0; i < MEMORY * DIM; i++) packed_context[i] = (float)yp[i / DIM][i % DIM];
 }
 static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool lengths) {
   const int64_t rows = cross ? QUERIES : KEYS;
   luna_options options = plain_options();
   luna_nested_attention_layer layer;
   luna_nested_attention_config config = {0};
-  luna_tensor *packed = NULL;
+  luna_tensor *packed_context = NULL;
   char what[100];
   options.form = form;
   luna_ctx *ctx = luna_open(&options);
@@ -829,9 +829,9 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 14, SOURCES - 1, rows, DIM, 0), *p = common_tensor(ctx, 15, SOURCES - 1, MEMORY, DIM, 0),
               *context = cross ? common_tensor(ctx, 16, SOURCES - 1, KEYS, DIM, 0) : NULL;
-  float *got = values_of(ctx, luna_nested_attention_layer_forward(&layer, x, p, context, lengths ? key_lengths : NULL, &packed),
+  float *got = values_of(ctx, luna_nested_attention_layer_forward(&layer, x, p, context, lengths ? key_lengths : NULL, &packed_context),
                          "Luna attention"),
-        *got_packed = values_of(ctx, packed, "Y_P");
+        *got_packed = values_of(ctx, packed_context, "Y_P");
   for (int b = 0; b < SOURCES - 1; b++) {
     double row[3][KEYS][DIM];
     float expected[KEYS * DIM], expected_packed[MEMORY * DIM];
