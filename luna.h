@@ -1091,7 +1091,7 @@ struct luna_backend {
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
-LUNA_API const char *luna_op_name(luna_op_kind row);
+LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
@@ -3084,11 +3084,11 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t dropped = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
-  m->mask = lunai_take(&scratch, dropped * scores);
-  m->mask_row = lunai_take(&scratch, dropped * depth);
+  m->mask = lunai_take(&scratch, masked * scores);
+  m->mask_row = lunai_take(&scratch, masked * depth);
   m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
   m->score_panels = lunai_take(&scratch, lunai_max(LUNAI_K(panels_size)(few, d), tiles * LUNAI_K(panels_size)(LUNAI_TILE, d)));
   m->slope_panels = lunai_take(&scratch, back * lunai_max(LUNAI_K(panels_size)(few, dv), LUNAI_K(panels_size)(LUNAI_TILE, dv)));
@@ -5509,23 +5509,23 @@ LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size
 /* a UTF-8 string as JSON; invalid UTF-8 fails, for nobody could read it back */
 LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
   static const char hex[] = "0123456789abcdef";
-  const char *at = string, *end = string + strlen(string), *other_attention = string;
+  const char *at = string, *end = string + strlen(string), *start = string;
   char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
   lunai_st_write_text(w, "\"");
   while (at < end) {
-    const char *here = at;
+    const char *character = at;
     const uint32_t code = lunai_st_utf8(&at, end);
     if (code == LUNAI_ST_BAD) w->failed = true;
     if (w->failed) return;
     if (code >= 0x20 && code != '"' && code != '\\') continue;
-    lunai_st_write_bytes(w, other_attention, (size_t)(here - other_attention));
+    lunai_st_write_bytes(w, start, (size_t)(character - start));
     escape[4] = hex[code >> 4];
     escape[5] = hex[code & 15];
     if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
     else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
-    other_attention = at;
+    start = at;
   }
-  lunai_st_write_bytes(w, other_attention, (size_t)(end - other_attention));
+  lunai_st_write_bytes(w, start, (size_t)(end - start));
   lunai_st_write_text(w, "\"");
 }
 
@@ -5879,7 +5879,7 @@ struct luna_ctx {
   bool differentiated;               /* luna_backward has succeeded since begin */
   luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
   bool stepped;                      /* an optimiser has made its step since begin */
-  uint64_t told;                     /* skipped steps that options.log has heard of */
+  uint64_t reported;                 /* skipped steps that options.log has had */
   luna_status status, last_status;       /* the first failure since begin; that of the last call which returned a status */
   luna_status open_status;                /* the device could not be opened: every call says so */
   char error[320];
@@ -6349,7 +6349,7 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>backend: the CPU's rows. A row unpacks its op into kernel arguments, in forward order: query, forward, backward.
+   >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the scalar reference) and tests/gradients.c (finite differences).
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
@@ -7136,8 +7136,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* A row that is one kernel with arguments of its own: query, forward and backward from lunai_<name>_args. kept: floats kept for backward */
-#define LUNAI_KERNEL_ROW(name, kept_floats) \
+/* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats: for backward */
+#define LUNAI_KERNEL_OP(name, kept_floats) \
   LUNAI_FN void lunai_##name##_query(luna_op *op) { \
     lunai_##name a; \
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
@@ -7184,7 +7184,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
 }
-LUNAI_KERNEL_ROW(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -7200,7 +7200,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
 }
-LUNAI_KERNEL_ROW(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
+LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
 LUNAI_FN void lunai_unpack_residual_query(luna_op *op) {
   op->take = 1 << 5;
   lunai_unpack_query(op);
@@ -7224,7 +7224,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
 }
-LUNAI_KERNEL_ROW(causal, 0)
+LUNAI_KERNEL_OP(causal, 0)
 
 /* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega; of a stream: mean_ka, mean_av, position. kept: W --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
@@ -7244,7 +7244,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
-LUNAI_KERNEL_ROW(causal_luna, luna_count(op->in[3]))
+LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -7451,19 +7451,19 @@ static const luna_backend lunai_cpu = {
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
-LUNA_API const char *luna_op_name(luna_op_kind row) {
+LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
 #define LUNAI_OP_KIND(name, tier) #name,
     LUNA_OPS(LUNAI_OP_KIND)
 #undef LUNAI_OP_KIND
   };
-  return (unsigned)row < LUNA_OP_COUNT ? names[row] : "unknown";
+  return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
    An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the step (lunai_finish), the
-   backend's row runs it, and it joins the tape when a gradient may be wanted. A failure takes everything back. Guarded by tests/ops.c.
+   backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes everything. Guarded by tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
 
@@ -7549,9 +7549,9 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   bool skipped;
   if (!ctx->options.log && !ctx->look) return;
   now = lunai_state_of(ctx, ctx->state);
-  skipped = now.skipped != ctx->told;
+  skipped = now.skipped != ctx->reported;
   lunai_look_at_optimizers(ctx, skipped);
-  ctx->told = now.skipped;
+  ctx->reported = now.skipped;
   ctx->look = false;
   if (!skipped || !ctx->options.log) return;
   lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
@@ -7600,14 +7600,14 @@ LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const cha
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 /* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, int inputs, luna_tensor *a, luna_tensor *b, luna_tensor *c) {
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a, luna_tensor *b, luna_tensor *c) {
   luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
   int i;
   memset(s, 0, sizeof *s);
   if (!ctx) return false;
   s->name = name;
   s->mark = lunai_step_mark(ctx);
-  s->op.kind = row;
+  s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.inputs = inputs;
   s->op.in[0] = a;
@@ -7682,14 +7682,14 @@ LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) &
 /* what an op of this step keeps for backward, or null when it could not be had */
 LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
   luna_ctx *ctx = op->ctx;
-  const luna_op_functions *row = &ctx->backend->op[op->kind];
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
   lunai_mark mark;
   luna_status status = LUNA_OK;
-  if (!lunai_is_empty(op)) row->query(op);
+  if (!lunai_is_empty(op)) functions->query(op);
   if (!lunai_step(ctx, op->kept_size, true, &op->kept)) return NULL;
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return NULL;
-  if (lunai_is_run(op)) status = row->forward(op);
+  if (lunai_is_run(op)) status = functions->forward(op);
   lunai_step_rewind(ctx, mark);
   if (status == LUNA_OK) return op;
   lunai_fail(ctx, status, "%s: the backend failed: %s", s->name, luna_status_text(status));
@@ -8444,7 +8444,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>ops: shape checks, then a row of the backend
+   >>ops: shape checks, then a call of the backend
    ---------------------------------------------------------------------------------------------------------------------- */
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
@@ -8554,9 +8554,9 @@ LUNAI_FN bool lunai_suffix(const luna_tensor *a, const luna_tensor *b) {
   for (i = 1; i <= b->rank; i++) if (a->shape[a->rank - i] != b->shape[b->rank - i]) return false;
   return true;
 }
-LUNAI_FN luna_tensor *lunai_binary(luna_op_kind row, const char *name, luna_tensor *a, luna_tensor *b) {
+LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
-  if (!lunai_start(&s, row, name, 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, 2, a, b, NULL)) return NULL;
   if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first", name, a, b);
   s.op.arg.binary.period = luna_count(b);
   return lunai_finish_like(&s, a);
@@ -8597,11 +8597,11 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 }
 
 /* --- reductions --- */
-LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind row, int axis, bool mean, const char *name) {
+LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
-  if (!lunai_start(&s, row, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: %t has no axis %d", name, x, (int64_t)axis);
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
@@ -8895,7 +8895,7 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
   return lunai_finish_like(&s, x);
 }
 
-LUNAI_FN bool lunai_has_row(const luna_tensor *t, luna_op_kind row) { return t->ctx->backend->op[row].forward != NULL; }
+LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) { return t->ctx->backend->op[kind].forward != NULL; }
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
   int64_t sums_shape[3];
@@ -8904,7 +8904,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
   if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
     return lunai_fail(weights->ctx, LUNA_BAD_ARGUMENT, "luna_pack: weights %t and context %t: want [batch, r, d] and [batch, m, d]", weights, context);
-  if (!lunai_has_row(weights, LUNA_OP_PACK)) {
+  if (!lunai_has_op(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
     c.lengths = lengths;
@@ -8936,7 +8936,7 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
   s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(bias, 2, rows)), swap);
   s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
-  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first); /* the fused row's order of elements */
+  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first); /* the fused op's order of elements */
   grouped[2] = h * l;
   s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(v, 3, flat), false, false);
   return out_bias ? luna_add(s, out_bias) : s;
@@ -8954,7 +8954,7 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
   if (!good || (out_bias && (out_bias->rank != 1 || out_bias->shape[0] != x->shape[2])))
     return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t: want [batch, n, d], [batch, h, l, d], [batch, h, l], [batch, h, l, d], out_bias [d], at least one slot", x, k, bias, v);
-  if (!lunai_has_row(x, LUNA_OP_UNPACK)) {
+  if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
@@ -8998,7 +8998,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: omega must not be negative: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1");
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!lunai_has_row(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
+  if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
   build.op.arg.causal.heads = heads;
@@ -11947,7 +11947,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { r
    >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
    A layer's past is two running means (double), and the last rows of the short convolution's input. A decoder's layers also read their source:
    its memory in the scores, its packed context through the cross-attention. Of a model on a device all numbers lie there, in a block of their own,
-   and the backend's rows compute. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
+   and the backend computes. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
 typedef struct lunai_stream_layer {
@@ -12018,9 +12018,9 @@ LUNAI_FN void lunai_device_zero(luna_stream *s, void *at, size_t bytes) {
   const luna_status before = s->ctx->status;
   lunai_device_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
 }
-LUNAI_FN void lunai_device_start(const luna_stream *s, lunai_device_op *f, luna_op_kind row) {
+LUNAI_FN void lunai_device_start(const luna_stream *s, lunai_device_op *f, luna_op_kind kind) {
   memset(f, 0, sizeof *f);
-  f->op.kind = row;
+  f->op.kind = kind;
   f->op.ctx = s->ctx;
 }
 LUNAI_FN luna_tensor *lunai_device_tensor(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -12037,7 +12037,7 @@ LUNAI_FN void lunai_device_in(lunai_device_op *f, const float *data, int rank, i
 }
 /* the result: runs the op, or finds what it needs */
 LUNAI_FN void lunai_device_out(luna_stream *s, lunai_device_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  const luna_op_functions *row = &s->ctx->backend->op[f->op.kind];
+  const luna_op_functions *functions = &s->ctx->backend->op[f->op.kind];
   const luna_status before = s->ctx->status;
   if (s->failed != LUNA_OK) return;
   if (data == s->x && f->op.in[0]->data == s->x) { /* in place of x */
@@ -12047,10 +12047,10 @@ LUNAI_FN void lunai_device_out(luna_stream *s, lunai_device_op *f, float *data, 
   }
   f->op.out[f->op.outputs++] = lunai_device_tensor(f, data, rank, a, b, c, d);
   f->op.workspace = s->scratch;
-  row->query(&f->op);
+  functions->query(&f->op);
   if (s->measuring && f->op.workspace_size > s->scratch_size) s->scratch_size = f->op.workspace_size;
   if (s->measuring) return;
-  lunai_device_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : row->forward(&f->op), before);
+  lunai_device_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : functions->forward(&f->op), before);
 }
 
 LUNAI_FN void lunai_device_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
@@ -12315,7 +12315,8 @@ LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, si
   *used += lunai_round((size_t)count * size);
   return at;
 }
-/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the numbers from s->there (or only counts those), there_size bytes. */
+/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
+   s->device_memory (null: only counts), device_size bytes. */
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const int64_t rows = s->batch * s->chunk, means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
@@ -12323,7 +12324,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   int64_t i;
 #ifndef LUNA_ONLY_STREAM
   const int64_t angles = z->positions == LUNA_POSITIONS_SINUSOIDAL ? s->chunk * z->dim : 0;
-  size_t here;
+  size_t host_size;
 #endif
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
 #ifndef LUNA_ONLY_STREAM
@@ -12332,7 +12333,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
     s->host_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
     s->host_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
   }
-  here = used;
+  host_size = used;
   if (s->ctx) {
     base = s->device_memory;
     used = 0;
@@ -12378,7 +12379,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
 #ifndef LUNA_ONLY_STREAM
   s->device_size = used;                /* that is, of a stream on a device */
-  if (s->ctx) return here;
+  if (s->ctx) return host_size;
 #endif
   return used;
 }
