@@ -3197,16 +3197,16 @@ LUNAI_FN void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *
 /* y = x with 0 for NaN and Inf; whether there were any. So a weight of 0 hides them, as it must: 0 * NaN is NaN. */
 LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
   const vf max = vf_set(INFINITY);
-  vf odd = vf_zero();
+  vf nonfinite = vf_zero();
   int64_t i, j;
   for (i = 0; i < rows; i++)
     for (j = 0; j < n; j += VF) {
       const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
       const vm finite = vf_lt(vf_abs(v), max);
       LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
-      odd = vf_select(finite, odd, vf_set(1));
+      nonfinite = vf_select(finite, nonfinite, vf_set(1));
     }
-  return vf_hmax(odd) > 0;
+  return vf_hmax(nonfinite) > 0;
 }
 
 /* adds what finite_copy left out, where it is seen */
@@ -3266,7 +3266,7 @@ LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai
     const int64_t key = block * LUNAI_KEY_BLOCK;
     const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
     const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
-    const bool odd = edge && LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
+    const bool nonfinite = edge && LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
     if (!once) LUNAI_K(fill_panels)(dv, depth, v, a->v_row, 1, m->values);
     if (head->across) LUNAI_K(fill_panels)(depth, d, k, 1, a->k_row, m->score_panels);
     for (query = first, panels = m->score_panels; query < last; query += LUNAI_TILE, panels += panels_step) {
@@ -3282,7 +3282,7 @@ LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai
       if (head->across) LUNAI_K(softmax_across)(&t, m->scores, mask, stats);
       else LUNAI_K(softmax_down)(&t, m->scores, mask, stats);
       LUNAI_K(tile_rows_of_keys)(&t, dv, m->scores, edge ? m->clean : v, edge ? dv : a->v_row, once, m->values, 1, part, part_row);
-      if (odd) LUNAI_K(add_infinite)(&t, m->scores, dv, v, a->v_row, part, part_row);
+      if (nonfinite) LUNAI_K(add_infinite)(&t, m->scores, dv, v, a->v_row, part, part_row);
       if (merge) LUNAI_K(attention_merge)(t.width, dv, stats, part, state, out, a->out_row);
     }
   }
@@ -9025,7 +9025,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
 /* Outputs made by the block itself, the second before the first, and no views, stay where they are put; with `copy` they may be anything. */
 LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second, bool copy) {
   luna_ctx *ctx = in[0]->ctx;
-  luna_tensor *both[2] = { NULL, NULL };
+  luna_tensor *outputs[2] = { NULL, NULL };
   lunai_recompute *again;
   luna_op *op;
   lunai_mark mark;
@@ -9049,15 +9049,15 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   for (op->inputs = 0; op->inputs < count; op->inputs++) op->in[op->inputs] = in[op->inputs];
   mark = lunai_step_mark(ctx);
   ctx->paused = true;
-  both[1] = block(state, in, second ? &both[0] : NULL);
-  if (copy && both[1] && second) both[0] = luna_scale(both[0], 1);
-  if (copy && both[1]) both[1] = luna_scale(both[1], 1);
-  if (both[1] && (both[0] || !second)) lunai_keep(ctx, mark, second ? both : both + 1, op->outputs);
+  outputs[1] = block(state, in, second ? &outputs[0] : NULL);
+  if (copy && outputs[1] && second) outputs[0] = luna_scale(outputs[0], 1);
+  if (copy && outputs[1]) outputs[1] = luna_scale(outputs[1], 1);
+  if (outputs[1] && (outputs[0] || !second)) lunai_keep(ctx, mark, second ? outputs : outputs + 1, op->outputs);
   ctx->paused = false;
-  if (!both[1] || (second && !both[0])) return lunai_fail_null(ctx, "luna_recompute", "a result of the block");
-  op->out[0] = both[1];
-  op->out[1] = both[0];
-  if (second) *second = both[0];
+  if (!outputs[1] || (second && !outputs[0])) return lunai_fail_null(ctx, "luna_recompute", "a result of the block");
+  op->out[0] = outputs[1];
+  op->out[1] = outputs[0];
+  if (second) *second = outputs[0];
   for (i = 0; i < op->outputs; i++) {
     op->out[i]->needs_grad = true;
     op->out[i]->maker = op;
@@ -9286,7 +9286,7 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed_context) {
   const luna_nested_attention_config *c;
   luna_attention_config a;
-  luna_tensor *both[2], *k, *v;
+  luna_tensor *outputs[2], *k, *v;
   lunai_mark mark;
   bool failed = false;
   const int32_t *memory_lengths;
@@ -9302,22 +9302,22 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   mark = lunai_step_mark(ctx);
   memory_lengths = lunai_memory_lengths(ctx, lengths, x->shape[0], p->shape[1], &failed);
   if (failed) return NULL;
-  both[0] = lunai_nested_pack(layer, p, context, lengths);
-  if (!both[0]) return NULL;
+  outputs[0] = lunai_nested_pack(layer, p, context, lengths);
+  if (!outputs[0]) return NULL;
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
   a.heads = c->heads;
   a.lengths = memory_lengths;
-  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], residual, dropout, memory_lengths);
+  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) outputs[1] = lunai_unpack_folded(layer, x, outputs[0], residual, dropout, memory_lengths);
   else {
-    v = luna_linear_layer_forward(&layer->v, both[0]);
-    k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, both[0]);
-    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
+    v = luna_linear_layer_forward(&layer->v, outputs[0]);
+    k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, outputs[0]);
+    outputs[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
   }
-  if (!both[1]) return NULL;
-  lunai_keep(ctx, mark, both, 2);
-  if (packed_context) *packed_context = both[0];
-  return both[1];
+  if (!outputs[1]) return NULL;
+  lunai_keep(ctx, mark, outputs, 2);
+  if (packed_context) *packed_context = outputs[0];
+  return outputs[1];
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed_context) {
   return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed_context);
@@ -9479,13 +9479,13 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1], divided by its last column */
 LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal, const int32_t *lengths) {
-  luna_tensor *both[2], *y;
+  luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
   shape[0] = v->shape[0]; shape[1] = v->shape[1]; shape[2] = heads; shape[3] = 1;
-  both[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
-  both[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
-  v = luna_mask(lunai_reshape(luna_concat(both, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
+  parts[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
+  parts[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
+  v = luna_mask(lunai_reshape(luna_concat(parts, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
   q = luna_elu1(q);
   k = luna_mask(luna_elu1(k), lengths);
   if (causal) {
@@ -9511,7 +9511,7 @@ LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengt
 LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k, const int32_t *lengths) {
   const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k), windows = lunai_divide_up(n, w);
   const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
-  luna_tensor *both[2];
+  luna_tensor *parts[2];
   int64_t shape[3];
   if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) {
     x = luna_matmul(luna_mask(x, lengths), luna_slice(luna_slice(e, 0, 0, k), 1, 0, n), true, true);
@@ -9519,9 +9519,9 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
   }
   if (windows * w > n) {
     shape[0] = batch; shape[1] = windows * w - n; shape[2] = width;
-    both[0] = x;
-    both[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
-    x = luna_concat(both, 2, 1);
+    parts[0] = x;
+    parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
+    x = luna_concat(parts, 2, 1);
   }
   if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL) return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
@@ -9550,7 +9550,7 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
 }
 LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  luna_tensor *both[2] = { NULL, NULL };
+  luna_tensor *parts[2] = { NULL, NULL };
   int64_t h;
   if (!q || !k || !v) return NULL;
   if (k->shape[1] > c->max_length) return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a sequence of %d, but max_length is %d", k->shape[1], c->max_length);
@@ -9558,10 +9558,10 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
     return lunai_fail(k->ctx, LUNA_BAD_ARGUMENT, "Linformer: a layer that shares layerwise has been given no projection");
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
-    both[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
-    both[0] = h == 0 ? both[1] : luna_concat(both, 2, 2);
+    parts[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
+    parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
-  return both[0];
+  return parts[0];
 }
 
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths) {
@@ -9767,25 +9767,25 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   const luna_layer_config *c = &layer->config;
   luna_ctx *ctx = in[0]->ctx;
   const lunai_mark mark = lunai_mark_prepared(ctx, luna_count(in[0]), 1);
-  luna_tensor *both[2] = { NULL, NULL }, *x;
-  const int had = second ? 2 : 1;      /* both: P when there is one, then X */
+  luna_tensor *outputs[2] = { NULL, NULL }, *x;
+  const int count = second ? 2 : 1;    /* outputs: P when there is one, then X */
   if (second) {
-    both[0] = layer->memory ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
-    both[1] = lunai_nested_half(c, &layer->attention, in[0], &both[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
-    if (!both[0]) return NULL;
-    x = both[0];                       /* made after X: older first */
-    both[0] = both[1];
-    both[1] = x;
-  } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
-  if (!both[0]) return NULL;
-  lunai_keep(ctx, mark, both, had);
-  x = both[0];
-  both[0] = both[1];
-  both[had - 1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (!both[had - 1]) return NULL;
-  lunai_keep(ctx, mark, both, had);
-  if (second) *second = both[0];
-  return both[had - 1];
+    outputs[0] = layer->memory ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
+    outputs[1] = lunai_nested_half(c, &layer->attention, in[0], &outputs[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
+    if (!outputs[0]) return NULL;
+    x = outputs[0];                       /* made after X: older first */
+    outputs[0] = outputs[1];
+    outputs[1] = x;
+  } else outputs[0] = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
+  if (!outputs[0]) return NULL;
+  lunai_keep(ctx, mark, outputs, count);
+  x = outputs[0];
+  outputs[0] = outputs[1];
+  outputs[count - 1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (!outputs[count - 1]) return NULL;
+  lunai_keep(ctx, mark, outputs, count);
+  if (second) *second = outputs[0];
+  return outputs[count - 1];
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
   luna_tensor *in[2], *next = NULL, *y;
@@ -9831,24 +9831,24 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   const lunai_layer_state *s = (const lunai_layer_state *)state;
   const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
-  luna_tensor *both[2], *x = in[0], *y;
+  luna_tensor *outputs[2], *x = in[0], *y;
   const lunai_mark mark = lunai_mark_prepared(x->ctx, luna_count(x), 1);
   y = lunai_normed(c, x, &layer->self_norm);
   x = lunai_causal_attention(&layer->self_attention, y, in[1], x, c->dropout, s->lengths);
   lunai_normed_end(c, y);
   x = lunai_sum_normed(c, x, &layer->self_norm);
-  both[1] = in[1];
-  both[0] = lunai_nested_half(c, &layer->cross_attention, x, &both[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
+  outputs[1] = in[1];
+  outputs[0] = lunai_nested_half(c, &layer->cross_attention, x, &outputs[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
   if (!c->pre_norm) lunai_drop(x);
-  if (!both[0] || !both[1]) return NULL;
-  lunai_keep(in[0]->ctx, mark, both, 2);
-  x = both[0];
-  both[0] = both[1];
-  both[1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (!both[1]) return NULL;
-  lunai_keep(in[0]->ctx, mark, both, 2);
-  *second = both[0];
-  return both[1];
+  if (!outputs[0] || !outputs[1]) return NULL;
+  lunai_keep(in[0]->ctx, mark, outputs, 2);
+  x = outputs[0];
+  outputs[0] = outputs[1];
+  outputs[1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (!outputs[1]) return NULL;
+  lunai_keep(in[0]->ctx, mark, outputs, 2);
+  *second = outputs[0];
+  return outputs[1];
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   luna_tensor *in[3], *next = NULL, *y;
@@ -10414,7 +10414,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
   const luna_encoder_config *c;
-  luna_tensor *both[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
+  luna_tensor *outputs[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
   lunai_mark mark;
   int64_t i;
   bool is_luna;
@@ -10422,20 +10422,20 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
   mark = lunai_mark_prepared(ctx, lunai_floats_of(input->batch, input->n, c->dim), 2);
-  both[1] = luna_encoder_embed(e, input, &both[0]);
-  for (i = 0; i < c->layers && both[1]; i++) {
-    x = both[1];
-    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &both[0], input->lengths);
-    if (both[1]) lunai_drop(x);
-    if (both[1]) lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
+  outputs[1] = luna_encoder_embed(e, input, &outputs[0]);
+  for (i = 0; i < c->layers && outputs[1]; i++) {
+    x = outputs[1];
+    outputs[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &outputs[0], input->lengths);
+    if (outputs[1]) lunai_drop(x);
+    if (outputs[1]) lunai_keep(ctx, mark, is_luna ? outputs : outputs + 1, is_luna ? 2 : 1);
   }
-  if (e->memory_norm.weight && both[1]) both[0] = luna_norm_layer_forward(&e->memory_norm, both[0]);
-  if (e->norm.weight) both[1] = luna_norm_layer_forward(&e->norm, both[1]);
-  if (!c->keep_padding) both[1] = luna_mask(both[1], input->lengths);
-  if (!both[1] || (is_luna && !both[0])) return NULL;
-  lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
-  if (p) *p = both[0];
-  return both[1];
+  if (e->memory_norm.weight && outputs[1]) outputs[0] = luna_norm_layer_forward(&e->memory_norm, outputs[0]);
+  if (e->norm.weight) outputs[1] = luna_norm_layer_forward(&e->norm, outputs[1]);
+  if (!c->keep_padding) outputs[1] = luna_mask(outputs[1], input->lengths);
+  if (!outputs[1] || (is_luna && !outputs[0])) return NULL;
+  lunai_keep(ctx, mark, is_luna ? outputs : outputs + 1, is_luna ? 2 : 1);
+  if (p) *p = outputs[0];
+  return outputs[1];
 }
 
 /* --- classifier --- */
@@ -10675,7 +10675,7 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target) {
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
-  luna_tensor *p = NULL, *both[2], *context, *x;
+  luna_tensor *p = NULL, *outputs[2], *context, *x;
   luna_encoder_config c;
   lunai_mark mark;
   int64_t i;
@@ -10684,18 +10684,18 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   mark = lunai_mark_prepared(ctx, lunai_floats_of(target->batch, target->n, model->config.encoder.dim), 2);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  both[0] = p;
-  both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
-  for (i = 0; i < model->config.decoder_layers && both[1]; i++) {
-    x = both[1];
-    both[1] = luna_decoder_layer_forward(&model->layers[i], x, &both[0], context, source->lengths);
-    if (both[1]) lunai_drop(x);
-    if (both[1]) lunai_keep(ctx, mark, both, 2);
+  outputs[0] = p;
+  outputs[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
+  for (i = 0; i < model->config.decoder_layers && outputs[1]; i++) {
+    x = outputs[1];
+    outputs[1] = luna_decoder_layer_forward(&model->layers[i], x, &outputs[0], context, source->lengths);
+    if (outputs[1]) lunai_drop(x);
+    if (outputs[1]) lunai_keep(ctx, mark, outputs, 2);
   }
-  if (model->norm.weight) both[1] = luna_norm_layer_forward(&model->norm, both[1]);
-  both[1] = luna_linear(both[1], model->output, NULL);
-  if (both[1]) lunai_keep(ctx, mark, both + 1, 1);
-  return both[1];
+  if (model->norm.weight) outputs[1] = luna_norm_layer_forward(&model->norm, outputs[1]);
+  outputs[1] = luna_linear(outputs[1], model->output, NULL);
+  if (outputs[1]) lunai_keep(ctx, mark, outputs + 1, 1);
+  return outputs[1];
 }
 /* ----------------------------------------------------------------------------------------------------------------------
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
