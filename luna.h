@@ -315,7 +315,7 @@ typedef struct luna_options {
 /* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
    device, for instance). A backend whose device cannot be opened gives a context in which every call fails with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-/* Frees everything made from it; null is fine. At any time, and contexts in any order: what reads its parameters elsewhere
+/* Frees everything made from it; null is fine. Contexts close in any order: what reads a closed one's parameters
    (sets that share them, streams on the CPU) can afterwards only be closed. */
 LUNA_API void luna_close(luna_ctx *ctx);
 
@@ -402,9 +402,12 @@ LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) 
 LUNA_API luna_tensor *luna_elu1(luna_tensor *x);                    /* elu(x) + 1 [arXiv 2006.16236] */
 LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
-LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from lengths[b] on, whatever is there; x itself for null */
+LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
+                                                                               lengths[b] on, NaN included; x itself
+                                                                               for null */
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x);                   /* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
-LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient goes back */
+LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient
+                                                                       flows */
 /* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
    (e / 8, i, step) under key seed is below round(65536 p). */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
@@ -436,7 +439,7 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
 /* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv 2212.14052] */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
-/* Folded Luna attention [eqs. 3-5, projections moved to the short side]. pack: weights [batch,r,d] and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d].
+/* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d].
    unpack: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums);
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout);
@@ -490,7 +493,7 @@ typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
   void *user;
-  uint64_t size;                     /* bytes there are to read */
+  uint64_t size;                     /* bytes that can be read */
 } luna_io;
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
@@ -525,8 +528,8 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out); 
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 /* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
-   may save at once: the last counts. A symbolic link stays, and what it leads to is replaced or made; what is there and
-   not a regular file is refused. */
+   may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that is
+   not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match);
@@ -706,7 +709,7 @@ typedef struct luna_lm {
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]. Nothing looks ahead: lengths count for nothing, give padding labels of -1 */
 
-/* Encoder: embeddings and encoder layers; the ground of the models below */
+/* Encoder: embeddings and encoder layers; part of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
 typedef struct luna_encoder_config {
   int64_t layers;                    /* 0 = 2 */
@@ -820,10 +823,11 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 /* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
 
-/* What a checkpoint says it is: init and load in one; params must be empty. The file's sizes are believed only as far as its tensors bear them out. */
+/* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
+   checked against its tensors. */
 typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
 typedef struct luna_model {
-  luna_model_kind kind;              /* which of the others is there */
+  luna_model_kind kind;              /* which of the members below is initialised */
   luna_lm lm;
   luna_classifier classifier;
   luna_masked_lm masked_lm;
@@ -861,7 +865,8 @@ typedef struct luna_sgd_config {
   float weight_decay;                /* added to the gradient */
   float clip;                        /* greatest global gradient norm; 0 = none */
   luna_schedule schedule;
-  int64_t max_skips;                 /* in a row, from which on a step is LUNA_NOT_FINITE; 0 = 10, negative: never */
+  int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
+                                        never */
 } luna_sgd_config;
 typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float lr;                          /* 0 = 1e-3 */
@@ -905,8 +910,8 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
    options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
    until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, for who records a step on a device and replays it: advance sets the step's learning rate, apply
-   (which can be recorded) does the rest, with whatever gradients there are. */
+/* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
+   can be recorded) does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -1035,7 +1040,7 @@ typedef struct luna_op {
   int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
-  int64_t position;                  /* where it is 0, the means are too, whatever is there */
+  int64_t position;                  /* where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
@@ -1106,7 +1111,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if (defined(LUNA_IMPLEMENTATION) && !defined(LUNAI_IMPLEMENTED)) || defined(LUNAI_PASS)
 
 #ifndef LUNAI_PASS
-/* >>base: what every chapter below stands on */
+/* >>base: shared by every chapter below */
 
 #ifdef __FAST_MATH__
 #error "luna.h promises exact results for NaN, Inf and rounding: compile without -ffast-math"
@@ -1163,7 +1168,7 @@ LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
 
-/* memcpy, but of nothing from or to anywhere, null too */
+/* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
 
 /* the next `count` floats of a scratch area, kept aligned; the area was sized by the same calls on a null pointer */
@@ -1428,7 +1433,7 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0 */
-#if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside its plain ones */
+#if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
 #define VF 16
 #define vf __m512
 #define vm __mmask16
@@ -1735,7 +1740,7 @@ LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
 
 static const float LUNAI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* the vector at p of which `left` > 0 floats exist; the rest of it is 0, or `fill` */
+/* loads a vector of which `left` > 0 floats exist; the rest is 0, or `fill` */
 LUNAI_INLINE vf LUNAI_K(get)(const float *p, int64_t left) { return left >= VF ? vf_load(p) : vf_load_part(p, left); }
 LUNAI_INLINE vf LUNAI_K(get_filled)(const float *p, int64_t left, vf fill) {
   if (left >= VF) return vf_load(p);
@@ -1831,7 +1836,7 @@ LUNAI_INLINE vf vf_log(vf x) {
   const vf z = vf_sub(y, vf_select(tiny, vf_set(15.9423851f), vf_zero()));
   return vf_select(vf_le(x, vf_zero()), vf_set(-(float)INFINITY), vf_select(vf_lt(x, vf_set((float)INFINITY)), z, x));
 }
-/* ln(1 + x), 0 <= x <= 1: what the sum rounds away is put back to first order */
+/* ln(1 + x), 0 <= x <= 1, corrected to first order for the rounding of 1 + x */
 LUNAI_INLINE vf LUNAI_K(log1p)(vf x) {
   const vf one = vf_set(1.0f), u = vf_add(one, x);
   return vf_add(LUNAI_K(log_of)(u), vf_div(vf_sub(x, vf_sub(u, one)), u));
@@ -1869,8 +1874,8 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
 LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
 LUNAI_INLINE float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
-/* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 + 2^x),
-   the last two as max(x, 0) + log(1 + small), which never overflows. NaN goes through all of them. */
+/* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
+   2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
 LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
   const vf zero = vf_zero(), one = vf_set((float)1);
@@ -1936,7 +1941,7 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 
 LUNAI_FN int64_t LUNAI_K(panels_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
 
-/* one panel, `columns` of it real; `ahead` columns of B follow in memory from the panel's first on */
+/* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
   int64_t j = 0, p;
   if (b_column == 1 && columns == LUNAI_NR) {
@@ -1947,7 +1952,7 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
     for (; j + 4 <= columns; j += 4) {
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
       for (p = 0; p + 4 <= k; p += 4) {
-        LUNAI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* a line of each of four columns every sixteen k */
+        LUNAI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* one cache line of each of four columns every sixteen k */
         LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j, LUNAI_NR);
       }
       for (; p < k; p++) {
@@ -1962,7 +1967,7 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
 }
 LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels) {
   int64_t j = 0, p, i;
-  if (b_column == 1) /* four panels abreast: longer reads */
+  if (b_column == 1) /* four panels at a time: longer contiguous reads */
     for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
       for (p = 0; p < k; p++)
         for (i = 0; i < 4; i++)
@@ -1971,7 +1976,7 @@ LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t
     LUNAI_K(fill_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, panels + j * k);
 }
 
-/* `rows` <= MR rows of A where a tile likes them: as rows LUNAI_KA apart or, where A lies by columns, as [k][MR] */
+/* copies `rows` <= MR rows of A: LUNAI_KA floats apart or, where A is column-major, as [k][MR] */
 LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
   int64_t i, p;
   if (a_column == 1)
@@ -1980,12 +1985,12 @@ LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int6
     for (p = 0; p < k; p++)
       for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
-/* Several tiles of an A that lies by columns, at rows first[0], first[1], ...: so that a cache line is read once. Of a tile with fewer rows
-   than MR nobody looks at the last. */
+/* Copies several tiles of a column-major A, at rows first[0], first[1], ..., reading each cache line once. A tile
+   with fewer rows than MR leaves the rest unset; they are never read. */
 #define LUNAI_TILES_ABREAST 4
 LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a, int64_t a_column, float *to) {
   int64_t t, p;
-  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* at the end there may be none to look at */
+  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* the last tile may lack rows in memory */
     tiles--;
     LUNAI_K(gather_rows)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
   }
@@ -1993,12 +1998,12 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
     for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
 }
 
-/* What becomes of a tile: c = max(lowest, alpha A B + from + bias), columns one float apart; from, bias null: none */
-typedef struct LUNAI_K(ending) { const float *bias, *from; float *c; int64_t from_row, c_row; float alpha, lowest; } LUNAI_K(ending);
+/* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; from, bias null: none */
+typedef struct LUNAI_K(epilogue) { const float *bias, *from; float *c; int64_t from_row, c_row; float alpha, lowest; } LUNAI_K(epilogue);
 
-/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in every case below.
-   Rows of A are reached from every third one, for an x86 address adds a stride once or twice for nothing. A narrow tile is half a panel wide
-   and has rows i and i + MR where a wide one has row i. */
+/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
+   every case below. Rows of A are addressed from every third one: an x86 address holds a base plus one or two
+   strides at no cost. A narrow tile is half a panel wide and has rows i and i + MR where a wide one has row i. */
 #undef LUNAI_ROWS
 #undef LUNAI_TILE_ZERO
 #undef LUNAI_TILE_STEP
@@ -2032,13 +2037,13 @@ typedef struct LUNAI_K(ending) { const float *bias, *from; float *c; int64_t fro
     else if (i < LUNAI_MR && a_row == LUNAI_KA && a_column == 1 && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, LUNAI_KA, 1, b, LUNAI_NR, e); \
     else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
     break;
-LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const LUNAI_K(ending) *e, int i, int j) {
+LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const LUNAI_K(epilogue) *e, int i, int j) {
   vf v = vf_mul(scale, sum);
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
   vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
 }
 LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                     const LUNAI_K(ending) *e) {
+                                     const LUNAI_K(epilogue) *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *at[5];
   vf sum[14][4], panel[4], bias[4];
@@ -2076,7 +2081,7 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
     LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
   }
 LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                   const LUNAI_K(ending) *e) {
+                                   const LUNAI_K(epilogue) *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
   const int rows = LUNAI_MR;
   const float *at[5];
@@ -2100,21 +2105,22 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
   LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
 LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                            const LUNAI_K(ending) *e) {
+                            const LUNAI_K(epilogue) *e) {
   switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
 }
 
-/* Where a block of columns goes: partial sums over k to `sum` (C itself where that does no harm), the finished ones to C */
+/* Where a block of columns is written: partial sums over k to `sum` (C itself where that is safe), finished ones to
+   C */
 typedef struct LUNAI_K(target) {
   float *sum, *c, *pre;
-  const float *bias, *from;          /* from: what is added, in rows of from_row; null: nothing */
+  const float *bias, *from;          /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
   float alpha;
   int activation;
-  bool finish, late;                 /* this is the last block over k and has an epilogue; which adds C at the end */
+  bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
 } LUNAI_K(target);
 
-/* what a tile cannot do at its end: edges, other activations than ReLU, two results */
+/* epilogues that a tile cannot do: edges, activations other than ReLU, two results */
 LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t j, int64_t rows, int64_t columns, const float *tile) {
   int64_t r, l;
   for (r = 0; r < rows; r++)
@@ -2135,9 +2141,9 @@ LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t 
     }
 }
 
-/* how a tile at (row, column j) ends where it goes straight to C, or (`edge`) first to a place of its own */
-LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t row, int64_t j, float *edge) {
-  LUNAI_K(ending) e;
+/* the epilogue of the tile at (row, column j), written to C or (`edge`) to a buffer first */
+LUNAI_FN LUNAI_K(epilogue) LUNAI_K(epilogue_of)(const LUNAI_K(target) *t, int64_t row, int64_t j, float *edge) {
+  LUNAI_K(epilogue) e;
   e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
   e.c = edge ? edge : t->sum + row * t->sum_row + j;
   e.c_row = edge ? LUNAI_NR : t->sum_row;
@@ -2148,18 +2154,19 @@ LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t ro
   return e;
 }
 
-/* m rows of A by the panels of a block; a_gathered, room for a tile's rows of A, or null: where they are gathered first. The tile's
-   rows stay in L1 while the panels stream by from L2, the next tile's are fetched meanwhile, and C is met row by row. */
+/* m rows of A by the panels of a block; a_gathered: a buffer that a tile's rows of A are copied to first, or null.
+   The tile's rows stay in L1 while the panels stream from L2 and the next tile's rows are prefetched; C is accessed
+   row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_gathered,
                               const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
   const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
   const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
   float edge[2 * LUNAI_MR * LUNAI_NR];
-  LUNAI_K(ending) e;
+  LUNAI_K(epilogue) e;
   int64_t i, j, p, x, first[LUNAI_TILES_ABREAST];
   for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
-    e = LUNAI_K(ending_at)(t, i, 0, simple && n == VF ? NULL : edge);
+    e = LUNAI_K(epilogue_of)(t, i, 0, simple && n == VF ? NULL : edge);
     LUNAI_K(tile_narrow)(k, a + i * a_row, a_row, a_column, panel, b_row, &e);
     if (e.c == edge) LUNAI_K(finish_tile)(t, i, 0, 2 * LUNAI_MR, n, edge);
   }
@@ -2186,7 +2193,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
       if (a_column == 1)
         for (p = j / LUNAI_NR; p < coming; p += all)
           for (x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
-      e = LUNAI_K(ending_at)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
+      e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
     }
@@ -2224,8 +2231,8 @@ LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, 
   LUNAI_K(product_of_panels)(m, n - whole, k, a, a_row, a_column, panels, alpha, c + whole, c_row, accumulate);
 }
 
-/* Few rows by the transpose of a matrix that lies by rows, as a linear layer's weight does when one token at a time is decoded: each element is a
-   dot product by lanes, so that the matrix is read once and in order, at the memory's pace. */
+/* Few rows by the transpose of a row-major matrix, as a linear layer's weight in decoding: each element is a dot
+   product by lanes, so that the matrix is read once and in order, at memory bandwidth. */
 LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float *b) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   int64_t p = 0;
@@ -2238,7 +2245,7 @@ LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const 
   for (; p < k && !whole; p += VF) sum0 = vf_fma(LUNAI_K(get)(a + p, k - p), LUNAI_K(get)(b + p, k - p), sum0);
   return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
 }
-/* by n <= NR columns from b on; in a loop, for what fetches memory ahead goes by the address of the load */
+/* by n <= NR columns from b on; a loop, as hardware prefetchers go by the load instruction's address */
 LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column, float alpha, float *out) {
   vf dot[LUNAI_NR];
   int64_t i;
@@ -2310,7 +2317,7 @@ typedef struct LUNAI_K(gemm_thread) {
   int64_t held_n, held_k;
 } LUNAI_K(gemm_thread);
 
-/* all of a B that several products read: for each block of k its panels */
+/* the panels of a B that several products read, block of k after block of k */
 typedef struct LUNAI_K(panels_work) { const lunai_gemm *g; float *panels; } LUNAI_K(panels_work);
 LUNAI_FN int64_t LUNAI_K(panels_at)(const lunai_gemm *g, int64_t column, int64_t p) {
   return LUNAI_K(panels_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
@@ -2420,7 +2427,7 @@ LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel,
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
-   All arrays dense, of any size and alignment; a map's result may lie where an argument lies.
+   All arrays dense, of any size and alignment; a map may be computed in place.
    Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
    not depend on which columns are computed with it. Guarded by tests/elementwise.c
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -2460,7 +2467,7 @@ LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_
 #define LUNAI_MOMENTS 3            /* d and d^2, where d = a - shift */
 #define LUNAI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
 
-/* p += and q += the terms of the vector at i, of which `left` floats exist: what is missing adds 0 */
+/* p += and q += the terms of the vector at i, of which `left` floats exist; the others add 0 */
 LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c, vf shift, vf factor,
                                 vf *p, vf *q) {
   if (kind == LUNAI_SUM) *p = vf_add(*p, LUNAI_K(get)(a + i, left));
@@ -2479,7 +2486,8 @@ LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *
   }
 }
 
-/* the first sum; *second gets the other one of a kind that has two. Four chains of sixteen float terms, then double */
+/* returns the first sum; *second gets the other of a kind that has two. Four chains of sixteen float terms, then
+   double */
 LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift, float factor,
                                     double *second) {
   const vf s = vf_set(shift), f = vf_set(factor);
@@ -2510,7 +2518,7 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
-/* what to subtract before exp: the largest x, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
+/* the shift before exp: the maximum, or 0 where that is -Inf. A NaN may be missed here; the sum of exp is then NaN */
 LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x) {
   vf max = vf_set((float)-INFINITY);
   float largest;
@@ -2527,7 +2535,7 @@ LUNAI_FN void LUNAI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y
     double sum;
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, vf_exp(vf_sub(LUNAI_GET(x), shift)));
     sum = LUNAI_K(sum)(n, y);
-    LUNAI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* an empty row stays 0, a NaN spreads */
+    LUNAI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* an empty row is 0, NaN propagates */
   }
 }
 
@@ -2544,7 +2552,7 @@ LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const
                                   float *mean, float *rstd) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    /* the second pass also finds by how much the rounded mean is off */
+    /* the second pass also computes the rounding error of the mean */
     const float center = (float)(LUNAI_K(sum)(n, x) / (double)n);
     double squares, off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
     const double variance = squares / (double)n - off * off;
@@ -2587,7 +2595,7 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float 
 #define LUNAI_COLUMN(i) \
   if (vectors > i) sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
-/* part = the sums of up to SUM_ROWS rows, `left` columns of which are there */
+/* part = the sums of up to SUM_ROWS rows, of which `left` columns exist */
 LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row, const float *b, int64_t b_row,
                                        const float *mean, const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
@@ -2719,7 +2727,7 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
                                                  const float *dy, float *dweight, float *dbias) {
   int64_t i;
   for (i = 0; dweight && i < width; i++) {
-    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no partner */
+    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no such term */
     LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1, dweight + first * width + i,
                          width);
   }
@@ -2765,7 +2773,7 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
 #define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
 #define vu __m512i
 #define vu_set(x) _mm512_set1_epi64((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm512_maskz_, name)(0xFF, a, b) /* the plain forms make g++ 12 warn */
+#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm512_maskz_, name)(0xFF, a, b) /* the unmasked forms make g++ 12 warn */
 #define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm512_, name), _si512)
 #else
 #define VU 1
@@ -2957,7 +2965,7 @@ typedef struct lunai_head {
 typedef struct lunai_tile {
   int64_t query, key, width, depth;     /* first query and key; how many */
   int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
-  int64_t lines, length, step;          /* the same as it lies in memory: lines of `length` scores, `step` apart */
+  int64_t lines, length, step;          /* the same as memory layout: lines of `length` scores, `step` apart */
 } lunai_tile;
 
 typedef struct lunai_attention_work {
@@ -3017,7 +3025,7 @@ LUNAI_FN void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
     for (j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
 }
 
-/* the keys after each query */
+/* masks the keys after each query */
 LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
   int64_t i, j;
   for (i = 0; i < t->width; i++)
@@ -3065,7 +3073,7 @@ LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, in
   return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
 }
 
-/* whether a unit's gradients of keys need not wait for others: nothing else adds to that place */
+/* whether this unit alone writes its keys' gradients */
 LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
 
 /* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each query block */
@@ -3194,7 +3202,8 @@ LUNAI_FN void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *
   }
 }
 
-/* y = x with 0 for NaN and Inf; whether there were any. So a weight of 0 hides them, as it must: 0 * NaN is NaN. */
+/* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
+   be NaN. */
 LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
   const vf max = vf_set(INFINITY);
   vf nonfinite = vf_zero();
@@ -3209,7 +3218,7 @@ LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int6
   return vf_hmax(nonfinite) > 0;
 }
 
-/* adds what finite_copy left out, where it is seen */
+/* adds what finite_copy left out to the queries that see it */
 LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row, float *part,
                                     int64_t part_row) {
   int64_t i, j, c;
@@ -3220,7 +3229,7 @@ LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t
           part[i * part_row + c] += s[i * t->q_step + j * t->k_step] * v[j * v_row + c];
 }
 
-/* takes a block's partial result into that of the blocks before it */
+/* merges a block's partial result into that of the blocks before it */
 LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out,
                                        int64_t out_row) {
   int64_t i, j;
@@ -3237,7 +3246,7 @@ LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *
   }
 }
 
-/* divides by the sums; without a key all is 0 */
+/* divides by the sums; without keys the result is 0 */
 LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_head *head, int64_t query, const float *state) {
   const int64_t width = lunai_min(LUNAI_TILE, head->queries - query), n = a->value_dim;
   int64_t i, j;
@@ -3363,7 +3372,8 @@ LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, cons
   LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
 }
 
-/* What each query of a tile brings: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that vary) */
+/* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes
+   that vary) */
 LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *lse, float *delta,
                                       float *add) {
   int64_t i;
@@ -3460,8 +3470,8 @@ LUNAI_FN void LUNAI_K(attention_merge_keys)(const lunai_attention_work *w, int64
   }
 }
 
-/* Adds this wave's partial gradients, in the order of its units whatever the wave: a tensor that the batch shares gets its sum
-   in batch order. Items: each unit's keys, and each tile of queries; the first of those that share a place does all. */
+/* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
+   batch order. Items: each unit's keys, and each tile of queries; the first of those with one destination adds all. */
 LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
@@ -3740,18 +3750,18 @@ LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parall
 /* ----------------------------------------------------------------------------------------------------------------------
    >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [section 3.3]
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
-   What passes from chunk to chunk is double: S going up, as the running mean M = S / t, and R coming down; inside a chunk all is
-   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order, so the
-   bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
+   The state between chunks is double: S forward, as the running mean M = S / t, and R in reverse; inside a chunk all is
+   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order, so
+   the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ---------------------------------------------------------------------------------------------------------------------- */
 
-/* one chunk of one (batch, head), and the room to work on it */
+/* one chunk of one (batch, head), and its buffers */
 typedef struct LUNAI_K(chunk) {
   int64_t item, first, rows;
   double before;                     /* tokens before the first row */
-  bool begins, last;                 /* the state before it is empty; the state after it is not wanted */
-  float *state, *kept;               /* `sum` leaves the chunk's own sum in state, and what it likes in kept; `output` finds there the
-                                        state before the chunk, and kept as it was */
+  bool begins, last;                 /* the state before it is empty; the state after it is unused */
+  float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
+                                        reads the state before the chunk, and kept */
   float *scores, *panels, *room[3];  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
 } LUNAI_K(chunk);
 
@@ -3763,7 +3773,7 @@ typedef struct LUNAI_K(sweep) {
   int64_t items, heads, rows, position, dim, value_dim;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
-  bool reverse;                      /* from the last chunk to the first, with plain sums for means */
+  bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
   int64_t chunks, window, start;     /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
@@ -3778,7 +3788,7 @@ LUNAI_INLINE const lunai_parallel *LUNAI_K(worth)(const lunai_parallel *parallel
   return products >= (int64_t)1 << 18 ? parallel : NULL;
 }
 
-/* room for any product between a chunk's rows, dim and value_dim */
+/* floats of panels for any product between a chunk's rows, dim and value_dim */
 LUNAI_FN int64_t LUNAI_K(chunk_panels)(int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
   int64_t max = LUNAI_K(panels_size)(LUNAI_CHUNK, LUNAI_CHUNK);
@@ -3789,7 +3799,7 @@ LUNAI_FN int64_t LUNAI_K(chunk_panels)(int64_t dim, int64_t value_dim) {
   return max;
 }
 
-/* the bytes a sweep needs; with a null memory that is all */
+/* lays the sweep out in `memory` (null: only counts); returns its bytes */
 LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t threads, void *memory) {
   const int64_t wide = lunai_max(s->dim, s->value_dim), state = s->unit * s->slots;
   int64_t states, records;
@@ -3818,7 +3828,7 @@ LUNAI_INLINE double *LUNAI_K(sweep_carried)(const LUNAI_K(sweep) *s, int64_t pla
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
-/* the k-th chunk of an item in the sweep's order, with the record at `place` and the room of `thread` */
+/* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
 LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place, int64_t thread) {
   const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
   char *record = s->record_at + place * s->record_bytes, *room = s->threads_at + thread * s->thread_bytes;
@@ -3838,8 +3848,8 @@ LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t it
   return c;
 }
 
-/* The state before the chunk takes the place of the chunk's sum, which joins the state. In strips of a constant length, and one
-   operation a loop: so compilers make vectors of it, also at -O2 */
+/* The state before the chunk replaces the chunk's sum, which is added to the state. Strips of constant length and
+   one operation a loop let compilers vectorise this at -O2. */
 #undef LUNAI_STRIP
 #define LUNAI_STRIP 64
 LUNAI_INLINE void LUNAI_K(scan_strip)(int64_t n, double joins, double leaves, float *state, double *carried) {
@@ -3926,7 +3936,7 @@ LUNAI_FN void LUNAI_K(sweep_run)(LUNAI_K(sweep) *s, const lunai_parallel *parall
   for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, LUNAI_K(sweep_carried)(s, item), true);
 }
 
-/* ---- what a chunk is computed with ---- */
+/* ---- parts of a chunk ---- */
 
 /* the triangle is computed as two triangles of half a chunk and the square below them */
 #undef LUNAI_HALF
@@ -4065,7 +4075,7 @@ LUNAI_FN void LUNAI_K(causal_out_x)(const void *args, const LUNAI_K(chunk) *c) {
   LUNAI_K(causal_grad_x)(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
 }
 
-/* down: kept = G, the state is R */
+/* reverse: kept = G, the state is R */
 LUNAI_FN void LUNAI_K(causal_sum_xg)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   LUNAI_K(causal_divide)(c, a->value_dim, 1, a->grad_out + LUNAI_K(causal_z)(a, c), a->z_row, c->kept);
@@ -4101,7 +4111,7 @@ LUNAI_FN void LUNAI_K(causal_sweep)(LUNAI_K(sweep) *s, const lunai_causal *a, bo
 
 LUNAI_FN size_t LUNAI_K(causal_scratch)(const lunai_causal *a, int64_t threads, bool backward) {
   LUNAI_K(sweep) s;
-  LUNAI_K(causal_sweep)(&s, a, backward); /* coming down takes more than going up */
+  LUNAI_K(causal_sweep)(&s, a, backward); /* the reverse sweep needs more */
   return LUNAI_K(sweep_plan)(&s, lunai_max(1, threads), NULL);
 }
 
@@ -4129,9 +4139,9 @@ LUNAI_FN void LUNAI_K(causal_backward)(const lunai_causal *a, const lunai_parall
   }
 }
 
-/* ---- causal Luna: masked slots are left out of every product, so nothing of theirs is read ---- */
+/* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
-/* a chunk's place in q, k, v, out (wide), in s and w (narrow), and its real slots */
+/* a chunk's offset in q, k, v, out (wide), in s and w (narrow), and its real slots */
 typedef struct LUNAI_K(luna_place) { int64_t wide, wide_row, narrow, narrow_row, slots; } LUNAI_K(luna_place);
 LUNAI_FN LUNAI_K(luna_place) LUNAI_K(luna_at)(const lunai_causal_luna *a, const LUNAI_K(chunk) *c) {
   const int64_t b = c->item / a->heads, head = c->item % a->heads, row = (b * a->rows + c->first) * a->heads + head;
@@ -4177,8 +4187,8 @@ LUNAI_FN void LUNAI_K(luna_exchange)(const void *args, int64_t item, double *sta
   double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
   int64_t i;
   for (i = 0; i < d; i++) {
-    double *mine = state + i * l, *theirs = ka + i * a->slots;
-    memcpy(store ? theirs : mine, store ? mine : theirs, (size_t)l * sizeof(double));
+    double *own = state + i * l, *callers = ka + i * a->slots;
+    memcpy(store ? callers : own, store ? own : callers, (size_t)l * sizeof(double));
   }
   memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
@@ -4237,7 +4247,7 @@ LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t thread, int64_t threads) {
 }
 
 /* ---- causal Luna, backward ----
-   G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the sweep up leaves for the sweep down. */
+   G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the forward sweep leaves for the reverse one. */
 typedef struct LUNAI_K(luna_grads) { const lunai_causal_luna *args; float *h; } LUNAI_K(luna_grads);
 LUNAI_INLINE float *LUNAI_K(luna_h)(const LUNAI_K(luna_grads) *g, const LUNAI_K(chunk) *c) {
   return g->h + (c->item * g->args->rows + c->first) * g->args->slots;
@@ -4471,7 +4481,8 @@ static const lunai_kernels LUNAI_K(kernels) = {
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(part));
 }
-/* what the processor has and the operating system saves: xgetbv says whether the wide registers survive a task switch */
+/* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
+   context switch */
 LUNAI_FN int lunai_isa_detect(void) {
   uint32_t r[4], low, high;
   lunai_cpuid(0, 0, r);
@@ -4512,7 +4523,7 @@ LUNA_API luna_isa luna_isa_best(void) {
 #endif
 }
 
-/* the kernels of an instruction set; null when this build or this machine lacks it. LUNA_ISA_BEST: the best there is */
+/* the kernels of an instruction set, LUNA_ISA_BEST: the best available; null when this build or machine lacks it */
 LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
   const luna_isa best = luna_isa_best();
   if (isa == LUNA_ISA_BEST) isa = best;
@@ -4565,7 +4576,7 @@ LUNA_API const char *luna_status_text(luna_status status) {
 #ifndef LUNA_ONLY_STREAM
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the context-free calls
-   Each has a plain form of a few loops, which is the reference and what runs without scratch, and the kernel. Guarded by tests/ops.c.
+   Each has a reference of a few loops, which also runs without scratch, and the kernel. Guarded by tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { if (counter && out) lunai_philox(counter, key, out); }
 
@@ -4590,7 +4601,7 @@ LUNAI_FN int64_t lunai_extent(int64_t extent, int64_t count, int64_t given, int6
   const int64_t last = lunai_checked(lunai_max(count, 1) - 1, *stride = given ? given : dense);
   return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LUNAI_MAX_COUNT - last ? -1 : extent + last;
 }
-/* the same for the batch of what is read, which may share one part */
+/* the same for the batch of an input, which may share one part */
 LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   if (given != LUNA_SHARED) return lunai_extent(extent, count, given, dense, stride);
   *stride = 0;
@@ -4731,7 +4742,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
       !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
       !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
-  /* dropout counts the scores */
+  /* dropout numbers the scores */
   if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
@@ -4747,7 +4758,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   return LUNA_OK;
 }
 
-/* where row i of batch row b and head h lies, and how many keys it sees */
+/* offset of row i of batch row b and head h, and how many keys it sees */
 typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
 LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
   const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
@@ -4953,8 +4964,8 @@ typedef struct lunai_st {
   const char *header;
   size_t size, data_size, header_size;
   size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
-  size_t tensors, pairs;                         /* how many there are */
-  bool contiguous;                               /* each tensor's data begins where that of the one before ends */
+  size_t tensors, pairs;                         /* their number */
+  bool contiguous;                               /* each tensor's data begins where the one before ends */
   uint64_t *names, *keys;                        /* the index: hash << 32 | where it opens in the header, sorted */
 } lunai_st;
 
@@ -5102,7 +5113,7 @@ LUNAI_FN uint64_t lunai_st_item(const lunai_st *st, lunai_st_text text) {
   while (at < end) hash = lunai_hash_bytes(hash, utf8, lunai_st_encode(lunai_st_character(&at, end), utf8));
   return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
 }
-/* the order of two items: by hash, then by character, so that chosen names of one hash only take longer */
+/* the order of two items: by hash, then by character, so that colliding names are only slower */
 LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
   const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
   if (a >> 32 != b >> 32) return a < b ? -1 : 1;
@@ -5116,19 +5127,19 @@ LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
   }
 }
 
-/* The JSON of a header. Its grammar nests three deep and no other key or value is taken, so that nothing here recurses. */
+/* The JSON of a header. The grammar nests three deep and rejects other keys and values, so nothing recurses. */
 typedef struct lunai_st_json {
   const char *at, *end;
-  const char *wrong;                             /* the first complaint, or null */
-  const char *meta;                              /* where __metadata__ was met */
-  size_t pairs;                                  /* that it has */
+  const char *wrong;                             /* the first error, or null */
+  const char *meta;                              /* where __metadata__ starts */
+  size_t pairs;                                  /* in __metadata__ */
 } lunai_st_json;
 
 LUNAI_FN bool lunai_st_fail(lunai_st_json *j, const char *wrong) {
   if (!j->wrong) j->wrong = wrong;
   return false;
 }
-/* is c what follows after white space? */
+/* whether c is next after white space */
 LUNAI_FN bool lunai_st_next_is(lunai_st_json *j, char c) {
   while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
   return j->at < j->end && *j->at == c;
@@ -5262,7 +5273,7 @@ LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor 
   return true;
 }
 
-/* reads on after the quote that opens `name` in the sorted items; false when it is not there */
+/* moves the reader after the opening quote of `name`, found in the sorted items; false when absent */
 LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t count, const char *name,
                             lunai_st_json *j) {
   const uint64_t hash = lunai_hash(name) >> 32;
@@ -5310,7 +5321,7 @@ LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *
   return false;
 }
 
-/* Heapsort of numbers, or of an index's items: in place, and n log n whatever a stranger makes of it. */
+/* Heapsort of numbers, or of an index's items: in place, and n log n for any input. */
 LUNAI_FN int lunai_st_item_compare(const lunai_st *st, bool texts, uint64_t a, uint64_t b) {
   return texts ? lunai_st_compare(st, a, b) : (a > b) - (a < b);
 }
@@ -5332,9 +5343,9 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, siz
   }
 }
 
-/* Do the tensors' data, which are as many bytes as there are, cover them all? They do when the beginnings are distinct
-   and every end is a beginning or the data's end: none then ends before the next begins, so that with their sum they
-   cannot end after it. */
+/* Whether tensors whose sizes add up to the data's size cover it without overlap. They do when the beginnings are
+   distinct and every end is a beginning or the data's end: then none ends before the next begins, and by the sum
+   none ends after it. */
 LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   lunai_st_tensor t;
   size_t cursor = 0, count = 0, i;
@@ -5356,7 +5367,7 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   return true;
 }
 
-/* sorted, are they unique? */
+/* whether sorted items are unique */
 LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
   size_t i;
   lunai_st_sort(st, true, items, count);
@@ -5382,8 +5393,8 @@ LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *key
   return NULL;
 }
 
-/* Opens a file that lies in memory, which must stay; returns null, or a sentence that says what is wrong with it.
-   Whether names are unique and data overlap only lunai_st_index can say. */
+/* Opens a file in memory, which must outlive it; returns null, or a sentence that says what is wrong. Whether names
+   are unique and data overlap only lunai_st_index can say. */
 LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size) {
   lunai_st_json j;
   lunai_st_tensor t;
@@ -5466,7 +5477,7 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   return true;
 }
 
-/* the tensor's data where it lies, when this machine can read it as float there; else null */
+/* the tensor's data in place where this machine can read it as float, else null */
 LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
   const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
   return fits ? (const float *)(const void *)t->data : NULL;
@@ -5475,7 +5486,8 @@ LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
 typedef struct lunai_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
-  bool (*fetch)(void *user, float *out, const float *from, int64_t count); /* tensors' elements; null: they are read where they lie */
+  bool (*fetch)(void *user, float *out, const float *from, int64_t count); /* copies a tensor's elements to the host;
+                                                                              null: they are read in place */
   void *user;
   uint64_t written;
   bool failed;
@@ -5506,7 +5518,7 @@ LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size
   lunai_st_write_bytes(w, bytes, (size_t)size);
 }
 
-/* a UTF-8 string as JSON; invalid UTF-8 fails, for nobody could read it back */
+/* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
 LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
   static const char hex[] = "0123456789abcdef";
   const char *at = string, *end = string + strlen(string), *start = string;
@@ -5602,8 +5614,8 @@ LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *met
   lunai_st_write_text(w, "}");
 }
 
-/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used where it lies.
-   Names and keys must be unique; neither they nor anything else is written when the header cannot be. */
+/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used in
+   place. Names and keys must be unique; neither they nor anything else is written when the header cannot be. */
 LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
                              const lunai_st_source *tensors, int64_t tensor_count) {
   lunai_st_writer counter;
@@ -5707,7 +5719,7 @@ LUNAI_FN int lunai_cores(void) {
 
 LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(__atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST) >> 32); }
 
-/* takes and runs what is left of a call: task and work stay as they are until all that was taken is done */
+/* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
   uint64_t ticket = __atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST);
   while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < __atomic_load_n(&pool->count, __ATOMIC_SEQ_CST)) {
@@ -5749,15 +5761,17 @@ LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->th
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
 #endif
 
-/* False in a child of fork: no worker comes, and mutex and condition may be in any state. The process id is compared only
-   where sleepers are woken or threads joined: a call's own thread takes all shares that no other does. */
+/* False in a child of fork, where there are no workers, and mutex and condition may be in any state. The process id
+   is compared only where sleepers are woken or threads joined: a call's own thread runs every share that no other
+   takes. */
 LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */
 LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   const uint32_t call = lunai_pool_call(pool) + 1;
   __atomic_store_n(&pool->done, 0, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST); /* nobody reads the new count for the old call */
+  /* so that no thread pairs the new count with the old call */
+  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST);
   __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
   __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
@@ -5790,7 +5804,7 @@ LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   lunai_mutex_close(&pool->mutex);
 }
 
-/* memory for pool and workers is the caller's; as many threads as the system gives */
+/* the caller owns the memory of pool and workers; if the system gives too few threads the pool has none */
 LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t workers) {
   int64_t i;
   memset(pool, 0, sizeof *pool);
@@ -5804,7 +5818,7 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
     if (!lunai_thread_start(&worker[i])) break;
   }
   if (i == workers) return;
-  pool->workers = i;                 /* too few: close those there are, and go on without */
+  pool->workers = i;
   lunai_pool_close(pool);
   pool->workers = 0;
 }
@@ -5830,14 +5844,14 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
 
 #define LUNAI_HUGE_PAGE ((size_t)2 << 20)
 
-typedef struct lunai_chunk {         /* the head of one allocation; the memory follows, aligned, or lies on the device */
+typedef struct lunai_chunk {         /* header of one allocation; its memory follows, aligned, or is on the device */
   struct lunai_chunk *next;
   size_t raw_size;
   char *start;
   size_t size, used;                 /* step blocks */
   bool remote;                       /* on the device */
 } lunai_chunk;
-typedef struct lunai_arena {         /* what lies in one kind of memory */
+typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
@@ -5888,7 +5902,7 @@ struct luna_ctx {
   lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
   luna_optimizer *optimizers;        /* newest first */
-  bool look;                         /* an optimiser on a device has made a step that the host has not looked at */
+  bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
 };
 
 /* --- sentences: %s text, %d int64_t, %t a tensor's shape --- */
@@ -5963,7 +5977,7 @@ LUNAI_FN luna_status lunai_fail_status(luna_ctx *ctx, luna_status status, const 
   if (ctx->options.log) ctx->options.log(ctx->options.log_user, status, ctx->error);
   return status;
 }
-/* what a call of the backend returned, for `return`: its own sentence, if it gave one, stays */
+/* reports what a backend call returned, for `return`; the backend's own sentence stays */
 LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
   if (status == LUNA_OK) return LUNA_OK;
   if (ctx->status != LUNA_OK) return ctx->last_status = ctx->status;
@@ -5980,9 +5994,9 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
   else LUNA_FREE(at);
 }
 
-/* numbers lie where the host cannot read them */
+/* values are in memory that the host cannot read */
 LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
-/* otherwise data pointers may be null and only sizes count */
+/* false: data pointers may be null, only sizes are used */
 LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
@@ -6017,7 +6031,7 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t 
 #endif
   return chunk;
 }
-/* Releases the first of a list. What else it needs is given, for the chunk may hold the context itself. */
+/* Releases the first chunk of a list; all it needs is passed, as the chunk may hold the context itself. */
 LUNAI_FN void lunai_chunk_close(lunai_chunk **list, luna_allocator allocator, const luna_backend *backend, void *self) {
   lunai_chunk *chunk = *list;
   *list = chunk->next;
@@ -6126,7 +6140,8 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
-/* Sees to it that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, for one that follows holds them all. */
+/* Ensures that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, as a following
+   one holds them all. */
 LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
   if (!lunai_room(ctx, size)) return false;
   if (size == 0 || ctx->options.measure || ctx->options.block || (remote && LUNAI_SEPARATE)) return true;
@@ -6194,7 +6209,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
-  for (i = 0; i < 2 && !ctx->options.measure; i++) { /* what a context that measures counts it does not have */
+  for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
@@ -6206,7 +6221,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
   luna_memory_usage use;
   use.current = use.peak = 0;
   if (!ctx) return use;
-  use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may start anywhere */
+  use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may have any alignment */
   use.peak = ctx->peak + (LUNAI_ALIGN - 1);
   return use;
 }
@@ -6340,7 +6355,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
   if (ctx) lunai_fail(ctx, status, "%s", sentence ? sentence : luna_status_text(status));
   return status;
 }
-/* the state as it is now: waits for the device */
+/* reads the state; waits for the device */
 LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state) {
   luna_step_state now;
   memset(&now, 0, sizeof now);
@@ -6806,7 +6821,7 @@ LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const int64_t out = lunai_last(op->out[0]);
   lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
 }
-/* a residual input's gradient, where it is not out[0]'s very own */
+/* a residual input's gradient, unless it shares out[0]'s */
 LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
   float *to = op->in[op->inputs - 1]->grad + first;
   lunai_k(op)->add(last - first, to, op->out[0]->grad + first, to);
@@ -6831,8 +6846,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows, so that the hidden layer of
-   one stays near; flag: keep nothing of it. kept: what ReLU makes of it, or what another activation is given --- */
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
+   blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
+   ReLU's output, or another activation's input --- */
 #define LUNAI_FFN_ROWS 392          /* whole tiles of AVX-512, and an even number */
 #define LUNAI_FFN_PARTS 8           /* of a block, where it is not multiplied */
 typedef struct lunai_ffn_work {
@@ -6870,9 +6886,9 @@ LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_ffn_product(w, which, &g);
   if (g.c) lunai_k(w->op)->gemm(&g, &w->op->ctx->parallel, w->scratch);
 }
-/* The sizes, and where a block's parts lie in the workspace; the bytes of them */
+/* Sets the sizes and a block's layout in the workspace; returns its bytes */
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w; /* without one only distances count */
+  char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   lunai_gemm g;
@@ -6937,7 +6953,7 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   op->workspace_size += gemm;
   op->backward_workspace_size += gemm;
 }
-/* what lies between the products of a block, in shares: n from first on */
+/* a thread's share of a block's elementwise work: n elements from `first` on */
 LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thread, int64_t threads, int64_t *first, int64_t *n) {
   *first = lunai_share(w->rows, thread, threads) * width;
   *n = lunai_share(w->rows, thread + 1, threads) * width - *first;
@@ -7047,8 +7063,8 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK; }
 
-/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a block's sums of columns are
-   made while it is near, and go to the workspace [blocks, 2, n] --- */
+/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
+   block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
 #define LUNAI_NORM_ROWS 64
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
   op->set = 1;
@@ -7108,7 +7124,8 @@ LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
 
-/* --- cross-entropy: in logits; index: labels (-1: ignored); number: smoothing, factor. kept: log-sum-exp of each row --- */
+/* --- cross-entropy: in logits; index: labels (-1: ignored); arg: smoothing, factor. kept: log-sum-exp of each row
+   --- */
 LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
   const size_t rows = (size_t)lunai_rows(op->in[0]) * sizeof(float);
   if (op->training) op->kept_size = rows;
@@ -7158,8 +7175,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
     return LUNA_OK; \
   }
 
-/* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
-   pack is the same with in weights, context; one head, scale 1, keys = values --- */
+/* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
+   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
@@ -7210,7 +7227,7 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   return lunai_unpack_backward(op);
 }
 
-/* --- causal product: in x, y, z; size heads --- */
+/* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   const luna_tensor *x = op->in[0], *z = op->in[2];
   memset(c, 0, sizeof *c);
@@ -7226,7 +7243,8 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
 }
 LUNAI_KERNEL_OP(causal, 0)
 
-/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega; of a stream: mean_ka, mean_av, position. kept: W --- */
+/* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
+   kept: W --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   const luna_tensor *q = op->in[0];
   memset(c, 0, sizeof *c);
@@ -7500,7 +7518,8 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   lunai_tensor_set(t, ctx, rank, shape);
   if (passing ? (t->data_spare = lunai_spare_take(ctx, bytes)) == NULL : !lunai_step(ctx, bytes, true, &data)) return NULL;
   t->data = (float *)(passing ? t->data_spare->at : data);
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
+  if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* a tensor without elements has an address
+                                                                         too: null + 0 is undefined */
   return t;
 }
 LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) { return lunai_tensor_make(ctx, rank, shape, false); }
@@ -7540,19 +7559,19 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
-/* What the optimisers found out without the host. A device is asked only when it is read anyway, and for each optimiser
-   only when steps were skipped. */
+/* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
+   optimiser only when steps were skipped. */
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
   luna_step_state now;
   bool skipped;
-  if (!ctx->options.log && !ctx->look) return;
+  if (!ctx->options.log && !ctx->unread) return;
   now = lunai_state_of(ctx, ctx->state);
   skipped = now.skipped != ctx->reported;
   lunai_look_at_optimizers(ctx, skipped);
   ctx->reported = now.skipped;
-  ctx->look = false;
+  ctx->unread = false;
   if (!skipped || !ctx->options.log) return;
   lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
               (int64_t)now.skipped, (int64_t)now.step);
@@ -7618,7 +7637,8 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, i
     if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
-/* Whether an array's inputs are all there. When not, or when they are too many, the context of the first that is there fails. */
+/* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
+   not null fails. */
 LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
   int i, missing = 0;
@@ -7634,7 +7654,7 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
 /* one more input, which may be null */
 LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
-/* Host whole numbers into the step; null: no memory, or the backend failed */
+/* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count, const char *what) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
@@ -8048,8 +8068,8 @@ struct luna_params {
   const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
 };
 
-/* What a call that makes something came to. The first failure is remembered until the same call succeeds, in that set
-   or in one opened since; what happens inside an init is the init's. */
+/* Records the outcome of a call that makes something. The first failure is remembered until the same call succeeds,
+   in that set or in one opened since; failures inside an init are the init's. */
 LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t hash, luna_status status) {
   lunai_failure *f = &ctx->failure;
   const bool same = f->hash == hash && (f->set == set || (set && set->number >= f->sets));
@@ -8143,7 +8163,8 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
   if (params->ctx->open_status != LUNA_OK) return params->ctx->open_status;
-  status = params->ctx->options.measure ? LUNA_OK : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true); /* nonfinite was of a loss whose gradients these were */
+  /* nonfinite came from the loss of these gradients */
+  status = params->ctx->options.measure ? LUNA_OK : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
@@ -8196,7 +8217,7 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   return status;
 }
 
-/* where the values of a parameter that is borrowed lie: null, and why not */
+/* the address of a borrowed parameter's values; null, and *wrong says why */
 LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like, const lunai_st *st, const char **wrong) {
   lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
   lunai_st_tensor t;
@@ -8341,7 +8362,8 @@ typedef struct lunai_setup {
   lunai_meta *last_meta, *replaced;
   int64_t count;
 } lunai_setup;
-/* False when there can be nothing, with a sentence where there is a context. lunai_setup_end must follow either way. */
+/* Begins an init; false, with a sentence where there is a context, when it cannot succeed. lunai_setup_end must
+   follow either way. */
 LUNAI_FN bool lunai_setup_begin(lunai_setup *s, luna_params *params, const char *prefix, void *made, size_t size) {
   memset(s, 0, sizeof *s);
   s->params = params;
@@ -9125,7 +9147,7 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]
   return out;
 }
 
-/* whether a forward has its input and a layer whose init succeeded; `made`: what no such layer lacks */
+/* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
   if (x && !made)
     lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "%s: the layer is null or zeroed: its init failed or was not called", name);
@@ -9592,14 +9614,14 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
 LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
-/* Refuses a number of a config that says otherwise than what it is taken from; 0 says nothing */
+/* Rejects a config's number that contradicts the one it derives from; 0 = unset */
 LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
   if (value == 0 || value == expected) return true;
   return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "config: %s is %d, where %s is %d; leave it 0", name, value, from,
                       expected) == LUNA_OK;
 }
-/* What this kind of layer does not have; fields of an attention that is not chosen may stand, so that configs can be
-   compared by changing the attention alone */
+/* Rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
+   `attention` alone compares them. */
 typedef enum lunai_layer_kind { LUNAI_ENCODER_LAYER, LUNAI_DECODER_LAYER, LUNAI_CAUSAL_LAYER } lunai_layer_kind;
 LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, lunai_layer_kind kind) {
   const bool causal = kind == LUNAI_CAUSAL_LAYER, encoder = kind == LUNAI_ENCODER_LAYER;
@@ -9917,8 +9939,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by tests/golden.c and tests/models.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-/* What a checkpoint's __metadata__ says of a model: a row a field, from which writing, reading and checking derive. least and most: what is
-   allowed; a field that may be 0 may be missing. */
+/* The fields of a model's config in a checkpoint's __metadata__, F(name, min, max), for writing, reading and
+   checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
   F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
@@ -9935,10 +9957,10 @@ static const lunai_field lunai_lm_fields[] = {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
-#define LUNAI_ROWS_OF(table) ((int)(sizeof(table) / sizeof((table)[0])))
+#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
 
-/* the first field that a file's metadata lacks or has out of range, or null */
+/* returns the first field that a file's metadata lacks or has out of range, or null */
 LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
   lunai_st_text value;
   size_t i;
@@ -9974,7 +9996,8 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
   return lunai_st_find(st, name, &t) && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns;
 }
 
-/* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
+/* Sizes in a file's metadata are untrusted: before anything is allocated by them, the file's tensors must be as many
+   and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
   if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0)) return "the metadata claims other layers than the file has tensors for";
@@ -9986,11 +10009,11 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
   return NULL;
 }
 
-/* the model a checkpoint describes; null, or what is wrong */
+/* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND)) return "this safetensors file holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
   return sizes->dim % sizes->heads ? "luna.dim is no multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
@@ -10096,7 +10119,7 @@ LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, i
   }
   return good;
 }
-/* Dropout is no size, but training goes on with it: in parts of 10^9, which give the same float again. */
+/* Dropout is stored for further training, in units of 10^-9, which give the same float again. */
 #define LUNAI_DROPOUT_FIELDS(F) F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
 typedef struct lunai_dropouts {
 #define LUNAI_FIELD(name, min, max) int64_t name;
@@ -10110,7 +10133,7 @@ static const lunai_field lunai_dropout_fields[] = {
 };
 LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *c) {
   lunai_dropouts d;
-  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
+  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
   if (wrong) return wrong;
 #define LUNAI_FIELD(name, min, max) c->name = (float)((double)d.name * 1e-9);
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
@@ -10120,12 +10143,12 @@ LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *
 /* the model's pairs: its kind, its sizes, its dropouts */
 LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c, const lunai_field *fields, int count, void *sizes) {
   lunai_dropouts d;
-  if (c->hook) return true;          /* nothing that a file could bring back */
+  if (c->hook) return true;          /* a hook cannot be stored */
 #define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
   return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
-         lunai_fields_put(params, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
+         lunai_fields_put(params, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
 }
 /* memory for a model's layers, zeroed */
 LUNAI_FN bool lunai_layers_memory(luna_params *params, const char *name, int64_t count, size_t size, void **out) {
@@ -10163,7 +10186,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   layer = c->layer;
   if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &c->layer)) return false;
   lunai_lm_to_sizes(c, &s);
-  return lunai_fields_good(ctx, "luna_lm_init", lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &s);
+  return lunai_fields_good(ctx, "luna_lm_init", lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &s);
 }
 
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
@@ -10188,7 +10211,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
   lunai_lm_to_sizes(&c, &sizes);
-  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &sizes);
+  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &sizes);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&s, good);
@@ -10277,9 +10300,9 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
   l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
 }
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, const char *name, lunai_model_sizes *s) { return lunai_fields_good(ctx, name, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s); }
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, const char *name, lunai_model_sizes *s) { return lunai_fields_good(ctx, name, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s); }
 LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
-  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s);
+  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
 }
 
 /* --- encoder --- */
@@ -10597,7 +10620,7 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
       uint32_t counter[4], word[4];
       counter[0] = (uint32_t)at;
       counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(masking->step >> 32) << 16;
-      counter[2] = 0x4D61736Bu;      /* apart from every other use of the seed */
+      counter[2] = 0x4D61736Bu;      /* distinct from other uses of the seed */
       counter[3] = (uint32_t)masking->step;
       lunai_philox(counter, masking->seed, word);
       masked[at] = token;
@@ -10730,7 +10753,7 @@ typedef struct lunai_group { luna_group group; struct lunai_group *next; } lunai
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  luna_adamw_config config;          /* SGD leaves betas and epsilon aside, Apollo beta2 */
+  luna_adamw_config config;          /* SGD ignores betas and epsilon, Apollo beta2 */
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
@@ -10759,7 +10782,7 @@ LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
   for (o->active = 0, i = 0; i < o->size; i++)
     if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
 }
-/* Takes in the set's parameters from number `size` on, with moments of zeros: all or, where memory ends, none */
+/* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
@@ -10973,7 +10996,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
-  ctx->look = true;
+  ctx->unread = true;
   at = o->attempts++ + (o->kind != LUNA_OPTIMIZER_APOLLO);
   lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
@@ -11009,7 +11032,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
     if (!t->tensor->grad) continue;
     status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
   }
-  ctx->stepped = ctx->look = true;
+  ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
   return lunai_optimizer_finite(o);
@@ -11117,7 +11140,8 @@ LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) 
 LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_tensor *t) {
   char name[LUNAI_MAX_PARAM_NAME];
   const size_t size = lunai_st_decode(t->name, name, sizeof name);
-  return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL; /* a name may have a zero in it, and is then none of ours */
+  /* a name with a zero byte in it is no parameter's */
+  return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
 }
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   lunai_st_tensor t;
@@ -11139,8 +11163,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (!lunai_st_find(st, p->name, &t)) return lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load: the file has no tensor %s %t", p->name, &p->tensor);
   return LUNA_OK;
 }
-/* All of the file's text pairs or none, in its order; what begins with "luna." describes the model and stays with the
-   file, and so does a key with a zero in it, which no string can be. */
+/* All of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
+   model, and keys with a zero byte, which no string can hold. */
 LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   lunai_meta *pairs, *pair, **link = &params->metas;
   lunai_st_text key, value;
@@ -11152,7 +11176,7 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, "luna_load", size);
   pairs = pair = (lunai_meta *)memory;
   text = (char *)(pairs + st->pairs);
-  for (params->last_meta = NULL; *link;) { /* what the file has too goes */
+  for (params->last_meta = NULL; *link;) { /* removes the pairs that the file has */
     if (!lunai_is_ours((*link)->key) && lunai_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
     else link = &(params->last_meta = *link)->next;
   }
@@ -11178,7 +11202,7 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   return status;
 }
 
-/* A file opened, with its index in the step; closing gives that memory back, and to the allocator what came from it. */
+/* An open file, with its index in the step; closing releases both. */
 typedef struct lunai_file { lunai_st st; luna_ctx *ctx; lunai_mark mark; lunai_chunk *last; } lunai_file;
 LUNAI_FN luna_status lunai_file_close(const lunai_file *f, luna_status status) {
   lunai_arena *arena = &f->ctx->arena[0];
@@ -11341,8 +11365,8 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
   return lunai_file_close(&file, lunai_load_matching(params, &file.st, match ? match : &none));
 }
 
-/* A model out of a file: its init, which takes each parameter's values from there, and stops where the file has none of that name and shape; then
-   the file may have no more. True when all of that is so, else a sentence has said why not. */
+/* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
+   name and shape; then the file may have no more. False: a sentence says why. */
 LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
   if (!params->borrowing) params->filling = st;
 }
@@ -11418,7 +11442,7 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   if (k == 3)
     return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
                         "luna_load_model: the file holds a kind of model that luna.h does not know") == LUNA_OK;
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
+  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &sizes);
   if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
   if (wrong)
     return lunai_fail_status(params->ctx, LUNA_BAD_FILE,
@@ -11506,7 +11530,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   ctx = o->params->ctx;
   if (!io || !io->write)
     return lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_save_training_io: there is nothing to write with");
-  status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
+  status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros in the file */
   if (status != LUNA_OK) return status;
   state = lunai_optimizer_state(o);
   memset(value, 0, sizeof value);
@@ -11591,7 +11615,8 @@ LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) 
   status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, st, value);
   if (status == LUNA_OK) status = lunai_load_st(o->params, st);
-  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* what waits here is not that run's */
+  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
+                                                                       run */
   if (status != LUNA_OK || ctx->options.measure) return status;
   for (i = 0; i < o->size; i++)
     for (k = 0; k < o->moments && status == LUNA_OK; k++)
@@ -11624,7 +11649,7 @@ LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, co
 
 /* --- the same through luna_io, and by path --- */
 typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void *bytes, size_t size);
-LUNAI_FN luna_status lunai_load_plain(void *into, luna_params *params, const void *bytes, size_t size) {
+LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
   (void)into;
   return luna_load_bytes(params, bytes, size);
 }
@@ -11651,7 +11676,7 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->read)
     return lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT, "luna_load_io: there is nothing to read with");
-  return lunai_load_through(params->ctx, lunai_load_plain, NULL, params, io);
+  return lunai_load_through(params->ctx, lunai_load_values, NULL, params, io);
 }
 
 #ifndef LUNA_NO_STDIO
@@ -11681,7 +11706,7 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
 #include <sys/stat.h>
 #include <unistd.h>
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus)
-int fileno(FILE *stream);            /* POSIX has them; strict C99 headers do not say so */
+int fileno(FILE *stream);            /* POSIX functions that strict C99 headers do not declare */
 FILE *fdopen(int descriptor, const char *mode);
 int fsync(int descriptor);
 int fchmod(int descriptor, mode_t mode);
@@ -11693,7 +11718,7 @@ LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { ret
 LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
 
 /* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, is
-   luna.h's: one whose process is gone is removed by a later save in that folder. --- */
+   luna.h's: one whose process has ended is removed by a later save in that folder. --- */
 #define LUNAI_LONGEST_PATH 4096
 #define LUNAI_SAVERS 1000             /* at once in one folder */
 typedef struct lunai_saving_file {
@@ -11751,7 +11776,7 @@ LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
   s->file = NULL;
   return flushed && closed;
 }
-/* another process that replaces or reads the file may be in the way for a moment */
+/* retries for a second: another process may have the file open */
 LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) {
   int i;
   for (i = 0; i < 200; i++, Sleep(5)) {
@@ -11766,9 +11791,9 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
   CloseHandle(s->lock);
 }
 #elif defined(LUNAI_POSIX_FILES)
-/* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock
-   may rename or remove it. Between its making and its locking another may take it for abandoned: it then loses its
-   name, and its maker takes another number. (A 32-bit program that cannot read a file's number removes none.) */
+/* A temporary file is locked (flock, released when its process ends) as long as it has its name; only the lock's
+   holder may rename or remove it. Between creation and locking another process may take it for abandoned and remove
+   it: its creator then takes another number. (A 32-bit program that cannot read a file's number removes none.) */
 LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
   struct stat opened, named;
   if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
@@ -11786,7 +11811,7 @@ LUNAI_FN void lunai_saving_sweep(const char *name) {
   if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lunai_saving_locks(descriptor, name)) unlink(name);
   close(descriptor);
 }
-/* path becomes what it links to, be it there or not */
+/* replaces a path that is a symbolic link by its target, which need not exist */
 LUNAI_FN const char *lunai_saving_resolve(lunai_saving_file *s) {
   int links;
   for (links = 0; links < 40; links++) {
@@ -11807,7 +11832,7 @@ LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   s->replaces = stat(s->path, &old) == 0;
   if (s->replaces && !S_ISREG(old.st_mode)) return "is not a regular file and is left as it is";
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
-  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
+  if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* as above: the file exists, its mode is unknown */
   else if (!s->replaces && errno != ENOENT) return "cannot be looked at";
   for (number = 0; number < 16; number++) {
     lunai_saving_name(s, ".luna-%d.tmp", number);
@@ -11835,16 +11860,16 @@ LUNAI_FN bool lunai_saving_replace(lunai_saving_file *s) {
   s->path[s->folder] = 0;
   folder = open(s->folder ? s->path : ".", O_RDONLY);
   if (folder < 0) return true;
-  fsync(folder);                     /* the new file has its name already: nothing could be taken back */
+  fsync(folder);                     /* best effort: the file is already renamed */
   close(folder);
   return true;
 }
 LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
   if (!replaced) unlink(s->temporary);
-  fclose(s->file);                   /* and so the lock goes, after the name */
+  fclose(s->file);                   /* which releases the lock, after the rename */
 }
 #else
-/* elsewhere, with what C has: one saver at a time in a folder */
+/* standard C only: one saver at a time in a folder */
 LUNAI_FN const char *lunai_saving_open(lunai_saving_file *s) {
   lunai_saving_name(s, ".luna-%d.tmp", 0);
   s->file = fopen(s->temporary, "wb");
@@ -11915,7 +11940,7 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   fclose(file);
   return status;
 }
-LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_plain, params, params, path); }
+LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_values, params, params, path); }
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
@@ -11944,10 +11969,11 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { r
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
-   A layer's past is two running means (double), and the last rows of the short convolution's input. A decoder's layers also read their source:
-   its memory in the scores, its packed context through the cross-attention. Of a model on a device all numbers lie there, in a block of their own,
-   and the backend computes. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
+   >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights
+   are read in place. A layer's state is two running means (double) and the last rows of the short convolution's input. A
+   decoder's layers also read their source: its memory in the scores, its packed context through the cross-attention. For
+   a model on a device all values are there, in a block of their own, and the backend computes. Guarded by tests/stream.c,
+   a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
 typedef struct lunai_stream_layer {
@@ -11968,7 +11994,8 @@ struct luna_stream {
   const float *embedding, *output, *positions; /* [vocab, dim] twice; a learned table or null */
   lunai_stream_linear norm;
   int64_t batch, chunk, position, first_position;
-  int64_t sources;                   /* whose memories are read: one for all, or a decoder's, for batch / sources sequences each */
+  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources
+                                        sequences */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
   bool single;                       /* one row of each sequence is being computed: products go by dots, in a batch of any size */
@@ -11981,12 +12008,13 @@ struct luna_stream {
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
   size_t memory_size;
-  luna_ctx *ctx;                     /* of a model on a device, where all numbers above lie and these three; null: here */
+  luna_ctx *ctx;                     /* of a model on a device, which holds all values above and the next three;
+                                        null: host */
   int32_t *tokens;                   /* [batch, chunk]; or where the batch's sequences come from */
   float *angles, *heads;             /* sinusoidal positions [chunk, dim]; scores of a chunk in another order */
-  int32_t *host_tokens;              /* here: what goes there, */
-  float *host_angles, *host_logits;  /* and what comes back */
-  char *device_memory;                       /* the device's memory */
+  int32_t *host_tokens;              /* on the host: inputs, */
+  float *host_angles, *host_logits;  /* and results */
+  char *device_memory;                       /* in the device's memory */
   size_t device_size, scratch_size;
   bool measuring;                    /* entries only report the scratch they need */
   luna_status failed;                /* what the device failed with, */
@@ -11998,11 +12026,11 @@ LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s-
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
 
 #ifndef LUNA_ONLY_STREAM
-/* --- a stream on a device: what a step is made of as ops, with tensors that last for the call. No op's result lies where an input does: of x
-   in place of x it is made in `in`, and the two change places. After a failure nothing more is done --- */
+/* --- a stream on a device: the parts of a step as ops on tensors that last for the call. No op is in place: x from
+   x is written to `in`, and the two swap. After a failure nothing more runs --- */
 typedef struct lunai_device_op { luna_op op; luna_tensor tensor[LUNA_MAX_INPUTS + 1]; int tensors; } lunai_device_op;
 
-/* what a call of the backend returned; its own sentence, if the context has it from just now, becomes the stream's */
+/* reports what a backend call returned; a sentence that this call gave the context becomes the stream's */
 LUNAI_FN void lunai_device_did(luna_stream *s, luna_status status, luna_status before) {
   if (status == LUNA_OK || s->failed != LUNA_OK) return;
   s->failed = status;
@@ -12194,13 +12222,13 @@ LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t 
 #else
 #define LUNAI_STREAM_FAR(s, call)
 #endif
-LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) { /* among the stream's numbers */
+LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) { /* within the stream's memory */
   (void)s;
   LUNAI_STREAM_FAR(s, lunai_device_copy(s, to, from, bytes, 0))
   if (bytes) memcpy(to, from, bytes);
 }
 
-/* --- the same here, by this machine's kernels --- */
+/* --- the same on the host, by its kernels --- */
 
 /* A matrix product of the stream: y [rows, out] = act(x [rows, in] W^T + b) */
 LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
@@ -12384,7 +12412,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   return used;
 }
 
-/* what is the same for every token of a source: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
+/* computed once for a source: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
 LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory, int64_t source) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, hd = d / h;
   const float scale = (float)(1.0 / sqrt((double)hd));
@@ -12410,7 +12438,7 @@ LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   }
 }
 
-/* --- what a step is made of --- */
+/* --- the parts of a step --- */
 /* the convolution of `rows` rows of each sequence, and its history moved on */
 LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
@@ -12546,7 +12574,7 @@ LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
   return s->logits;
 }
 
-/* row b of [batch] rows of `size` bytes becomes row from[b], on a device the row that s->tokens has there */
+/* row b of [batch] rows of `size` bytes becomes row from[b]; on a device by the indices in s->tokens */
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
   int64_t b;
   lunai_stream_move(s, s->spare, rows, size * (size_t)s->batch);
@@ -12659,12 +12687,12 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   return wrong ? wrong : lunai_stream_config(s, config);
 }
 
-/* where a stream's numbers begin: there the index of the file's names lies while it is opened; and all its bytes */
-LUNAI_FN size_t lunai_stream_numbers(const luna_stream *s) {
+/* offset of a stream's values; while it is opened the index of the file's names is there; then all its bytes */
+LUNAI_FN size_t lunai_stream_values_at(const luna_stream *s) {
   return lunai_round(sizeof(luna_stream)) + lunai_round((size_t)s->sizes.layers * sizeof(lunai_stream_layer));
 }
 LUNAI_FN size_t lunai_stream_bytes(luna_stream *s, const lunai_st *st) {
-  const size_t index = lunai_stream_numbers(s) + st->tensors * sizeof(uint64_t), all = lunai_stream_lay_out(s, NULL);
+  const size_t index = lunai_stream_values_at(s) + st->tensors * sizeof(uint64_t), all = lunai_stream_lay_out(s, NULL);
   return all > index ? all : lunai_round(index);
 }
 
@@ -12676,7 +12704,7 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
 }
 
-/* the weights out of the file; null, or what is wrong with them */
+/* reads the weights from the file; null, or what is wrong with them */
 LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t i;
@@ -12708,7 +12736,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (s) {
     memset(s, 0, need);
     lunai_stream_lay_out(&first, (char *)s);
-    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_numbers(&first)), NULL);
+    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(&first)), NULL);
   }
   if (!wrong) wrong = lunai_stream_weights(&first, &st);
   if (error) *error = wrong ? wrong : "";
@@ -12789,8 +12817,8 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
   return s;
 }
-/* On a device, when the weights are known: finds what scratch any number of rows needs, and takes the memory. The stream itself stands for that memory
-   meanwhile: nothing there is touched. */
+/* On a device, once the weights are known: measures the scratch for any number of rows, in a dry run with the stream
+   as placeholder address, which nothing dereferences, then allocates the memory. */
 LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   luna_ctx *ctx = s->ctx;
   int64_t rows;
@@ -12814,7 +12842,8 @@ LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   luna_stream_reset(s);
   return s->failed == LUNA_OK;
 }
-/* what a stream has of its memory p [sources, l, d] or [l, d], made by ops of the context that leave nothing behind in it */
+/* the stream's tensors derived from its memory p [sources, l, d] or [l, d], by ops of the context, whose step is
+   rewound */
 LUNAI_FN bool lunai_device_fold(luna_stream *s, lunai_stream_layer *w, const luna_causal_attention_layer *layer, luna_tensor *p) {
   luna_ctx *ctx = s->ctx;
   const int64_t hl = s->sizes.heads * s->sizes.memory;
@@ -12831,7 +12860,7 @@ LUNAI_FN bool lunai_device_fold(luna_stream *s, lunai_stream_layer *w, const lun
   lunai_step_rewind(ctx, mark);
   return folded && (bias || !folds) && s->failed == LUNA_OK;
 }
-/* the end of opening: null when it has failed, and then the context says so */
+/* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
   const luna_status failed = s->failed;
   if (good) return s;
@@ -12983,7 +13012,7 @@ LUNAI_FN luna_status lunai_stream_fail_status(luna_stream *s, const char *senten
   if (s) s->error = sentence;
   return LUNA_BAD_ARGUMENT;
 }
-/* what a call made of it: the device's failure, or nothing */
+/* ends a call: the device's failure, or no error */
 LUNAI_FN luna_status lunai_stream_status(luna_stream *s) {
   (void)lunai_stream_ready(s);
 #ifndef LUNA_ONLY_STREAM
@@ -12992,7 +13021,7 @@ LUNAI_FN luna_status lunai_stream_status(luna_stream *s) {
   return LUNA_OK;
 #endif
 }
-/* the state to memory of the host, and from there */
+/* copies the state to host memory, or from there */
 LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
 #ifndef LUNA_ONLY_STREAM
   if (s->ctx) return s->failed != LUNA_OK ? s->failed : s->ctx->backend->copy(s->ctx, to, s->state, s->state_size, 2);
@@ -13004,7 +13033,7 @@ LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
   LUNAI_STREAM_FAR(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
   memcpy(s->state, from, s->state_size);
 }
-/* another stream's state: both here, both on one device, or one there */
+/* copies another stream's state: both on the host, both on one device, or one on each */
 LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream *from) {
 #ifndef LUNA_ONLY_STREAM
   if (to->ctx && from->ctx) lunai_device_copy(to, to->state, from->state, to->state_size, 0);
@@ -13039,7 +13068,7 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
   return lunai_stream_status(to);
 }
 
-/* a saved state: what it belongs to, then the state's bytes as they are */
+/* a saved state: a header that identifies the model's sizes, then the state's bytes */
 typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) { return s ? sizeof(lunai_stream_head) + s->state_size : 0; }
@@ -13099,10 +13128,11 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
   counter[0] = (uint32_t)sampling->drawn;
   counter[1] = (uint32_t)(sampling->drawn >> 32);
-  counter[2] = 0x53616D70u;          /* apart from every other use of the seed */
+  counter[2] = 0x53616D70u;          /* distinct from other uses of the seed */
   lunai_philox(counter, sampling->seed, word);
   sampling->drawn++;
-  for (target = 0, pass = 0; pass < 2; pass++) { /* the total, then the place in it; of equals at the limit the first few count */
+  for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
+                                                    limit the first few count */
     double sum = 0;
     for (ties = k - above, i = 0; i < vocab; i++) {
       if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
@@ -13124,7 +13154,7 @@ typedef struct lunai_beam {
   int64_t batch, vocab, stride;      /* stride: of the caller's rows */
   double penalty;
   double *score, *best;              /* [batch beam] of the unfinished; [batch] best results, normalised */
-  int32_t *tokens, *next;            /* [batch beam, most] the unfinished, and where they move to */
+  int32_t *tokens, *next;            /* [batch beam, max_length] the unfinished, and their copies in the next order */
   int32_t *last, *from, *finished;   /* [batch beam] twice; [batch] */
   lunai_candidate *candidates;       /* [2 beam] */
   int32_t *out, *out_lengths;        /* the caller's */
@@ -13137,7 +13167,7 @@ LUNAI_FN double lunai_log_sum(const float *x, int64_t n) {
   for (i = 0; i < n; i++) sum += (double)lunai_exp1_scalar((float)((double)x[i] - max));
   return max + log(sum);
 }
-/* the likeliest continuations of source b's rows, best first; how many */
+/* finds the likeliest continuations of source b's rows, best first; returns how many */
 LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
   const int64_t room = 2 * s->search.beam, rows = length == 0 ? 1 : s->search.beam;
   int64_t count = 0, row, token, at;
@@ -13163,7 +13193,7 @@ LUNAI_FN void lunai_beam_finish(lunai_beam *s, int64_t b, const lunai_candidate 
   s->out_lengths[b] = (int32_t)length;
   memcpy(s->out + b * s->stride, s->tokens + c->row * s->search.max_length, (size_t)length * sizeof(int32_t));
 }
-/* one step of source b; false when it goes on no more */
+/* one step of source b; false when it is finished */
 LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
   const int64_t beam = s->search.beam, max = s->search.max_length, count = lunai_beam_candidates(s, b, logits, length);
   int64_t i, kept = 0;
@@ -13220,7 +13250,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
-  if (s.search.max_length == 0) s.search.max_length = lunai_checked(2, source->n) + 10; /* n negative: refused below */
+  if (s.search.max_length == 0) s.search.max_length = lunai_checked(2, source->n) + 10; /* negative n: an error below */
   s.stride = s.search.max_length;
   if (model->positions) s.search.max_length = lunai_min(s.search.max_length, model->config.max_target_length - 1);
   s.batch = batch;
