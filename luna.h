@@ -509,7 +509,7 @@ typedef struct luna_load_report {
   void *user;
   int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
 } luna_load_report;
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match);
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *report);
 /* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during the call. */
 typedef struct luna_file_tensor {
   const char *name, *dtype;          /* "F32", "I64", ... */
@@ -532,7 +532,7 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match);
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -552,37 +552,37 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
 
 /* Luna attention, eqs. 3-5 */
-typedef struct luna_nested_attention_config {
+typedef struct luna_nested_attention_layer_config {
   int64_t dim;                       /* d */
   int64_t heads;                     /* h, of the unpack; 0 = 1 */
   int64_t pack_heads;                /* h_p; 0 = heads */
   luna_sharing sharing;              /* 0 = tied */
   float dropout;                     /* on both attention matrices */
   bool bert_init;                    /* N(0, 0.02) instead of Xavier */
-} luna_nested_attention_config;
+} luna_nested_attention_layer_config;
 typedef struct luna_nested_attention_layer {
-  luna_nested_attention_config config;
+  luna_nested_attention_layer_config config;
   luna_linear_layer pq, pk, pv, q, k, v, out; /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
 } luna_nested_attention_layer;
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config);
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_layer_config *config);
 /* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking memory slots j >= lengths[b] too
    -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be null) */
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
                                                           luna_tensor *context, const int32_t *lengths, luna_tensor **packed_context);
 
 /* Causal Luna attention, section 3.3 */
-typedef struct luna_causal_attention_config {
+typedef struct luna_causal_attention_layer_config {
   int64_t dim, heads;                /* heads 0 = 1 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
   luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
-} luna_causal_attention_config;
+} luna_causal_attention_layer_config;
 typedef struct luna_causal_attention_layer {
-  luna_causal_attention_config config;
+  luna_causal_attention_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
 } luna_causal_attention_layer;
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config);
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_layer_config *config);
 /* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
@@ -877,6 +877,7 @@ typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   luna_schedule schedule;
   int64_t max_skips;                 /* 0 = 10 */
 } luna_adamw_config;
+typedef luna_adamw_config luna_adam_config;
 typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float lr;                          /* 0 = 1 */
   float beta;                        /* 0 = 0.9 */
@@ -889,20 +890,20 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
    with the context. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config);
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
    { .max_rank = 1 }: no decay on norms and biases. */
-typedef struct luna_group {
+typedef struct luna_param_group {
   const char *name;                  /* whose name has this in it; null = any */
   int max_rank;                     /* and of at most so many axes; 0 = any */
   float lr;                          /* factor on the learning rate; 0 = 1 */
   float weight_decay;                /* in place of the config's; 0 = none */
   bool frozen;                       /* not trained at all; their gradients count for nothing */
-} luna_group;
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
+} luna_param_group;
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group); /* the last that fits a parameter counts */
 
 /* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no
    luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
@@ -9183,8 +9184,8 @@ LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config) {
-  luna_nested_attention_config c;
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_layer_config *config) {
+  luna_nested_attention_layer_config c;
   const luna_linear_layer none = { NULL, NULL };
   luna_init init;
   lunai_setup s;
@@ -9291,7 +9292,7 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
 
 /* the first half: Y_P */
 LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context, const int32_t *lengths) {
-  const luna_nested_attention_config *c = &layer->config;
+  const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
   luna_attention_config a;
@@ -9306,7 +9307,7 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 
 /* Y_X + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed_context) {
-  const luna_nested_attention_config *c;
+  const luna_nested_attention_layer_config *c;
   luna_attention_config a;
   luna_tensor *outputs[2], *k, *v;
   lunai_mark mark;
@@ -9346,8 +9347,8 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 }
 
 /* --- causal Luna attention, section 3.3 --- */
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config) {
-  luna_causal_attention_config c;
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_layer_config *config) {
+  luna_causal_attention_layer_config c;
   luna_init init;
   lunai_setup s;
   bool good;
@@ -9412,7 +9413,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
 }
 
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, float dropout, const int32_t *lengths) {
-  const luna_causal_attention_config *c;
+  const luna_causal_attention_layer_config *c;
   luna_tensor *s, *q, *k, *v, *y;
   lunai_mark mark;
   bool failed = false;
@@ -9650,8 +9651,8 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "layer config: dim %d, ffn %d, convolution %d must be positive (ffn, convolution 0 for defaults), each dropout in [0, 1), enums one of their names, a hook whole", c->dim, c->ffn, c->convolution);
   return false;
 }
-LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_config *c) {
-  luna_nested_attention_config a;
+LUNAI_FN luna_nested_attention_layer_config lunai_nested_config(const luna_layer_config *c) {
+  luna_nested_attention_layer_config a;
   a.dim = c->dim;
   a.heads = c->heads;
   a.pack_heads = c->pack_heads;
@@ -9660,8 +9661,8 @@ LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_confi
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN luna_causal_attention_config lunai_causal_config(const luna_layer_config *c) {
-  luna_causal_attention_config a;
+LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer_config *c) {
+  luna_causal_attention_layer_config a;
   a.dim = c->dim;
   a.heads = c->heads;
   a.sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
@@ -9753,7 +9754,7 @@ LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix,
 
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_config attention;
+  luna_nested_attention_layer_config attention;
   lunai_setup s;
   bool good, is_luna;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
@@ -9824,8 +9825,8 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_config cross;
-  luna_causal_attention_config self;
+  luna_nested_attention_layer_config cross;
+  luna_causal_attention_layer_config self;
   lunai_setup s;
   bool good;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
@@ -9886,7 +9887,7 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
-  luna_causal_attention_config attention;
+  luna_causal_attention_layer_config attention;
   lunai_setup s;
   bool good, is_luna;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
@@ -10749,7 +10750,7 @@ typedef struct lunai_trained {
   float lr, decay;
   bool frozen;
 } lunai_trained;
-typedef struct lunai_group { luna_group group; struct lunai_group *next; } lunai_group;
+typedef struct lunai_group { luna_param_group group; struct lunai_group *next; } lunai_group;
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
@@ -10767,11 +10768,11 @@ struct luna_optimizer {
   luna_optimizer *next;              /* of the context */
 };
 
-LUNAI_FN bool lunai_group_fits(const luna_group *group, const lunai_trained *t) {
+LUNAI_FN bool lunai_group_fits(const luna_param_group *group, const lunai_trained *t) {
   return (!group->name || strstr(t->name, group->name)) &&
          (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
 }
-LUNAI_FN void lunai_group_set(const luna_group *group, lunai_trained *t) {
+LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
   if (!lunai_group_fits(group, t)) return;
   t->lr = group->lr == 0 ? 1.0f : group->lr;
   t->decay = group->weight_decay;
@@ -10898,7 +10899,7 @@ LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config
   o.moments = 2;
   return lunai_optimizer_open(params, &o, name);
 }
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam"); }
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam"); }
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw"); }
 
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
@@ -10924,7 +10925,7 @@ LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_conf
 }
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
-LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_group *group) {
+LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o->params->ctx;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const char *name = group->name ? group->name : "";
@@ -10948,7 +10949,7 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_group *group) {
   *at = kept;
   return true;
 }
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *group) {
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o ? o->params->ctx : NULL;
   int64_t i, matched = 0;
   luna_status status;
@@ -11354,7 +11355,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   }
   return m->loaded ? LUNA_OK : lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
 }
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match) {
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *report) {
   luna_load_report none;
   lunai_file file;
   luna_status status;
@@ -11362,7 +11363,7 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
   memset(&none, 0, sizeof none);
   status = lunai_file_open(params->ctx, &file, bytes, size);
   if (status != LUNA_OK) return status;
-  return lunai_file_close(&file, lunai_load_matching(params, &file.st, match ? match : &none));
+  return lunai_file_close(&file, lunai_load_matching(params, &file.st, report ? report : &none));
 }
 
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
@@ -11660,7 +11661,7 @@ LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const
   (void)params;
   return luna_inspect_bytes(((lunai_inspect_call *)call)->ctx, bytes, size, ((lunai_inspect_call *)call)->inspection);
 }
-LUNAI_FN luna_status lunai_load_matched(void *match, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)match); }
+LUNAI_FN luna_status lunai_load_matched(void *report, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)report); }
 
 LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const luna_io *io) {
   const lunai_mark mark = lunai_step_mark(ctx);
@@ -11951,10 +11952,10 @@ LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, con
   const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
   return lunai_setup_end(&s, good && lunai_load_path(params->ctx, lunai_load_any, model, params, path) == LUNA_OK);
 }
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match) {
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
-  return lunai_load_path(lunai_ctx_of(params), lunai_load_matched, match ? match : &none, params, path);
+  return lunai_load_path(lunai_ctx_of(params), lunai_load_matched, report ? report : &none, params, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
   lunai_inspect_call call;

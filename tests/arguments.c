@@ -168,8 +168,8 @@ static bool models_open(void) {
 }
 static bool layers_open(void) {
   const luna_init init = {LUNA_INIT_XAVIER, 0};
-  luna_nested_attention_config nested = {0};
-  luna_causal_attention_config causal = {0};
+  luna_nested_attention_layer_config nested = {0};
+  luna_causal_attention_layer_config causal = {0};
   luna_layer_config layer = small_layer();
   luna_status status = LUNA_OK;
   nested.dim = causal.dim = DIM;
@@ -1062,7 +1062,7 @@ static void nested(const luna_nested_attention_layer *layer) {
 }
 static void case_luna_nested_attention_layer_init(void) {
   luna_nested_attention_layer layer;
-  luna_nested_attention_config c = {0};
+  luna_nested_attention_layer_config c = {0};
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.pack_heads = size(pick(3));
@@ -1081,7 +1081,7 @@ static void causal(const luna_causal_attention_layer *layer) {
 }
 static void case_luna_causal_attention_layer_init(void) {
   luna_causal_attention_layer layer;
-  luna_causal_attention_config c = {0};
+  luna_causal_attention_layer_config c = {0};
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.sharing = ENUM(luna_sharing, 2);
@@ -1382,7 +1382,7 @@ static luna_optimizer *an_optimizer(void) {
   return turn() ? NULL : o;
 }
 static void case_luna_optimizer_group(void) {
-  luna_group g = {0};
+  luna_param_group g = {0};
   luna_optimizer *o = an_optimizer();
   g.name = turn() ? "nothing" : coin() ? NULL : "p";
   g.max_rank = number((int)pick(3));
@@ -1848,8 +1848,8 @@ static void null_forwards(void) {
 }
 static void null_inits(void) {
   const luna_init odd = {LUNA_INIT_XAVIER, NAN};
-  luna_nested_attention_config nested_c = {0};
-  luna_causal_attention_config causal_c = {0};
+  luna_nested_attention_layer_config nested_c = {0};
+  luna_causal_attention_layer_config causal_c = {0};
   luna_attention_layer_config attention_c = {0};
   luna_layer_config layer_c = small_layer();
   luna_lm_config lm_c = {0};

@@ -815,7 +815,7 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
   const int64_t rows = cross ? QUERIES : KEYS;
   luna_options options = plain_options();
   luna_nested_attention_layer layer;
-  luna_nested_attention_config config = {0};
+  luna_nested_attention_layer_config config = {0};
   luna_tensor *packed_context = NULL;
   char what[100];
   options.form = form;

@@ -401,7 +401,7 @@ static void op_nested_layer(trial *t, int v) {
   const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED;
   const int what = v / 8;
   luna_nested_attention_layer layer;
-  luna_nested_attention_config config = {0};
+  luna_nested_attention_layer_config config = {0};
   luna_tensor *packed_context = NULL;
   const int64_t n = SIZE(5, 37), m = SIZE(7, 70), l = SIZE(3, 9);
   config.dim = SIZE(4, 48);
@@ -419,7 +419,7 @@ static void op_causal_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
   static const luna_activation omega[3] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   luna_causal_attention_layer layer;
-  luna_causal_attention_config config = {0};
+  luna_causal_attention_layer_config config = {0};
   config.dim = SIZE(4, 48);
   config.heads = 2;
   config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;

@@ -71,7 +71,7 @@ static void check_composed(const op_case *c, int variant) {
 static void run_form(trial *t, int v) { /* sharing, dropout, lengths; t->options.form is set before */
   static const int32_t lengths[3] = {6, 29, 0};
   luna_nested_attention_layer layer;
-  luna_nested_attention_config config = {0};
+  luna_nested_attention_layer_config config = {0};
   luna_tensor *packed_context = NULL;
   config.dim = 40;
   config.heads = 5;
@@ -756,7 +756,7 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   luna_nested_attention_layer attention;
   luna_encoder_layer encoder;
   luna_lm lm;
-  luna_nested_attention_config config = {0};
+  luna_nested_attention_layer_config config = {0};
   luna_layer_config layer = {0};
   luna_lm_config model = {0};
   const int64_t size = luna_params_tensor_count(params);

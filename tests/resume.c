@@ -109,7 +109,7 @@ static luna_optimizer *optimizer_open(luna_params *params, int kind, float momen
   return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, &adam) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
 }
 static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threads) {
-  const luna_group group = {NULL, 1, 0.5f, 0, false};
+  const luna_param_group group = {NULL, 1, 0.5f, 0, false};
   luna_options options = {0};
   luna_layer_config layer;
   memset(r, 0, sizeof *r);

@@ -107,8 +107,8 @@ static bool bytes_write(void *user, const void *more, size_t size) {
 static luna_status init(made_kind kind, made *m, luna_params *params, int bad, bool no_config) {
   const int64_t heads = bad == 1 ? 3 : 2, dim = bad == 2 ? -1 : DIM;
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
-  luna_nested_attention_config nested = {.dim = dim, .heads = heads};
-  luna_causal_attention_config causal = {.dim = dim, .heads = heads};
+  luna_nested_attention_layer_config nested = {.dim = dim, .heads = heads};
+  luna_causal_attention_layer_config causal = {.dim = dim, .heads = heads};
   luna_attention_layer_config attention = {
       .kind = kind == LINFORMER ? LUNA_ATTENTION_LINFORMER : LUNA_ATTENTION_SOFTMAX,
       .dim = dim,
@@ -334,7 +334,7 @@ static void check_null_calls(void) {
   const luna_beam_config search = {.begin = 0, .end = 1};
   const luna_init normal = {LUNA_INIT_NORMAL, 1}, odd = {(luna_init_kind)77, 1}, nan = {LUNA_INIT_NORMAL, NAN};
   const luna_io none = {NULL, NULL, NULL, 0};
-  const luna_group group = {.max_rank = 1};
+  const luna_param_group group = {.max_rank = 1};
   const luna_file_tensor entry = {0};
   const int64_t two = 2;
   luna_tensor *p = NULL;
@@ -761,7 +761,7 @@ static void check_backward_missing(bool measure) {
 /* ---- parameters made after the optimiser: as if made before it, but in no loss until then ---- */
 static void check_late(int kind) {
   enum { JOIN = 3, STEPS = 7 };
-  const luna_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.max_rank = 2, .lr = 2};
+  const luna_param_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.max_rank = 2, .lr = 2};
   run early = run_open(ctx_open(), 3, kind, 0), late = run_open(ctx_open(), 1, kind, 0), again;
   bytes file = {NULL, 0};
   for (int i = 0; i < 2; i++)

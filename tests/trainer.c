@@ -638,7 +638,7 @@ static void check_groups(void) {
   static const int64_t shape[2] = {3, 5};
   static const int axes[4] = {2, 1, 2, 1};
   static const struct {
-    luna_group group[2];
+    luna_param_group group[2];
     float lr[4], decay[4]; /* lr 0: frozen */
   } cases[] = {
       {{{NULL, 1, 0, 0, false}}, {1, 1, 1, 1}, {0.2f, 0, 0.2f, 0}},
@@ -663,7 +663,7 @@ static void check_groups(void) {
     config.lr = 0.1f, config.weight_decay = 0.2f;
     luna_optimizer *sgd = luna_sgd(params, &config);
     for (int g = 0; g < 2; g++) {
-      const luna_group *group = &cases[c].group[g];
+      const luna_param_group *group = &cases[c].group[g];
       if (g == 0 || group->name || group->max_rank) CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
     }
     luna_begin_step(ctx);
@@ -686,7 +686,7 @@ static void check_groups(void) {
   }
 }
 static void check_groups_refused(void) {
-  const luna_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
+  const luna_param_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
   fit f;
   fit_open(&f);
   f.optimizer = luna_sgd(f.params, NULL);
@@ -797,7 +797,7 @@ static void check_nonfinite(int kind) {
   luna_close(f.ctx), luna_close(calm.ctx);
 }
 static void check_nonfinite_rest(void) {
-  const luna_group frozen = {"b", 0, 0, 0, true};
+  const luna_param_group frozen = {"b", 0, 0, 0, true};
   fit f;
   told t;
   /* of two micro-batches only the first has a NaN, in the loss alone */
