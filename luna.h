@@ -553,8 +553,8 @@ typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARI
 
 /* Luna attention, eqs. 3-5 */
 typedef struct luna_nested_attention_layer_config {
-  int64_t dim;                       /* d */
-  int64_t heads;                     /* h, of the unpack; 0 = 1 */
+  int64_t dim;                       /* d; 0 = 128 */
+  int64_t heads;                     /* h, of the unpack; 0 = 4 */
   int64_t pack_heads;                /* h_p; 0 = heads */
   luna_sharing sharing;              /* 0 = tied */
   float dropout;                     /* on both attention matrices */
@@ -572,7 +572,7 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 
 /* Causal Luna attention, section 3.3 */
 typedef struct luna_causal_attention_layer_config {
-  int64_t dim, heads;                /* heads 0 = 1 */
+  int64_t dim, heads;                /* 0 = 128, 4 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
   luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   float dropout;                     /* on the unpack matrix */
@@ -599,8 +599,8 @@ typedef struct luna_linformer_config {
   luna_linformer_projection projection; /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
 } luna_linformer_config;
 typedef struct luna_attention_layer_config {
-  luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA */
-  int64_t dim, heads;                /* heads 0 = 1 */
+  luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA; softmax attention with a null config */
+  int64_t dim, heads;                /* 0 = 128, 4 */
   bool causal;                       /* softmax and linear attention */
   float dropout;                     /* on the attention matrix (softmax attention, Linformer) */
   bool bert_init;
@@ -628,7 +628,7 @@ typedef enum luna_recompute_kind { LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, 
 
 /* Encoder and decoder layers, eq. 6 */
 struct luna_layer_config {
-  int64_t dim, heads;                /* heads 0 = 1 */
+  int64_t dim, heads;                /* 0 = 128, 4 */
   int64_t pack_heads;                /* 0 = heads */
   int64_t ffn;                       /* 0 = 4 dim */
   luna_sharing sharing;
@@ -671,7 +671,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
 /* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths);
 
-/* Decoder-only layer: causal attention (Luna's with a learned memory of its own), feed-forward */
+/* Decoder-only layer: causal attention (Luna's with a learned memory of its own, of `memory` slots, 0 = 16), feed-forward */
 typedef struct luna_causal_layer {
   luna_layer_config config;
   luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
@@ -693,8 +693,9 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
   int64_t layers;                    /* 0 = 2 */
+  int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
-  luna_layer_config layer;           /* dim 0 = 128, heads 0 = 4; attention: Luna, softmax, linear, or a hook */
+  luna_layer_config layer;           /* everything else of the layers; attention: Luna, softmax, linear, or a hook */
   luna_positions positions;          /* 0 = none */
   int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
 } luna_lm_config;
@@ -723,8 +724,8 @@ typedef struct luna_encoder_config {
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
   bool keep_padding;                 /* leave what comes out of padded places (the authors' translation model); default: zeros */
-  luna_layer_config layer;           /* everything else of the layers; its dim, heads, ffn, own_memory and
-                                        linformer.max_length come from above: 0, or equal */
+  luna_layer_config layer;           /* everything else of the layers; own_memory and linformer.max_length come from
+                                        above */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
@@ -736,7 +737,8 @@ typedef struct luna_encoder {
   luna_encoder_layer *layers;        /* "layers.N." */
   luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
 } luna_encoder;
-LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config);
+LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab,
+                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes */
 /* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 /* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
@@ -9178,6 +9180,12 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
   return luna_layer_norm(x, layer->weight, layer->bias);
 }
 
+/* what every config's dim and heads are by default */
+LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
+  if (*dim == 0) *dim = 128;
+  if (*heads == 0) *heads = 4;
+}
+
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   if (bert) return lunai_init(LUNA_INIT_NORMAL, 0.02f);
@@ -9193,7 +9201,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
-  if (c.heads == 0) c.heads = 1;
+  lunai_default_sizes(&c.dim, &c.heads);
   if (c.pack_heads == 0) c.pack_heads = c.heads;
   if (c.dim < 1 || c.heads < 1 || c.pack_heads < 1 || c.dim % c.heads || c.dim % c.pack_heads ||
       (unsigned)c.sharing > LUNA_SHARING_QK || !(c.dropout >= 0 && c.dropout < 1)) {
@@ -9355,7 +9363,7 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
-  if (c.heads == 0) c.heads = 1;
+  lunai_default_sizes(&c.dim, &c.heads);
   if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || (c.sharing != LUNA_SHARING_TIED && c.sharing != LUNA_SHARING_FULL) ||
       !(c.dropout >= 0 && c.dropout < 1)) {
@@ -9468,9 +9476,10 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   lunai_setup s;
   bool good;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
+  memset(&c, 0, sizeof c);
+  c.kind = LUNA_ATTENTION_SOFTMAX;
   if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (c.heads == 0) c.heads = 1;
+  lunai_default_sizes(&c.dim, &c.heads);
   if (c.dim < 1 || c.heads < 1 || c.dim % c.heads || c.kind < LUNA_ATTENTION_SOFTMAX ||
       c.kind > LUNA_ATTENTION_LINFORMER || !(c.dropout >= 0 && c.dropout < 1)) {
     lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
@@ -9632,13 +9641,23 @@ LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, luna
          (encoder || lunai_agrees(ctx, "layer.own_memory", c->own_memory, "a causal or decoder layer's", 0)) &&
          (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_SHARING_TIED));
 }
+/* The layers' sizes, which a model's config has in two places: where one is 0 the other counts */
+LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna_layer_config *layer) {
+  if (*dim == 0) *dim = layer->dim;
+  if (*heads == 0) *heads = layer->heads;
+  if (*ffn == 0) *ffn = layer->ffn;
+  lunai_default_sizes(dim, heads);
+  layer->dim = *dim;
+  layer->heads = *heads;
+  layer->ffn = *ffn;
+}
 /* fills in the defaults; false with a sentence when the config is invalid */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (!lunai_layer_agrees(ctx, c, kind)) return false;
-  if (c->heads == 0) c->heads = 1;
+  lunai_default_sizes(&c->dim, &c->heads);
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
@@ -9892,6 +9911,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   bool good, is_luna;
   if (!lunai_setup_begin(&s, params, prefix, layer, sizeof *layer)) return lunai_setup_end(&s, false);
   is_luna = !config || lunai_is_luna(config);
+  if (memory == 0) memory = 16;
   if (is_luna && memory < 1) {
     lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_causal_layer_init: a memory of %d slots; there must be one at least", memory);
@@ -10182,10 +10202,14 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  if (c->layer.dim == 0) c->layer.dim = 128;
-  if (c->layer.heads == 0) c->layer.heads = 4;
   layer = c->layer;
-  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &c->layer)) return false;
+  lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
+  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) ||
+      !lunai_agrees(ctx, "layer.dim", c->layer.dim, "dim", layer.dim) ||
+      !lunai_agrees(ctx, "layer.heads", c->layer.heads, "heads", layer.heads) ||
+      !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
+  c->layer = layer;
+  c->ffn = layer.ffn;
   lunai_lm_to_sizes(c, &s);
   return lunai_fields_good(ctx, "luna_lm_init", lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &s);
 }
@@ -10312,16 +10336,12 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (c->layers == 0) c->layers = 2;
-  if (c->dim == 0) c->dim = 128;
-  if (c->heads == 0) c->heads = 4;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE : LUNA_EMBEDDING_SCALE_SQRT_DIM;
   layer = c->layer;
-  layer.dim = c->dim;
-  layer.heads = c->heads;
-  layer.ffn = c->ffn;
+  lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
   layer.linformer.max_length = c->max_length;
   if (!lunai_layer_config(ctx, &layer, LUNAI_ENCODER_LAYER, &layer)) return false;
@@ -10374,6 +10394,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   bool good;
   if (!lunai_setup_begin(&setup, params, prefix, e, sizeof *e)) return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
+  if (vocab == 0) vocab = 256;
   lunai_encoder_to_sizes(&c, &s);
   s.vocab = vocab;
   if (!lunai_model_good(params->ctx, "luna_encoder_init", &s)) return lunai_setup_end(&setup, false);

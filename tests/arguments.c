@@ -1742,7 +1742,7 @@ static void known_slots_unpack(void) {
 static void known_batch(void) {       /* training on a batch of no sequences, with one head */
   luna_lm model;
   luna_lm_config c = w->lm.config;
-  c.layer.heads = c.layer.pack_heads = 1;
+  c.heads = c.layer.heads = c.layer.pack_heads = 1;
   expect(luna_lm_init(&model, new_set(), &c) == LUNA_OK, luna_error(w->ctx));
   trains(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 0, 3 }));
 }

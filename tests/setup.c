@@ -148,7 +148,7 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
       return luna_decoder_layer_init(m ? &m->decoder_layer : NULL, params, "x.", no_config ? NULL : &layer);
     case CAUSAL_LAYER:
       return luna_causal_layer_init(m ? &m->causal_layer : NULL, params, "x.", SLOTS, no_config ? NULL : &layer);
-    case LM: return luna_lm_init(m ? &m->lm : NULL, params, &lm);
+    case LM: return luna_lm_init(m ? &m->lm : NULL, params, no_config ? NULL : &lm);
     case ENCODER: return luna_encoder_init(m ? &m->encoder : NULL, params, "x.", VOCAB, no_config ? NULL : &encoder);
     case CLASSIFIER:
     case PAIR: return luna_classifier_init(m ? &m->classifier : NULL, params, no_config ? NULL : &classifier);
@@ -283,6 +283,49 @@ static void check_param(void) {
   luna_close(ctx);
 }
 
+/* ---- layers and models have the same defaults ---- */
+static void check_defaults(void) {
+  luna_ctx *ctx = ctx_open();
+  luna_params *params = luna_params_open(ctx);
+  const int64_t x_shape[3] = {2, 5, 128}, p_shape[3] = {2, 3, 128};
+  luna_nested_attention_layer nested;
+  luna_causal_attention_layer causal;
+  luna_attention_layer attention;
+  luna_encoder_layer encoder_layer;
+  luna_decoder_layer decoder_layer;
+  luna_causal_layer causal_layer;
+  luna_lm lm;
+  luna_encoder encoder;
+  const luna_layer_config narrow = {.dim = 12};
+  CHECK(luna_nested_attention_layer_init(&nested, params, "a.", NULL) == LUNA_OK &&
+            luna_causal_attention_layer_init(&causal, params, "b.", NULL) == LUNA_OK &&
+            luna_attention_layer_init(&attention, params, "c.", NULL) == LUNA_OK &&
+            luna_encoder_layer_init(&encoder_layer, params, "d.", NULL) == LUNA_OK &&
+            luna_decoder_layer_init(&decoder_layer, params, "e.", NULL) == LUNA_OK &&
+            luna_causal_layer_init(&causal_layer, params, "f.", 0, NULL) == LUNA_OK &&
+            luna_encoder_init(&encoder, params, "g.", 0, NULL) == LUNA_OK && luna_lm_init(&lm, params, NULL) == LUNA_OK,
+        "all by default: \"%s\"", luna_error(ctx));
+  const int64_t dim[] = {nested.config.dim,        causal.config.dim,       attention.config.dim, encoder_layer.config.dim,
+                         decoder_layer.config.dim, causal_layer.config.dim, encoder.config.dim,   lm.config.dim};
+  const int64_t heads[] = {nested.config.heads,        causal.config.heads,       attention.config.heads,
+                           encoder_layer.config.heads, decoder_layer.config.heads, causal_layer.config.heads,
+                           encoder.config.heads,       lm.config.heads};
+  for (int i = 0; i < 8; i++)
+    CHECK(dim[i] == 128 && heads[i] == 4, "default %d: dim %d, heads %d", i, (int)dim[i], (int)heads[i]);
+  CHECK(attention.config.kind == LUNA_ATTENTION_SOFTMAX && causal_layer.memory->shape[0] == 16 &&
+            encoder.embedding->shape[0] == 256 && lm.config.ffn == 512 && lm.config.layer.dim == 128,
+        "kind, memory, vocab, ffn by default");
+  CHECK(luna_encoder_layer_init(&encoder_layer, params, "h.", &narrow) == LUNA_OK && encoder_layer.config.heads == 4 &&
+            encoder_layer.config.ffn == 48,
+        "a dim alone: \"%s\"", luna_error(ctx));
+  luna_begin_inference(ctx);
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 3, x_shape), *p = luna_tensor_new(ctx, NULL, 3, p_shape);
+  CHECK(luna_nested_attention_layer_forward(&nested, x, p, NULL, NULL, NULL) &&
+            luna_attention_layer_forward(&attention, x, NULL, NULL) && luna_causal_layer_forward(&causal_layer, x),
+        "forward by default: \"%s\"", luna_error(ctx));
+  luna_close(ctx);
+}
+
 /* ---- nulls and zeroed structs ---- */
 static void check_nulls(made_kind kind) {
   made m;
@@ -294,10 +337,10 @@ static void check_nulls(made_kind kind) {
   CHECK(init(kind, NULL, params, 0, false) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "%s: no struct",
         kind_names[kind]);
   CHECK(init(kind, NULL, NULL, 0, true) == LUNA_BAD_ARGUMENT, "%s: nothing at all", kind_names[kind]);
-  if (kind != LINEAR && kind != NORM && kind != LM) {
+  if (kind != LINEAR && kind != NORM) {
     memset(&m, 0xA5, sizeof m);
     luna_status status = init(kind, &m, params, 0, true);
-    const bool defaults = is_model[kind] && kind <= SEQ2SEQ; /* layers have no default width */
+    const bool defaults = kind <= SEQ2SEQ;
     CHECK(defaults ? status == LUNA_OK && luna_begin_step(ctx) == LUNA_OK
                    : (status == LUNA_BAD_ARGUMENT || status == LUNA_BAD_FILE) && is_zero(&m, kind) && luna_error(ctx)[0],
           "%s: no config", kind_names[kind]);
@@ -501,7 +544,7 @@ static void check_contradictions(void) {
         if (i == 0) e.layer.dim = same ? 16 : 8;
         if (i == 1) e.layer.heads = same ? 2 : 4;
         if (i == 2) e.layer.ffn = same ? 24 : 32;
-        if (i == 3) e.layer.ffn = same ? 64 : 32;
+        if (i == 3) e.layer.ffn = 32; /* in one place only */
         if (i == 4) e.layer.own_memory = SLOTS;
         if (i == 5) e.layer.linformer.max_length = same ? 20 : 21;
         if (i == 6) e.layer.convolution = same ? 0 : 3;
@@ -516,10 +559,25 @@ static void check_contradictions(void) {
                                    : kind == MASKED_LM ? luna_masked_lm_init(&m.masked_lm, params, &masked_lm)
                                    : kind == SEQ2SEQ   ? luna_seq2seq_init(&m.seq2seq, params, &seq2seq)
                                                        : luna_classifier_init(&m.classifier, params, &classifier);
-        CHECK(same ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), part[i]),
+        CHECK(same || i == 3 ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), part[i]),
               "%s, %s, %s: \"%s\"", kind_names[kind], part[i], same ? "the same" : "another", luna_error(ctx));
         luna_close(ctx);
       }
+  for (int i = 0; i < 9; i++) { /* a language model's sizes, in one place, in the other, in both */
+    static const char *const sizes[] = {"layer.dim", "layer.heads", "layer.ffn"};
+    luna_lm_config c = {.layers = 1};
+    const int64_t other = i / 3 == 2 ? 8 : 4; /* i / 3: in layer alone, the same in both, another */
+    if (i / 3 > 0) *(i % 3 == 0 ? &c.dim : i % 3 == 1 ? &c.heads : &c.ffn) = 4;
+    *(i % 3 == 0 ? &c.layer.dim : i % 3 == 1 ? &c.layer.heads : &c.layer.ffn) = other;
+    luna_ctx *ctx = ctx_open();
+    const luna_status status = luna_lm_init(&m.lm, luna_params_open(ctx), &c);
+    const luna_lm_config *got = &m.lm.config;
+    CHECK(i / 3 == 2 ? status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), sizes[i % 3])
+                     : status == LUNA_OK && (i % 3 == 0 ? got->dim : i % 3 == 1 ? got->heads : got->ffn) == 4 &&
+                           got->layer.dim == got->dim && got->layer.heads == got->heads && got->layer.ffn == got->ffn,
+          "a language model's %s, %d: \"%s\"", sizes[i % 3], i / 3, luna_error(ctx));
+    luna_close(ctx);
+  }
   for (int i = 0; i < 5; i++) { /* what a layer would leave aside */
     luna_layer_config c = {.dim = DIM, .heads = 2};
     if (i == 0 || i == 1) c.convolution = 2;
@@ -847,6 +905,7 @@ int main(void) {
     check_memory((made_kind)kind);
   }
   check_param();
+  check_defaults();
   check_null_calls();
   check_pairs();
   check_contradictions();
