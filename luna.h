@@ -46,6 +46,11 @@
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
+        Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
+              luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
+              int64_t shape[2] = { batch, 1 };
+              luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
+              luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
      4. Save it, use it.
             if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -312,8 +317,9 @@ typedef struct luna_options {
   const luna_backend *backend;       /* 0 = this CPU */
 } luna_options;
 
-/* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
-   device, for instance). A backend whose device cannot be opened gives a context in which every call fails with the reason in luna_error. */
+/* Null options: all defaults. Returns null when out of memory, the block is too small or an option is invalid;
+   luna_error(NULL) lists what can be. A backend whose device cannot be opened gives a context in which every call fails
+   with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
 /* Frees everything made from it; null is fine. Contexts close in any order: what reads a closed one's parameters
    (sets that share them, streams on the CPU) can afterwards only be closed. */
@@ -794,11 +800,12 @@ LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const 
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels); /* labels [batch,n] */
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
-  int32_t mask, vocab;               /* the mask's token; random tokens are below vocab (0: below mask) */
+  int32_t mask, vocab;               /* the mask's token; random tokens are below vocab, 0 = below mask; both 0 = 256 */
   uint64_t seed, step;               /* the same again for the same seed, step and place */
 } luna_masking;
 /* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1 elsewhere
-   [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Returns how many were chosen. */
+   [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the defaults.
+   Returns how many were chosen. */
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels);
 
 /* Encoder-decoder */
@@ -980,7 +987,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
    and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
-LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam); /* beam 0 = 1 */
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
   int64_t beam;                      /* 0 = 1, greedy */
@@ -6350,7 +6357,12 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, tr
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
-LUNA_API const char *luna_error(const luna_ctx *ctx) { return ctx ? ctx->error : "there is no context: luna_open failed (no memory, a block too small, or options that contradict each other)"; }
+LUNA_API const char *luna_error(const luna_ctx *ctx) {
+  return ctx ? ctx->error
+             : "there is no context: luna_open failed (out of memory, a block that is too small or given with a device, "
+               "threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an "
+               "unknown form, or a backend of another version)";
+}
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
@@ -10631,27 +10643,33 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
-  const double p = masking && masking->probability != 0 ? (double)masking->probability : 0.15;
+  luna_masking m;
+  double p;
   int64_t b, i, count = 0;
-  if (!masking || !input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) || lunai_checked(input->batch, input->n) <= 0)
+  memset(&m, 0, sizeof m);
+  if (masking) m = *masking;
+  if (m.mask == 0 && m.vocab == 0) m.mask = 256;
+  if (m.vocab <= 0) m.vocab = m.mask;
+  p = m.probability != 0 ? (double)m.probability : 0.15;
+  if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) || lunai_checked(input->batch, input->n) <= 0)
     return 0;
   for (b = 0; b < input->batch; b++)
     for (i = 0; i < input->n; i++) {
       const int64_t at = b * input->n + i;
-      const int32_t token = input->tokens[at], below = masking->vocab > 0 ? masking->vocab : masking->mask;
+      const int32_t token = input->tokens[at];
       uint32_t counter[4], word[4];
       counter[0] = (uint32_t)at;
-      counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(masking->step >> 32) << 16;
+      counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(m.step >> 32) << 16;
       counter[2] = 0x4D61736Bu;      /* distinct from other uses of the seed */
-      counter[3] = (uint32_t)masking->step;
-      lunai_philox(counter, masking->seed, word);
+      counter[3] = (uint32_t)m.step;
+      lunai_philox(counter, m.seed, word);
       masked[at] = token;
       labels[at] = -1;
       if ((input->lengths && i >= input->lengths[b]) || (double)word[0] >= p * 4294967296.0) continue;
       labels[at] = token;
       count++;
-      if (word[1] % 10 < 8) masked[at] = masking->mask;
-      else if (word[1] % 10 == 8) masked[at] = below > 0 ? (int32_t)(word[2] % (uint32_t)below) : token;
+      if (word[1] % 10 < 8) masked[at] = m.mask;
+      else if (word[1] % 10 == 8) masked[at] = m.vocab > 0 ? (int32_t)(word[2] % (uint32_t)m.vocab) : token;
     }
   return count;
 }
@@ -12949,6 +12967,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   bool good;
   if (!ctx) return NULL;
   c = &model->config;
+  if (beam == 0) beam = 1;
   luna_begin_inference(ctx);
   if (!source || source->batch < 1 || beam < 1 || lunai_checked(source->batch, beam) < 0) {
     lunai_fail_status(ctx, LUNA_BAD_ARGUMENT, "luna_seq2seq_stream_open: %d sources with %d sequences each", source ? source->batch : 0, beam);

@@ -605,8 +605,13 @@ static void check_masking(void) {
   again.input = alias;
   again.count = luna_mask_tokens(&masking, &(luna_input){ alias, lengths, ROWS, COLUMNS }, alias, again.labels);
   CHECK(masked_same(&first, &again), "masking in place masks otherwise");
-  CHECK(luna_mask_tokens(NULL, &(luna_input){ tokens, NULL, 1, 1 }, alias, alias) == 0 && luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1 }, alias, alias) == 0,
+  CHECK(luna_mask_tokens(&masking, NULL, alias, alias) == 0 &&
+            luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1 }, alias, alias) == 0,
         "null is masked");
+  other = (luna_masking){0, 256, 256, 0, 0}; /* what fits a luna_masked_lm of the default config */
+  masked given = mask(&other, tokens, lengths), none = mask(NULL, tokens, lengths);
+  CHECK(none.count > 0 && masked_same(&given, &none), "null masking is not the default");
+  masked_free(&given), masked_free(&none);
   masked_free(&first), masked_free(&again), free(tokens);
 }
 /* logits at the chosen places alone: the loss and the gradients of all logits with labels at those places */
@@ -1299,7 +1304,7 @@ static void check_hook_recomputed(void) {
   luna_ctx *ctx = ctx_open();
   luna_encoder_layer layer;
   luna_layer_config config = {0};
-  config.dim = 1, config.hook = &hook, config.recompute = LUNA_RECOMPUTE_LAYER;
+  config.dim = config.heads = 1, config.hook = &hook, config.recompute = LUNA_RECOMPUTE_LAYER;
   CHECK(luna_encoder_layer_init(&layer, luna_params_open(ctx), "", &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_step(ctx);
   luna_tensor *x = luna_tensor_new(ctx, &value, 3, one), *y = luna_encoder_layer_forward(&layer, x, NULL, NULL);
@@ -2213,7 +2218,11 @@ static void check_search_refusals(void) {
             "a source token beyond the vocabulary");
     CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), "luna_seq2seq_stream_open", "a stream of no source");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0), "luna_seq2seq_stream_open", "a stream of no sequence");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, -1), "luna_seq2seq_stream_open",
+            "a stream of -1 sequences");
+    luna_stream *one = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0);
+    CHECK(one && luna_stream_step(one, &good.begin), "beam 0 is not one sequence: \"%s\"", luna_error(t.ctx));
+    luna_stream_close(one);
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX), "", "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE }, 1), "a stream of no model");
     CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "after what was refused: %s",

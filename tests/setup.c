@@ -283,6 +283,54 @@ static void check_param(void) {
   luna_close(ctx);
 }
 
+/* ---- why luna_open failed ---- */
+static void *alloc_never(void *user, size_t bytes) { return (void)user, (void)bytes, NULL; }
+static void check_open(void) {
+  static const char *const reason[] = {"threads", "isa", "allocate", "form", "backend", "block"};
+  static char block[64];
+  luna_backend backend = *luna_cpu_backend();
+  backend.version++;
+  for (int i = 0; i < 6; i++) {
+    luna_options options = {.threads = i == 0 ? -1 : 1};
+    if (i == 1) options.isa = (luna_isa)99;
+    if (i == 2) options.allocator.allocate = alloc_never;
+    if (i == 3) options.form = (luna_form)9;
+    if (i == 4) options.backend = &backend;
+    if (i == 5) options.block = block, options.block_size = sizeof block;
+    CHECK(!luna_open(&options) && strstr(luna_error(NULL), reason[i]), "luna_open with a bad %s: \"%s\"", reason[i],
+          luna_error(NULL));
+  }
+}
+
+/* ---- the manual's regression ---- */
+static void check_regression(void) {
+  enum { BATCH = 8, LENGTH = 6 };
+  int32_t tokens[BATCH * LENGTH];
+  float targets[BATCH], first = 0, last = 0;
+  int64_t shape[2] = {BATCH, 1};
+  luna_ctx *ctx = ctx_open();
+  luna_params *params = luna_params_open(ctx);
+  luna_classifier model;
+  const luna_classifier_config config = {.vocab = 10, .classes = 1, .encoder = {.layers = 1, .dim = 16, .memory = 4}};
+  const luna_input input = {tokens, NULL, BATCH, LENGTH};
+  for (int i = 0; i < BATCH * LENGTH; i++) tokens[i] = (i * 7 + i / LENGTH) % 10;
+  for (int i = 0; i < BATCH; i++) targets[i] = (float)(i % 4) - 1.5f;
+  CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  luna_optimizer *adam = luna_adam(params, &(luna_adam_config){.lr = 1e-2f});
+  for (int step = 0; step < 80; step++) {
+    luna_begin_step(ctx);
+    luna_tensor *y = luna_classifier_forward(&model, &input);
+    luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
+    luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
+    luna_backward(loss);
+    CHECK(luna_optimizer_step(adam) == LUNA_OK, "%s", luna_error(ctx));
+    last = luna_item(loss);
+    if (step == 0) first = last;
+  }
+  CHECK(last < first / 10, "regression: the loss went from %g to %g", (double)first, (double)last);
+  luna_close(ctx);
+}
+
 /* ---- layers and models have the same defaults ---- */
 static void check_defaults(void) {
   luna_ctx *ctx = ctx_open();
@@ -905,6 +953,8 @@ int main(void) {
     check_memory((made_kind)kind);
   }
   check_param();
+  check_open();
+  check_regression();
   check_defaults();
   check_null_calls();
   check_pairs();
