@@ -237,13 +237,13 @@ template <class T> __device__ __forceinline__ T lunacu_block_sum(T x, lunacu_sha
 }
 __device__ __forceinline__ float lunacu_block_max(float x, lunacu_shared<float> scratch) {
   const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
-  float most = -INFINITY;
+  float maximum = -INFINITY;
   x = lunacu_warp_max(x);
   if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
   __syncthreads();
-  for (int i = 0; i < warps; i++) most = fmaxf(most, scratch[i]);
+  for (int i = 0; i < warps; i++) maximum = fmaxf(maximum, scratch[i]);
   __syncthreads();
-  return most;
+  return maximum;
 }
 
 /* --- dropout: what luna_dropout decides, from the seed and the step in device memory --- */
@@ -581,9 +581,9 @@ static lunacu_sums lunacu_sums_of(int64_t outer, int64_t rows, int64_t n, bool s
   const int widest = split || outer * n >= LUNACU_ENOUGH / 64 ? LUNACU_WARP : 8; /* few columns: more lanes for each */
   while (s.columns < widest && s.columns < n) s.columns *= 2;
   while (s.columns * s.lanes < LUNACU_BLOCK && s.lanes * 8 < rows) s.lanes *= 2;
-  const int64_t threads = outer * lunacu_divide_up(n, s.columns) * s.columns * s.lanes, most = rows / (16 * s.lanes);
-  if (!split || most < 2 || threads == 0 || threads > LUNACU_ENOUGH / 2) return s;
-  s.length = lunacu_divide_up(rows, LUNACU_ENOUGH / threads < most ? LUNACU_ENOUGH / threads : most);
+  const int64_t threads = outer * lunacu_divide_up(n, s.columns) * s.columns * s.lanes, maximum = rows / (16 * s.lanes);
+  if (!split || maximum < 2 || threads == 0 || threads > LUNACU_ENOUGH / 2) return s;
+  s.length = lunacu_divide_up(rows, LUNACU_ENOUGH / threads < maximum ? LUNACU_ENOUGH / threads : maximum);
   s.splits = lunacu_divide_up(rows, s.length);
   return s;
 }
@@ -1015,7 +1015,7 @@ __device__ __forceinline__ bool lunacu_beats(float a, uint32_t a_at, float b, ui
   return a != a || b != b ? a != a && (b == b || a_at < b_at) : a > b || (a == b && a_at < b_at);
 }
 __global__ void lunacu_max_kernel(const float *x, lunacu_sums s, float *y, uint32_t *where) {
-  LUNACU_SHARED(float, most, LUNACU_BLOCK);
+  LUNACU_SHARED(float, maximum, LUNACU_BLOCK);
   LUNACU_SHARED(uint32_t, place, LUNACU_BLOCK);
   LUNACU_EACH_UNIT(s, first) {
     const lunacu_place at(s, first);
@@ -1029,19 +1029,19 @@ __global__ void lunacu_max_kernel(const float *x, lunacu_sums s, float *y, uint3
         best_at = (uint32_t)r;
       }
     }
-    most[me] = best;
+    maximum[me] = best;
     place[me] = best_at;
     __syncthreads();
     for (int half = s.lanes / 2; half > 0; half /= 2) {
       const int other = me + half * s.columns;
-      if (at.lane < half && lunacu_beats(most[other], place[other], most[me], place[me])) {
-        most[me] = most[other];
+      if (at.lane < half && lunacu_beats(maximum[other], place[other], maximum[me], place[me])) {
+        maximum[me] = maximum[other];
         place[me] = place[other];
       }
       __syncthreads();
     }
     if (at.mine && at.lane == 0) {
-      y[at.o * s.n + at.j] = s.rows > 0 ? most[me] : 0.0f;
+      y[at.o * s.n + at.j] = s.rows > 0 ? maximum[me] : 0.0f;
       if (where) where[at.o * s.n + at.j] = place[me];
     }
     __syncthreads();
@@ -1307,7 +1307,7 @@ struct lunacu_ffn {
 /* where the parts of a block lie in the workspace, and its bytes; a: what W2 is given, its own only where it is not `given` */
 static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, void *workspace) {
   char *at = (char *)workspace;
-  int64_t most = 0;
+  int64_t maximum = 0;
   *f = {};
   f->rows = lunacu_rows(op->in[0]);
   f->in = lunacu_last(op->in[0]);
@@ -1320,9 +1320,9 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
   if (backward && op->last_dropout > 0) f->dy = lunacu_take(&at, f->block * f->out);
   for (int i = 0; backward && i < 4; i++) { /* of a whole block and of the last */
     const int64_t floats = lunacu_columns_floats(i < 2 ? f->block : f->block ? f->rows % f->block : 0, i % 2 ? f->hidden : f->out);
-    if (floats > most) most = floats;
+    if (floats > maximum) maximum = floats;
   }
-  if (backward) f->scratch = lunacu_take(&at, most);
+  if (backward) f->scratch = lunacu_take(&at, maximum);
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
 static void lunacu_feed_forward_query(luna_op *op) {
@@ -1480,13 +1480,13 @@ lunacu_softmax_kernel(lunacu_teams t, const float *x, const int32_t *lengths, in
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group);
     const lunacu_held<W, K> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
-    float v[W], e[K ? K : 1][W], most = -INFINITY, sum = 0;
+    float v[W], e[K ? K : 1][W], maximum = -INFINITY, sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) most = fmaxf(most, v[i]);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) maximum = fmaxf(maximum, v[i]);
     }
-    most = lunacu_team_max(t.team, most, scratch);
-    const float shift = most > -INFINITY ? most : 0;
+    maximum = lunacu_team_max(t.team, maximum, scratch);
+    const float shift = maximum > -INFINITY ? maximum : 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
       LUNACU_UNROLL for (int i = 0; i < W; i++) {
@@ -1834,9 +1834,9 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
     const int64_t row = first + threadIdx.x / t.team;
     const int label = row < t.rows ? labels[row] : -1;
     const float *x = logits + row * t.n;
-    float most = -INFINITY, sum = 0, all = 0;
+    float maximum = -INFINITY, sum = 0, all = 0;
     for (int64_t c = lane * W; c < t.n && label >= 0; c += t.team * 8) {
-      float v[8 / W][W], next = most;
+      float v[8 / W][W], next = maximum;
       LUNACU_UNROLL for (int k = 0; k < 8 / W; k++) {
         const int64_t at = c + k * t.team * W;
         LUNACU_UNROLL for (int i = 0; i < W; i++) v[k][i] = -INFINITY;
@@ -1849,12 +1849,12 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
         }
       }
       const float shift = next > -INFINITY ? next : 0;
-      if (next > most) sum *= expf(most - next);
+      if (next > maximum) sum *= expf(maximum - next);
       LUNACU_UNROLL for (int k = 0; k < 8; k++) sum += expf(v[k / W][k % W] - shift);
-      most = next;
+      maximum = next;
     }
-    const float largest = lunacu_team_max(t.team, most, scratch), shift = largest > -INFINITY ? largest : 0;
-    if (largest > most) sum *= expf(most - largest);
+    const float largest = lunacu_team_max(t.team, maximum, scratch), shift = largest > -INFINITY ? largest : 0;
+    if (largest > maximum) sum *= expf(maximum - largest);
     sum = lunacu_team_sum(t.team, sum, scratch);
     if (smoothing > 0) all = lunacu_team_sum(t.team, all, scratch);
     if (lane == 0 && row < t.rows) {
@@ -2365,18 +2365,18 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
       }
   }
   for (int i = threadIdx.x; i < rows; i += LUNACU_TILE_THREADS) {
-    const float most = stats[i], total = stats[T::tall + i];
+    const float maximum = stats[i], total = stats[T::tall + i];
     const int64_t at = lunacu_line_at(a, head, first + i);
     left = 0;
     for (int t = i; t < LUNACU_TILE_THREADS; t += T::tall) left += room[t];
     if (r.partial) {
       float *to = r.partial + r.units * T::tall * a.value_dim + unit * 3 * T::tall + i;
-      to[0] = most;
+      to[0] = maximum;
       to[T::tall] = total;
       to[2 * T::tall] = left;
       continue;
     }
-    if (a.lse) a.lse[at] = begin >= end ? 0 : most + logf(total);
+    if (a.lse) a.lse[at] = begin >= end ? 0 : maximum + logf(total);
     if (a.sums) a.sums[at] = begin >= end ? 0 : a.dropout.threshold ? left / total : 1;
   }
 }
@@ -2565,9 +2565,9 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
 static int64_t lunacu_fewer(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t lunacu_more(int64_t a, int64_t b) { return a > b ? a : b; }
 /* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `least` long and all in `lent` floats */
-static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t least, int64_t size, int64_t lent) {
-  const int64_t most = lunacu_fewer(count / least, size > 0 ? lent / size : 1);
-  return lunacu_more(1, lunacu_fewer(blocks / lunacu_more(units, 1), most));
+static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size, int64_t lent) {
+  const int64_t maximum = lunacu_fewer(count / minimum, size > 0 ? lent / size : 1);
+  return lunacu_more(1, lunacu_fewer(blocks / lunacu_more(units, 1), maximum));
 }
 
 /* the runs of keys; floats of the workspace */
@@ -2586,17 +2586,17 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
-static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &most, const lunacu_wave &w, int which) {
+static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w, int which) {
   const bool q = which == LUNACU_GRAD_Q;
-  const int64_t rows = q ? most.queries : most.keys, count = q ? most.keys : most.queries;
+  const int64_t rows = q ? maximum.queries : maximum.keys, count = q ? maximum.keys : maximum.queries;
   lunacu_gradient g = {};
   g.which = which;
   g.rows = q ? w.queries : w.keys;
   g.width = which == LUNACU_GRAD_V ? a.value_dim : a.head_dim;
   g.tall = rows <= 32 && g.width <= 64 ? 32 : rows <= 16 ? 16 : g.width <= 64 ? 128 : 64;
   g.wide = g.tall == 16 ? 256 : g.tall == 64 ? 128 : 64;
-  const int64_t units = most.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
-  const int64_t splits = lunacu_splits(units, 1024, count, 128, most.pairs * rows * g.width, LUNACU_LENT);
+  const int64_t units = maximum.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
+  const int64_t splits = lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.width, LUNACU_LENT);
   g.tiles_down = (int)lunacu_divide_up(g.rows, g.tall);
   g.tiles_across = (int)lunacu_divide_up(g.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
@@ -2605,7 +2605,7 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
 }
 /* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one pair's. And what backward needs, in floats */
 static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, char **at) {
-  const int64_t queries = lunacu_more(a.queries, 1), keys = lunacu_more(a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, least = 2048;
+  const int64_t queries = lunacu_more(a.queries, 1), keys = lunacu_more(a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
   const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
   int64_t parts = 0;
   lunacu_wave w = {};
@@ -2613,11 +2613,11 @@ static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, ch
   w.queries = (int)queries;
   w.keys = (int)keys;
   if (queries * row > LUNACU_LENT && queries <= keys) {
-    w.queries = (int)lunacu_fewer(queries, least);
+    w.queries = (int)lunacu_fewer(queries, minimum);
     w.keys = (int)lunacu_fewer(keys, LUNACU_LENT / w.queries / 256 * 256);
   } else if (queries * row > LUNACU_LENT) {
-    w.keys = (int)lunacu_fewer(keys, least);
-    w.queries = (int)lunacu_fewer(queries, LUNACU_LENT / lunacu_fewer(row, least) / 256 * 256);
+    w.keys = (int)lunacu_fewer(keys, minimum);
+    w.queries = (int)lunacu_fewer(queries, LUNACU_LENT / lunacu_fewer(row, minimum) / 256 * 256);
   }
   w.row = (w.keys + 3) / 4 * 4;
   for (int which = 0; which < 3; which++) {
@@ -2676,14 +2676,14 @@ template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const
     LUNACU_LAUNCH(lunacu_attention_gather_kernel, (unsigned)lunacu_divide_up(w.pairs * g.rows * g.width, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, w, g);
 }
 /* one wave. Gradients of inputs that are one tensor add to the same place: one launch after another */
-static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &most, const lunacu_wave &w, float *partial) {
+static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w, float *partial) {
   if (w.queries <= 16) lunacu_scores_launch<lunacu_tile<16, 256>>(stream, a, w);
   else if (w.keys <= 16) lunacu_scores_launch<lunacu_tile<256, 16>>(stream, a, w);
   else if (w.keys <= 64) lunacu_scores_launch<lunacu_tile<128, 64>>(stream, a, w);
   else lunacu_scores_launch<lunacu_tile<64, 128>>(stream, a, w);
   for (int which = 0; which < 3; which++) {
     if (!(which == LUNACU_GRAD_Q ? a.grad_q : which == LUNACU_GRAD_K ? a.grad_k : a.grad_v)) continue;
-    lunacu_gradient g = lunacu_gradient_plan(a, most, w, which);
+    lunacu_gradient g = lunacu_gradient_plan(a, maximum, w, which);
     if (g.splits > 1) g.partial = partial;
     g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ? a.k_vector : a.v_vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
@@ -2698,13 +2698,13 @@ static luna_status lunacu_attention_backward(luna_op *op) {
   const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads, keys = a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys;
   char *at = (char *)op->workspace;
   float *delta = lunacu_take(&at, lines), *partial;
-  const lunacu_wave most = lunacu_wave_of(a, &partial, &at);
+  const lunacu_wave maximum = lunacu_wave_of(a, &partial, &at);
   if (lines == 0 || keys == 0) return LUNA_OK;
   LUNACU_LAUNCH(lunacu_attention_delta_kernel, (unsigned)lunacu_divide_up(lines, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0, stream, a, lines, delta);
-  for (int64_t pair = 0; pair < pairs; pair += most.pairs)
-    for (int64_t query = 0; query < a.queries; query += most.queries)
-      for (int64_t key = 0; key < keys; key += most.keys) {
-        lunacu_wave w = most;
+  for (int64_t pair = 0; pair < pairs; pair += maximum.pairs)
+    for (int64_t query = 0; query < a.queries; query += maximum.queries)
+      for (int64_t key = 0; key < keys; key += maximum.keys) {
+        lunacu_wave w = maximum;
         w.pair = pair;
         w.query = (int)query;
         w.key = (int)key;
@@ -2713,7 +2713,7 @@ static luna_status lunacu_attention_backward(luna_op *op) {
         w.keys = (int)lunacu_fewer(w.keys, keys - key);
         w.row = (w.keys + 3) / 4 * 4;
         w.delta = delta;
-        if (!a.causal || key < query + w.queries) lunacu_attention_wave(stream, a, most, w, partial);
+        if (!a.causal || key < query + w.queries) lunacu_attention_wave(stream, a, maximum, w, partial);
       }
   return lunacu_row_done(op);
 }
@@ -2726,7 +2726,7 @@ static luna_status lunacu_attention_backward(luna_op *op) {
    Backward: G = dY V'^T, dS = P (G - the sum of P G over the head's slots), dV' += P^T dY, dK' += dS^T X, dbias += the sums of dS, dX += dS K'.
    ---------------------------------------------------------------------------------------------------------------------- */
 struct lunacu_unpack {
-  int64_t batch, rows, dim, heads, slots, most_items, most_rows; /* most_: of a wave */
+  int64_t batch, rows, dim, heads, slots, max_items, max_rows; /* most_: of a wave */
   const float *k, *v, *bias;
   const int32_t *lengths;            /* [batch] real slots; null: all */
   lunacu_dropout dropout;            /* element ((b heads + head) rows + i) slots + j */
@@ -2894,9 +2894,9 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   int64_t rows = LUNACU_LENT / lunacu_more(n, 1);
   if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, LUNACU_LENT / u.dim);
   rows = lunacu_more(rows / 128 * 128, 128);
-  u.most_items = lunacu_more(1, lunacu_fewer(rows / lunacu_more(u.rows, 1), u.batch));
-  u.most_rows = lunacu_fewer(rows, u.rows);
-  rows = u.most_items * u.most_rows;
+  u.max_items = lunacu_more(1, lunacu_fewer(rows / lunacu_more(u.rows, 1), u.batch));
+  u.max_rows = lunacu_fewer(rows, u.rows);
+  rows = u.max_items * u.max_rows;
   u.clean_k = lunacu_take(at, weights);
   u.clean_v = lunacu_take(at, weights);
   u.p = lunacu_take(at, backward || !lunacu_unpack_at_once(op, n) ? rows * n : 0);
@@ -2936,9 +2936,9 @@ static void lunacu_unpack_clean(const luna_op *op, lunacu_unpack *u) {
 typedef luna_status lunacu_unpack_step(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w);
 static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, lunacu_unpack_step *step) {
   luna_status status = LUNA_OK;
-  for (int64_t item = 0; item < u.batch; item += u.most_items)
-    for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.most_rows)
-      status = step(op, u, {item, lunacu_fewer(u.most_items, u.batch - item), row, lunacu_fewer(u.most_rows, u.rows - row)});
+  for (int64_t item = 0; item < u.batch; item += u.max_items)
+    for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.max_rows)
+      status = step(op, u, {item, lunacu_fewer(u.max_items, u.batch - item), row, lunacu_fewer(u.max_rows, u.rows - row)});
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
 typedef void lunacu_unpack_lines(lunacu_unpack u, lunacu_unpack_wave w, int lanes);
@@ -3405,14 +3405,14 @@ __global__ void lunacu_causal_omega_kernel(lunacu_causal_span span, lunacu_causa
 /* U = softmax(U) */
 __global__ void lunacu_causal_softmax_kernel(lunacu_causal_span span, lunacu_causal_rows u, int slots) {
   const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
-  float *at = lunacu_causal_line_in(u, l), most = -INFINITY, sum = 0;
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) most = fmaxf(most, at[j]);
-  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(LUNACU_FULL, most, i));
-  if (most == -INFINITY) most = 0;
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) sum += expf(at[j] - most);
+  float *at = lunacu_causal_line_in(u, l), maximum = -INFINITY, sum = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) maximum = fmaxf(maximum, at[j]);
+  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(LUNACU_FULL, maximum, i));
+  if (maximum == -INFINITY) maximum = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) sum += expf(at[j] - maximum);
   sum = lunacu_causal_line_sum(sum);
   sum = sum > 0 ? 1 / sum : sum;     /* zeros stay, a NaN spreads */
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) at[j] = expf(at[j] - most) * sum;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) at[j] = expf(at[j] - maximum) * sum;
 }
 /* dW becomes H = scale / t W (dW - W dW) */
 __global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunacu_causal_rows dw, int slots, float scale) {
@@ -3643,17 +3643,17 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
     const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
     const double share = 1 / (double)(a.position + t + 1);
     const bool first = a.position + t == 0;
-    float most = -INFINITY, sum = 0, *out = a.out + row * a.dim;
+    float maximum = -INFINITY, sum = 0, *out = a.out + row * a.dim;
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
     __syncthreads();
     lunacu_causal_mean(ka, a.slots, dim, slots, first, share, a.k + row * a.dim, omega, a.q + row * a.dim, sums, [&](int j, double u) { w[j] = (float)(u * a.scale); });
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) most = fmaxf(most, w[j]);
-    most = lunacu_block_max(most, scratch);
-    if (most == -INFINITY) most = 0;
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) sum += expf(w[j] - most);
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) maximum = fmaxf(maximum, w[j]);
+    maximum = lunacu_block_max(maximum, scratch);
+    if (maximum == -INFINITY) maximum = 0;
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) sum += expf(w[j] - maximum);
     sum = lunacu_block_sum(sum, scratch);
     sum = sum > 0 ? 1 / sum : sum;   /* zeros stay, a NaN spreads */
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) w[j] = expf(w[j] - most) * sum;
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) w[j] = expf(w[j] - maximum) * sum;
     __syncthreads();
     lunacu_causal_mean(av, a.dim, slots, dim, first, share, omega, a.v + row * a.dim, w, sums, [&](int j, double y) { out[j] = (float)y; });
   }
@@ -3927,11 +3927,11 @@ __global__ void lunacu_apollo_end_kernel(lunacu_updating u, const double *partia
   apollo[1] = (-alpha * sum[1] - sum[2]) / (d * d * d * d);
 }
 template <luna_optimizer_kind kind> static void lunacu_update_run(cudaStream_t stream, const lunacu_updating &u, const double *apollo) {
-  const unsigned most = 4096;        /* blocks stride, so that each finds what is shared but once */
+  const unsigned maximum = 4096;        /* blocks stride, so that each finds what is shared but once */
   const bool wide = lunacu_wide(0, u.value, u.grad, u.moment[0], u.moment[1], u.moment[2]);
   const unsigned blocks = lunacu_blocks(u.count, (wide ? 4 : 1) * LUNACU_BLOCK);
-  if (wide) LUNACU_LAUNCH((lunacu_update_kernel<kind, 4>), blocks < most ? blocks : most, LUNACU_BLOCK, 0, stream, u, apollo);
-  else LUNACU_LAUNCH((lunacu_update_kernel<kind, 1>), blocks < most ? blocks : most, LUNACU_BLOCK, 0, stream, u, apollo);
+  if (wide) LUNACU_LAUNCH((lunacu_update_kernel<kind, 4>), blocks < maximum ? blocks : maximum, LUNACU_BLOCK, 0, stream, u, apollo);
+  else LUNACU_LAUNCH((lunacu_update_kernel<kind, 1>), blocks < maximum ? blocks : maximum, LUNACU_BLOCK, 0, stream, u, apollo);
 }
 static luna_status lunacu_update(luna_ctx *ctx, const luna_update *update) {
   const luna_tensor *p = update->parameter;

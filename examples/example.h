@@ -84,16 +84,16 @@ typedef struct flag {
   const char **text;                 /* where its value goes: one of these three */
   int64_t *whole;
   double *real;
-  double least, most;
+  double min, max;
   const char *kind;                  /* of a text: "in" or "out", a file that is read or written. Of a whole number: the names of 0, 1, 2, ... */
   const char *help;
 } flag;
 #define STRING(place) &(place), NULL, NULL, 0, 0, NULL
 #define READS(place) &(place), NULL, NULL, 0, 0, "in"
 #define WRITES(place) &(place), NULL, NULL, 0, 0, "out"
-#define WHOLE(place, least, most) NULL, &(place), NULL, least, most, NULL
+#define WHOLE(place, min, max) NULL, &(place), NULL, min, max, NULL
 #define CHOICE(place, names) NULL, &(place), NULL, 0, 0, names
-#define REAL(place, least, most) NULL, NULL, &(place), least, most, NULL
+#define REAL(place, min, max) NULL, NULL, &(place), min, max, NULL
 
 #define FLAGS_TRAIN FLAGS_TRAIN_OF("t")
 #define FLAGS_TRAIN_OF(commands) \
@@ -172,8 +172,8 @@ TOOL int set_flag(const flag *f, const char *value) {
   }
   char *end;
   double number = strtod(value, &end);
-  if (end == value || *end || !(number >= f->least && number <= f->most) || (f->whole && (double)(int64_t)number != number))
-    return fail("%s takes a %snumber from %.15g to %.15g, not '%s'", f->name, f->whole ? "whole " : "", f->least, f->most, value);
+  if (end == value || *end || !(number >= f->min && number <= f->max) || (f->whole && (double)(int64_t)number != number))
+    return fail("%s takes a %snumber from %.15g to %.15g, not '%s'", f->name, f->whole ? "whole " : "", f->min, f->max, value);
   if (f->whole) *f->whole = (int64_t)number;
   else *f->real = number;
   return 0;

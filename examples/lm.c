@@ -66,8 +66,8 @@ static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const in
 }
 
 /* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `most` are enough. NaN on failure. */
-static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t most) {
-  int64_t skip = t.size / window / most * 16 * window;
+static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t max) {
+  int64_t skip = t.size / window / max * 16 * window;
   double sum = 0, count = 0;
   for (int64_t at = 0; at < t.size - 1; at += skip) {
     int64_t rows = (t.size - 1 - at) / window, n = window;

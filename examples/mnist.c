@@ -70,9 +70,9 @@ static int read_both(const char **paths) {
 }
 
 static int64_t classes(void) {                             /* labels are 0 .. classes - 1 */
-  int64_t most = 1;
-  for (int64_t i = 0; i < labels.size[0]; i++) if (labels.bytes[i] > most) most = labels.bytes[i];
-  return most + 1;
+  int64_t max = 1;
+  for (int64_t i = 0; i < labels.size[0]; i++) if (labels.bytes[i] > max) max = labels.bytes[i];
+  return max + 1;
 }
 
 /* ---- commands ------------------------------------------------------------------------------------------------------ */

@@ -28,9 +28,9 @@ typedef struct totals {
 static bool starts(const char *text, const char *with) { return strncmp(text, with, strlen(with)) == 0; }
 
 /* What a terminal can show of a text; returns how many bytes it looked at. */
-static int print_text(const char *text, int most) {
+static int print_text(const char *text, int max) {
   int size = (int)strlen(text), i = 0;
-  for (int n; i < size && i < most; i += n) {
+  for (int n; i < size && i < max; i += n) {
     n = showable((const unsigned char *)text + i, size - i);
     if (n == 0 || text[i] == '\n') printf("."), n = n ? n : 1;
     else printf("%.*s", n, text + i);

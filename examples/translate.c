@@ -138,13 +138,13 @@ static void merge(ints *units, table *counts, uint64_t pair, int32_t token) {
 }
 
 /* Makes the commonest pair a token until there are `most` tokens or no pair is left that comes twice. */
-static void learn_pairs(vocab *v, ints *units, int64_t most) {
+static void learn_pairs(vocab *v, ints *units, int64_t max) {
   table counts = { 0 };
   for (int64_t i = 0, weight = 0; i + 1 < units->size; i++) {
     if (units->at[i] < 0) weight = -units->at[i];
     count_pair(&counts, units->at[i], units->at[i + 1], weight);
   }
-  while (v->end + 1 < most) {
+  while (v->end + 1 < max) {
     entry best = { 0, 1 };
     for (int64_t i = 0; i < counts.size; i++) if (counts.entries[i].value > best.value) best = counts.entries[i];
     if (best.value < 2) break;

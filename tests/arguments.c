@@ -264,9 +264,9 @@ static luna_tensor *tensor(int rank, int64_t a, int64_t b, int64_t c, int64_t d)
 }
 static luna_tensor *optional(int rank, int64_t a, int64_t b, int64_t c, int64_t d) { return coin() ? NULL : tensor(rank, a, b, c, d); }
 /* `count` numbers in [0, most], null where the array could not be that long; where sizes overflow nothing may be read */
-static const int32_t *whole(int32_t *at, int64_t count, int64_t most) {
+static const int32_t *whole(int32_t *at, int64_t count, int64_t max) {
   if (count > NUMBERS) return NULL;
-  for (int64_t i = 0; i < count; i++) at[i] = most > 0 ? (int32_t)pick((uint32_t)(most < INT32_MAX ? most : INT32_MAX - 1) + 1) : 0;
+  for (int64_t i = 0; i < count; i++) at[i] = max > 0 ? (int32_t)pick((uint32_t)(max < INT32_MAX ? max : INT32_MAX - 1) + 1) : 0;
   if (turn()) {
     static const int32_t wild[] = {-1, INT32_MIN, INT32_MAX, 1 << 20};
     const uint32_t which = pick(5);
@@ -277,10 +277,10 @@ static const int32_t *whole(int32_t *at, int64_t count, int64_t most) {
 }
 static const int32_t *words(int64_t batch, int64_t n) { return whole(tokens, product(batch, n), VOCAB - 1); }
 static int64_t first_axis(const luna_tensor *a, const luna_tensor *b) { return !a ? b ? b->shape[0] : 1 : b && b->shape[0] > a->shape[0] ? b->shape[0] : a->shape[0]; }
-static const int32_t *lengths_of(int64_t batch, int64_t most) {
+static const int32_t *lengths_of(int64_t batch, int64_t max) {
   static int32_t lengths[NUMBERS];
   if (coin() || batch > NUMBERS) return NULL;
-  return whole(lengths, batch < 0 ? 0 : batch, most < 0 ? 0 : most);
+  return whole(lengths, batch < 0 ? 0 : batch, max < 0 ? 0 : max);
 }
 
 /* these sequences, or none */
@@ -380,9 +380,9 @@ static double reach(double extent, int64_t count, int64_t given, double dense, b
   if (extent < 0 || count < 0 || *stride < 0 || dense < 0) return -1;
   return extent + (count > 1 ? (double)(count - 1) * *stride : 0);
 }
-#define MOST 140737488355328.0
-/* what must come of a call: 1 success, 0 refused, -1 our arrays are too small to know */
-static int verdict(double extent) { return extent < 0 || extent > MOST ? 0 : extent <= ROOM / 4 ? 1 : -1; }
+#define MAX 140737488355328.0
+/* what must come of a call: 1 success, 0 rejected, -1 our arrays are too small to know */
+static int verdict(double extent) { return extent < 0 || extent > MAX ? 0 : extent <= ROOM / 4 ? 1 : -1; }
 static int worse(int a, int b) { return a == 0 || b == 0 ? 0 : a < b ? a : b; }
 static int64_t stride(void) { return size(coin() ? 0 : 8 + pick(8)); }
 
@@ -552,7 +552,7 @@ static void case_luna_open(void) {
   if (turn()) table.size = pick(1000);
   if (coin()) o.backend = &table;
   luna_ctx *ctx = luna_open(&o);
-  expect(ctx || hostile, "valid options are refused");
+  expect(ctx || hostile, "valid options are rejected");
   if (ctx) expect(luna_begin_inference(ctx) == LUNA_OK, "a new context cannot begin");
   luna_close(ctx);
   expect(h.used == 0, "closing did not give everything back");
@@ -589,9 +589,9 @@ static void case_luna_tensor_new(void) {
   if (count < 0) expect(!t, "a shape that cannot be is accepted");
   got_tensor(t, ctx != NULL);
 }
-static luna_tensor *plain(void) { return tensor(3, small(), small(), small(), 1); }
+static luna_tensor *any_tensor(void) { return tensor(3, small(), small(), small(), 1); }
 static void case_luna_require_grad(void) {
-  luna_tensor *x = luna_require_grad(plain());
+  luna_tensor *x = luna_require_grad(any_tensor());
   got_tensor(luna_scale(x, 2), x != NULL);
 }
 static void case_luna_item(void) {
@@ -601,18 +601,18 @@ static void case_luna_item(void) {
   if (x && luna_count(x) != 1) expect(value != value && sentence(), "the item of a tensor of several");
 }
 static void case_luna_read(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   if (luna_count(x) <= ROOM) got_status(luna_read(x, turn() ? NULL : room), x != NULL);
 }
 static void case_luna_read_grad(void) {
-  luna_tensor *x = plain(), *y = luna_scale(luna_require_grad(x), 2);
+  luna_tensor *x = any_tensor(), *y = luna_scale(luna_require_grad(x), 2);
   if (luna_count(x) > ROOM || !y) return;
   if (w->training && x && x->ctx == w->ctx) luna_backward(luna_sum(luna_reshape(y, 2, (int64_t[]){1, luna_count(y)}), 1));
   else hostile++;
   got_status(luna_read_grad(x, turn() ? NULL : room), x != NULL);
 }
 static void case_luna_write(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   if (luna_count(x) <= NUMBERS) got_status(luna_write(x, turn() ? NULL : numbers), x != NULL);
 }
 static void case_luna_backward(void) {
@@ -637,7 +637,7 @@ static void case_luna_slice(void) {
 }
 static void case_luna_permute(void) {
   const int axes[LUNA_MAX_RANK] = {number(2), number(0), number(1), 3}; /* as many as a hostile tensor may have */
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_permute(x, turn() ? NULL : axes), x != NULL);
 }
 static bool any_of(luna_tensor *const *x, int count) {
@@ -665,11 +665,11 @@ static void binary(luna_tensor *(*op)(luna_tensor *a, luna_tensor *b)) {
 static void case_luna_add(void) { binary(luna_add); }
 static void case_luna_mul(void) { binary(luna_mul); }
 static void case_luna_scale(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_scale(x, real(2)), x != NULL);
 }
 static void reduction(luna_tensor *(*op)(luna_tensor *x, int axis)) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(op(x, number((int)pick(3))), x != NULL);
 }
 static void case_luna_sum(void) { reduction(luna_sum); }
@@ -699,11 +699,11 @@ static void case_luna_feed_forward(void) {
   got_tensor(luna_feed_forward(x, w1, optional(1, hidden, 1, 1, 1), w2, optional(1, out, 1, 1, 1), coin() ? NULL : &c), x || w1);
 }
 static void case_luna_activate(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_activate(x, ENUM(luna_activation, 6)), x != NULL);
 }
 static void map(luna_tensor *(*op)(luna_tensor *x)) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(op(x), x != NULL);
 }
 static void case_luna_relu(void) { map(luna_relu); }
@@ -720,7 +720,7 @@ static void masked(luna_tensor *(*op)(luna_tensor *x, const int32_t *lengths)) {
 static void case_luna_softmax(void) { masked(luna_softmax); }
 static void case_luna_mask(void) { masked(luna_mask); }
 static void case_luna_dropout(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_dropout(x, probability()), x != NULL);
 }
 static void case_luna_layer_norm(void) {
@@ -809,7 +809,7 @@ static void case_luna_custom_op(void) {
   const int count = number(1 + (int)pick(8));
   const int64_t shape[4] = {small(), small(), small(), small()};
   luna_custom c = {double_forward, double_backward, "ab", 3};
-  for (int i = 0; i < 9; i++) in[i] = plain();
+  for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (turn()) c.forward = NULL;
   if (turn()) c.backward = NULL;
   if (turn()) c.state = NULL;
@@ -826,7 +826,7 @@ static luna_tensor *block(const void *state, luna_tensor *const *in, luna_tensor
 static void case_luna_recompute(void) {
   luna_tensor *in[9], *second = NULL;
   const int count = number(1 + (int)pick(8)), what = turn() ? (int)pick(3) : 3;
-  for (int i = 0; i < 9; i++) in[i] = plain();
+  for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (count > 9) return;
   if (turn()) got_tensor(luna_recompute(turn() ? NULL : block, NULL, sizeof what, in, count, NULL), any_of(in, count < 8 ? count : 8));
   else got_tensor(luna_recompute(block, &what, sizeof what, turn() ? NULL : in, count, coin() ? &second : NULL), false);

@@ -34,11 +34,11 @@ static double dot(const float *a, const float *b, int64_t n) {
 }
 /* p becomes softmax(p); returns log-sum-exp, 0 for none */
 static double soften(double *p, int64_t n) {
-  double most = -INFINITY, sum = 0;
-  for (int64_t j = 0; j < n; j++) most = fmax(most, p[j]);
-  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - most);
+  double max = -INFINITY, sum = 0;
+  for (int64_t j = 0; j < n; j++) max = fmax(max, p[j]);
+  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
   for (int64_t j = 0; j < n; j++) p[j] /= sum;
-  return n > 0 ? most + log(sum) : 0;
+  return n > 0 ? max + log(sum) : 0;
 }
 static void reference_line(const lunai_attention *a, line at, double **want, double *p, double *dp) {
   double kept = 0, mean = 0;
@@ -116,12 +116,12 @@ static arrays arrays_of(lunai_attention *a, int flags) {
   x.sizes[1] = flags & SHARED_KV ? a->keys * a->k_row : a->batch * a->k_batch;
   x.sizes[2] = flags & SHARED_KV ? a->keys * a->v_row : a->batch * a->v_batch;
   x.sizes[3] = a->batch * a->out_batch;
-  a->q = x.q = fresh(x.sizes[0], 2);
-  a->k = x.k = fresh(x.sizes[1], 2);
-  x.v = flags & ALIAS ? x.k : fresh(x.sizes[2], 1);
+  a->q = x.q = random_floats(x.sizes[0], 2);
+  a->k = x.k = random_floats(x.sizes[1], 2);
+  x.v = flags & ALIAS ? x.k : random_floats(x.sizes[2], 1);
   a->v = x.v;
-  a->grad_out = x.grad_out = fresh(x.sizes[3], 1);
-  a->grad_sums = x.grad_sums = fresh(rows, 1);
+  a->grad_out = x.grad_out = random_floats(x.sizes[3], 1);
+  a->grad_sums = x.grad_sums = random_floats(rows, 1);
   x.lengths = (int32_t *)common_alloc((size_t)a->batch * sizeof(int32_t));
   for (int64_t b = 0; b < a->batch; b++) x.lengths[b] = b == 1 ? 0 : (int32_t)(a->keys - b * 37 % (a->keys + 1));
   if (flags & LENGTHS) {
@@ -132,8 +132,8 @@ static arrays arrays_of(lunai_attention *a, int flags) {
   return x;
 }
 static void arrays_close(const arrays *x) {
-  if (x->v != x->k) drop(x->v);
-  drop(x->q), drop(x->k), drop(x->grad_out), drop(x->grad_sums), free(x->lengths);
+  if (x->v != x->k) release(x->v);
+  release(x->q), release(x->k), release(x->grad_out), release(x->grad_sums), free(x->lengths);
 }
 static outputs outputs_of(lunai_attention *a, const arrays *x) {
   const int64_t rows = a->batch * a->queries * a->heads;
@@ -169,7 +169,7 @@ static void check_ragged(bool causal, int64_t threads) {
   lunai_attention a = attention_of(&s);
   for (int b = 0; b < COUNT; b++) q_at[b + 1] = q_at[b] + queries[b], k_at[b + 1] = k_at[b] + (causal ? queries[b] : keys[b]);
   const int64_t n = q_at[COUNT], m = k_at[COUNT];
-  float *q = fresh(n * Q, 2), *k = fresh(m * Q, 2), *v = fresh(m * V, 1), *grad_out = fresh(n * V, 1);
+  float *q = random_floats(n * Q, 2), *k = random_floats(m * Q, 2), *v = random_floats(m * V, 1), *grad_out = random_floats(n * V, 1);
   const int64_t sizes[5] = {n * V, n * HEADS, n * Q, m * Q, m * V};
   float *ragged[5], *alone[5];
   for (int i = 0; i < 5; i++) ragged[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
@@ -186,8 +186,8 @@ static void check_ragged(bool causal, int64_t threads) {
   }
   for (int i = 0; i < 5; i++) CHECK(same(ragged[i], alone[i], sizes[i]), "%s: ragged%s, %d threads: array %d has other bits than each alone",
                                     kernels_name, causal ? ", causal" : "", (int)threads, i);
-  for (int i = 0; i < 5; i++) drop(ragged[i]), drop(alone[i]);
-  drop(q), drop(k), drop(v), drop(grad_out);
+  for (int i = 0; i < 5; i++) release(ragged[i]), release(alone[i]);
+  release(q), release(k), release(v), release(grad_out);
 }
 
 /* ---- a query's bits do not depend on how many there are ---- */
@@ -233,7 +233,7 @@ static void check_causality(int64_t n, int64_t t, float odd, int64_t threads) {
     CHECK(odd == odd ? isfinite(odd) || bad >= V : bad == (n - t) * V, "%s: %g at row %d of %d is lost: %d of %d", kernels_name,
           (double)odd, (int)t, (int)n, (int)bad, (int)((n - t) * V));
   }
-  drop(clean), drop(out), arrays_close(&x);
+  release(clean), release(out), arrays_close(&x);
 }
 
 /* ---- the folded unpack ---- */
@@ -287,12 +287,12 @@ static void unpack_alone(const lunai_unpack *all, const outputs *o) {
   unpack_run(&u, kernels, 2);
   CHECK(same(out, o->got[U_OUT] + b * x, x) && same(grad_x, o->got[U_X] + b * x, x) && same(grad_k, o->got[U_K] + b * k, k),
         "%s: %s: row 2 alone has other bits", kernels_name, sentence);
-  drop(out), drop(grad_x), drop(grad_k), drop(lse);
+  release(out), release(grad_x), release(grad_k), release(lse);
 }
 static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int flags) {
   const int64_t x_size = batch * rows * dim, k_size = batch * heads * slots * dim, bias_size = batch * heads * slots;
-  float *x = fresh(x_size, 1), *k = fresh(k_size, 2 / sqrt((double)dim)), *v = fresh(k_size, 1), *bias = fresh(bias_size, 1);
-  float *out_bias = fresh(dim, 1), *grad_out = fresh(x_size, 1);
+  float *x = random_floats(x_size, 1), *k = random_floats(k_size, 2 / sqrt((double)dim)), *v = random_floats(k_size, 1), *bias = random_floats(bias_size, 1);
+  float *out_bias = random_floats(dim, 1), *grad_out = random_floats(x_size, 1);
   int32_t *lengths = (int32_t *)common_alloc((size_t)batch * sizeof(int32_t));
   lunai_unpack u;
   outputs o;
@@ -324,7 +324,7 @@ static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads
            (int)heads, (int)slots, flags);
   outputs_check(&o, sentence, unpack_run, &u);
   if (batch > 2 && !(flags & DROPOUT)) unpack_alone(&u, &o); /* a dropped element's number counts the batch */
-  outputs_close(&o), drop(x), drop(k), drop(v), drop(bias), drop(out_bias), drop(grad_out), free(lengths);
+  outputs_close(&o), release(x), release(k), release(v), release(bias), release(out_bias), release(grad_out), free(lengths);
 }
 
 static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim */

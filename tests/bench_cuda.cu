@@ -166,7 +166,7 @@ static double gemm_flops() { return 2.0 * (double)SIDE * (double)SIDE * (double)
 
 /* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is told in its own unit, and its share
    is of the copy's or the product's rate just before each of its runs. Returns the median in ms. */
-static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double least) {
+static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double minimum) {
   const bool is_machine = b == &gpu.own;
   std::vector<double> ms, shares;
   double spent = 0;
@@ -185,7 +185,7 @@ static double row(const char *name, bench *b, void (*run)(bench *), double work,
   const size_t memory = luna_memory(b->ctx).peak;
   printf("  %-52s %9.3f %9.1f %-7s", name, found, is_bytes ? rate : rate * 1e-3, is_bytes ? "GB/s" : "TFLOP/s");
   if (!is_machine) printf("  %5.1f%%", 100 * share);
-  if (least > 0) printf("  (at least %.0f%%)", 100 * least);
+  if (minimum > 0) printf("  (at least %.0f%%)", 100 * minimum);
   puts("");
   fflush(stdout);
   if (json)
@@ -218,7 +218,7 @@ static double layer_flops(layer_kind kind, double l) {
   if (kind == NESTED) return n * (std::min(4 * h * l * d, 2 * d * d + 4 * l * d) + std::min(4 * h * l * d, 4 * d * d + 4 * l * d));
   return n * (2 * h * l * d + 6 * d * d + 8 * l * d + 2 * 64 * (h * l + d));
 }
-static void layer_row(const char *text, layer_kind kind, int64_t l, bool training, double least) {
+static void layer_row(const char *text, layer_kind kind, int64_t l, bool training, double minimum) {
   bench b = {};
   char name[96];
   luna_adamw_config adam = {};
@@ -245,7 +245,7 @@ static void layer_row(const char *text, layer_kind kind, int64_t l, bool trainin
   if (training) b.adam = luna_adamw(b.params, &adam);
   check(&b);
   snprintf(name, sizeof name, "%s, l = %d, %s", text, (int)l, training ? "training step" : "forward");
-  row(name, &b, layer_run, is_bytes ? 12.0 * (double)(N * DIM) : (training ? 3 : 1) * layer_flops(kind, (double)l), is_bytes, least);
+  row(name, &b, layer_run, is_bytes ? 12.0 * (double)(N * DIM) : (training ? 3 : 1) * layer_flops(kind, (double)l), is_bytes, minimum);
   close_bench(&b);
 }
 

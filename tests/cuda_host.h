@@ -92,7 +92,7 @@ struct cuda_host_state {
   bool quiet = false;                      /* findings are counted, not printed */
   size_t memory = (size_t)2 << 30;         /* bytes of the device */
   long fail_allocation = 0;                /* the n-th cudaMalloc, cudaHostAlloc or cublasCreate from now fails */
-  long fail_launch = 0;                    /* the n-th launch or product from now is refused with cudaErrorLaunchFailure */
+  long fail_launch = 0;                    /* the n-th launch or product from now is rejected with cudaErrorLaunchFailure */
   long fault = 0;                          /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
   bool no_image = false;                   /* no kernel was compiled for this device: cudaErrorNoKernelImageForDevice */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0;
@@ -1097,10 +1097,10 @@ inline cudaError_t enqueue(CUstream_st *s, bool kernel, std::function<void()> ru
 inline cudaError_t check_launch(const launch &l) {
   const kernel_limits k = m.limits[l.function];
   const dim3 g = l.grid, b = l.block;
-  const size_t most = k.max_dynamic >= 0 ? (size_t)k.max_dynamic : DEFAULT_SHARED - k.fixed;
+  const size_t maximum = k.max_dynamic >= 0 ? (size_t)k.max_dynamic : DEFAULT_SHARED - k.fixed;
   if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535) return cudaErrorInvalidConfiguration;
   if (!b.x || !b.y || !b.z || b.x > 1024 || b.y > 1024 || b.z > 64 || (uint64_t)b.x * b.y * b.z > MAX_THREADS) return cudaErrorInvalidConfiguration;
-  if (l.shared > most || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
+  if (l.shared > maximum || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
   if (cuda_host.no_image) return cudaErrorNoKernelImageForDevice;
   if (cuda_host.fail_launch && --cuda_host.fail_launch == 0) return cudaErrorLaunchFailure;
   return cudaSuccess;
@@ -1592,7 +1592,7 @@ struct product {
       args.accumulate = beta != 0;
       scratch.resize(luna_gemm_scratch(&args));
       args.run.scratch = scratch.data(); args.run.scratch_size = scratch.size();
-      if (luna_gemm_f32(&args) != LUNA_OK) report(-1, nullptr, 0, "luna_gemm_f32 refused a product");
+      if (luna_gemm_f32(&args) != LUNA_OK) report(-1, nullptr, 0, "luna_gemm_f32 rejected a product");
     }
   }
   const float *keep(const float *p, int64_t rows, int64_t columns, int64_t ld, std::vector<float> &copy) const {

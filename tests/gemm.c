@@ -61,12 +61,12 @@ static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1,
   g->batch[0] = b0, g->batch[1] = b1;
   t.a = operand(m, k, b0, b1, &g->a_row, &g->a_column, g->a_batch);
   t.b = operand(k, n, b0, b1, &g->b_row, &g->b_column, g->b_batch);
-  t.bias = fresh(n, 1);
+  t.bias = random_floats(n, 1);
   g->c_row = n + pick(3);
   g->c_batch[1] = m > 0 ? (m - 1) * g->c_row + n : 0;
   g->c_batch[0] = b1 * g->c_batch[1];
   t.c_size = b0 * g->c_batch[0];
-  t.before = fresh(t.c_size, 1);
+  t.before = random_floats(t.c_size, 1);
   g->a = t.a, g->b = t.b;
   g->bias = mode & BIAS ? t.bias : NULL;
   g->alpha = mode & ALPHA ? 0.37f : 1;
@@ -77,7 +77,7 @@ static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1,
   return t;
 }
 static void trial_close(trial *t) {
-  drop(t->a), drop(t->b), drop(t->bias), drop(t->before);
+  release(t->a), release(t->b), release(t->bias), release(t->before);
   free(t->want), free(t->want_pre), free(t->scale);
 }
 
@@ -140,7 +140,7 @@ static void check_alone(const trial *t, const float *c, bool column) {
   for (int64_t r = 0; r < g.m; r++) equal = equal && same(g.c + r * g.c_row, c + (i + r) * g.c_row + j, g.n);
   CHECK(equal, "%s: a %s of [%d,%d] x [%d,%d] alone has other bits", kernels_name, column ? "column" : "row", (int)t->g.m, (int)g.k,
         (int)g.k, (int)t->g.n);
-  drop(own), drop(pre);
+  release(own), release(pre);
 }
 static void check_product(const trial *t, const float *c) {
   const lunai_gemm *g = &t->g;
@@ -150,7 +150,7 @@ static void check_product(const trial *t, const float *c) {
   p->run(g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row, g->accumulate, panels);
   CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m, (int)g->k, (int)g->k,
         (int)g->n);
-  drop(panels), drop(own);
+  release(panels), release(own);
 }
 
 static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int mode) {
@@ -184,14 +184,14 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
     check_alone(&t, first, true);
     if (!(mode & (BIAS | ACTIVATION | PRE | DOTS))) check_product(&t, first);
   }
-  drop(c), drop(pre), drop(first), trial_close(&t);
+  release(c), release(pre), release(first), trial_close(&t);
 }
 
 /* ---- what is not finite stays in its row and column, and is not lost there ---- */
 static void check_not_finite(float odd) {
   enum { M = 37, N = 45, K = 600 };
   lunai_gemm g;
-  float *a = fresh(M * K, 1), *b = fresh(K * N, 1), *clean = zeros(M * N), *c = zeros(M * N);
+  float *a = random_floats(M * K, 1), *b = random_floats(K * N, 1), *clean = zeros(M * N), *c = zeros(M * N);
   memset(&g, 0, sizeof g);
   g.a = a, g.b = b, g.c = clean, g.m = M, g.n = N, g.k = K, g.alpha = 1;
   g.a_row = K, g.b_row = g.c_row = N, g.a_column = g.b_column = g.batch[0] = g.batch[1] = 1;
@@ -212,15 +212,15 @@ static void check_not_finite(float odd) {
           side ? "B" : "A", wrong, lost);
     *at = was;
   }
-  drop(a), drop(b), drop(clean), drop(c);
+  release(a), release(b), release(clean), release(c);
 }
 
 /* random sizes, drawn one after the other, for a call's arguments are evaluated in any order */
-typedef struct range { int64_t least, count; } range; /* of `count` sizes; of a batch: the most of either */
+typedef struct range { int64_t min, count; } range; /* of `count` sizes; of a batch: the most of either */
 static void check_random(int times, range m, range n, range k, range batch, int modes) {
   while (times-- > 0) {
-    const int64_t rows = m.least + pick(m.count), columns = n.least + pick(n.count), depth = k.least + pick(k.count);
-    const int64_t b0 = 1 + pick(batch.least), b1 = 1 + pick(batch.count);
+    const int64_t rows = m.min + pick(m.count), columns = n.min + pick(n.count), depth = k.min + pick(k.count);
+    const int64_t b0 = 1 + pick(batch.min), b1 = 1 + pick(batch.count);
     check(rows, columns, depth, b0, b1, modes < 0 ? (int)pick(64) : modes);
   }
 }

@@ -44,11 +44,11 @@ static void *kernels_job_run(void *argument) {
   return NULL;
 }
 static void kernels_for(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
-  enum { MOST = 16 };
-  pthread_t thread[MOST];
-  kernels_job job[MOST];
+  enum { MAX = 16 };
+  pthread_t thread[MAX];
+  kernels_job job[MAX];
   (void)user;
-  if (count < 3 || count > MOST)
+  if (count < 3 || count > MAX)
     while (count-- > 0) task(work, count);
   for (int64_t i = 0; i < count; i++) {
     job[i].task = task, job[i].work = work, job[i].index = i;
@@ -86,8 +86,8 @@ TEST_UNUSED static void kernels_scratch_close(kernels_scratch *s) {
 
 /* ---- arrays, one float after an aligned place; drop() frees them ---- */
 TEST_UNUSED static float *zeros(int64_t n) { return (float *)common_alloc((size_t)(n + 1) * sizeof(float)) + 1; }
-TEST_UNUSED static void drop(const float *x) { free((float *)(uintptr_t)x - 1); }
-TEST_UNUSED static float *fresh(int64_t n, double scale) {
+TEST_UNUSED static void release(const float *x) { free((float *)(uintptr_t)x - 1); }
+TEST_UNUSED static float *random_floats(int64_t n, double scale) {
   float *x = zeros(n);
   common_fill(x, n, ++kernels_seed, scale);
   return x;
@@ -122,7 +122,7 @@ TEST_UNUSED static float *outputs_add(outputs *o, const char *name, bool gradien
   return o->got[i];
 }
 TEST_UNUSED static void outputs_close(outputs *o) {
-  for (int i = 0; i < o->count; i++) drop(o->got[i]), free(o->want[i]);
+  for (int i = 0; i < o->count; i++) release(o->got[i]), free(o->want[i]);
 }
 TEST_UNUSED static double outputs_error(const outputs *o, int i, const float *first) {
   const double start = o->gradient[i] ? (double)KERNELS_START : 0, floor = o->gradient[i] ? 1e-2 : 1e-3;
@@ -147,15 +147,15 @@ TEST_UNUSED static void outputs_check(outputs *o, const char *what, outputs_run 
     run(call, s < KERNELS_THREADS ? kernels : scalar, s < KERNELS_THREADS ? kernels_threads[s] : 1);
     for (int i = 0; i < o->count; i++) {
       const double error = s == 0 ? outputs_error(o, i, NULL) : s < KERNELS_THREADS ? 0 : outputs_error(o, i, first[i]);
-      const double most = kernels_tolerance[o->gradient[i]];
+      const double max = kernels_tolerance[o->gradient[i]];
       if (s == 0) first[i] = copied(o->got[i], o->size[i]);
-      CHECK(error <= most, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, most,
+      CHECK(error <= max, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, max,
             s ? " beside the scalar pass" : "");
       CHECK(s == KERNELS_THREADS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d threads", kernels_name, what,
             o->name[i], (int)kernels_threads[s % KERNELS_THREADS]);
     }
   }
-  for (int i = 0; i < o->count; i++) drop(o->got[i]), o->got[i] = first[i];
+  for (int i = 0; i < o->count; i++) release(o->got[i]), o->got[i] = first[i];
 }
 
 /* ---- references in double ---- */

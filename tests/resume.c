@@ -1,5 +1,5 @@
 /* Exact resume: a run stopped after any step, saved, loaded in a context of another seed and another number of threads, goes on with
-   the bits of the run that never stopped; what is no checkpoint of this run is refused and changes nothing; a save that fails, or whose
+   the bits of the run that never stopped; what is no checkpoint of this run is rejected and changes nothing; a save that fails, or whose
    process is killed, leaves the old file whole. */
 #define _FILE_OFFSET_BITS 64 /* for readdir on 32-bit machines */
 #include "test.h"
@@ -211,7 +211,7 @@ static void check_plain(bool classifies) {
   float *expected = common_floats(BATCH * N * VOCAB), *got = common_floats(BATCH * N * VOCAB);
   run_open(&r, classifies, LUNA_OPTIMIZER_ADAMW, 5, 1);
   for (int step = 1; step <= 3; step++) run_step(&r, step);
-  buffer plain = saved_params(r.params), training = saved(r.optimizer);
+  buffer weights = saved_params(r.params), training = saved(r.optimizer);
   luna_begin_inference(r.ctx);
   luna_tensor *logits = run_logits(&r, 1);
   CHECK(luna_read(logits, expected) == LUNA_OK, "%s", luna_error(r.ctx));
@@ -222,7 +222,7 @@ static void check_plain(bool classifies) {
     other.ctx = luna_open(NULL), other.params = luna_params_open(other.ctx), other.classifies = classifies;
     const luna_status status = way == 0   ? luna_load_model(&model, other.params, path)
                                : way == 1 ? luna_load_model_bytes(&model, other.params, training.at, training.size)
-                               : way == 2 ? luna_load_model_bytes(&model, other.params, plain.at, plain.size)
+                               : way == 2 ? luna_load_model_bytes(&model, other.params, weights.at, weights.size)
                                           : luna_lm_load(&model.lm, other.params, path);
     CHECK(status == LUNA_OK, "way %d: a training file is no model: %s", way, luna_error(other.ctx));
     if (classifies) other.classifier = model.classifier;
@@ -231,7 +231,7 @@ static void check_plain(bool classifies) {
     CHECK(luna_read(run_logits(&other, 1), got) == LUNA_OK && memcmp(got, expected, (size_t)luna_count(logits) * sizeof(float)) == 0,
           "way %d: the model loaded from a training file has other logits: %s", way, luna_error(other.ctx));
     buffer again = saved_params(other.params);
-    CHECK(same(&again, &plain), "way %d: loaded from a training file and saved, it has other bytes", way);
+    CHECK(same(&again, &weights), "way %d: loaded from a training file and saved, it has other bytes", way);
     free(again.at);
     luna_close(other.ctx);
   }
@@ -239,12 +239,12 @@ static void check_plain(bool classifies) {
   run_open(&set, classifies, LUNA_OPTIMIZER_SGD, 9, 1);
   CHECK(luna_load(set.params, path) == LUNA_OK, "luna_load: %s", luna_error(set.ctx));
   buffer again = saved_params(set.params);
-  CHECK(same(&again, &plain), "a training file loaded by luna_load makes another checkpoint");
+  CHECK(same(&again, &weights), "a training file loaded by luna_load makes another checkpoint");
   luna_close(set.ctx), luna_close(r.ctx), remove(path);
-  free(again.at), free(plain.at), free(training.at), free(expected), free(got);
+  free(again.at), free(weights.at), free(training.at), free(expected), free(got);
 }
 
-/* ---- refusals ---- */
+/* ---- rejections ---- */
 static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
 typedef struct small {
   luna_ctx *ctx;
@@ -266,12 +266,12 @@ static void small_open(small *s, int kind, float momentum, uint64_t seed) {
           "%s", luna_error(s->ctx));
   }
 }
-static void small_refuses(small *s, const void *bytes, size_t size, luna_status want, const char *part, const char *what) {
+static void small_rejects(small *s, const void *bytes, size_t size, luna_status want, const char *part, const char *what) {
   const buffer before = saved(s->optimizer);
   const luna_status got = luna_load_training_bytes(s->optimizer, bytes, size);
   CHECK(got == want && luna_error(s->ctx)[0] && strstr(luna_error(s->ctx), part), "%s: %s, \"%s\", not %s with \"%s\"", what, luna_status_text(got), luna_error(s->ctx),
         luna_status_text(want), part);
-  CHECK(unchanged(s->optimizer, &before), "%s: refused, but something has changed", what);
+  CHECK(unchanged(s->optimizer, &before), "%s: rejected, but something has changed", what);
   free(before.at);
   luna_begin_inference(s->ctx);
 }
@@ -329,29 +329,29 @@ static const struct {
     {"\"first\":{\"dtype\":\"F32\"", "\"first\":{\"dtype\":\"U32\"", LUNA_MISMATCH, "first"},
     {"{\"__metadata__\"", "{\"__metadata__\":{},\"x\"", LUNA_BAD_FILE, ""},
 };
-static void check_refusals(void) {
+static void check_rejections(void) {
   small from, to;
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(from.optimizer, 0);
-  const buffer file = saved(from.optimizer), plain = saved_params(from.params);
+  const buffer file = saved(from.optimizer), weights = saved_params(from.params);
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) {
     small_open(&to, kind, 0.9f, 8);
-    if (kind != LUNA_OPTIMIZER_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, "kind", "another kind of optimiser");
-    small_refuses(&to, plain.at, plain.size, LUNA_BAD_FILE, "luna.optimizer", "a checkpoint of a model alone");
-    small_refuses(&to, "", 0, LUNA_BAD_FILE, "not a safetensors", "an empty file");
-    small_refuses(&to, NULL, 0, LUNA_BAD_FILE, "not a safetensors", "no file");
+    if (kind != LUNA_OPTIMIZER_ADAMW) small_rejects(&to, file.at, file.size, LUNA_MISMATCH, "kind", "another kind of optimiser");
+    small_rejects(&to, weights.at, weights.size, LUNA_BAD_FILE, "luna.optimizer", "a checkpoint of a model alone");
+    small_rejects(&to, "", 0, LUNA_BAD_FILE, "not a safetensors", "an empty file");
+    small_rejects(&to, NULL, 0, LUNA_BAD_FILE, "not a safetensors", "no file");
     luna_close(to.ctx);
   }
   small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
   for (size_t i = 0; i < sizeof claims / sizeof claims[0]; i++) {
     const buffer wrong = edited(&file, claims[i].from, claims[i].to);
-    small_refuses(&to, wrong.at, wrong.size, claims[i].status, claims[i].part, claims[i].to);
+    small_rejects(&to, wrong.at, wrong.size, claims[i].status, claims[i].part, claims[i].to);
     free(wrong.at);
   }
   for (size_t cut = 0; cut < file.size; cut++) {
     uint8_t *half = (uint8_t *)common_alloc(cut);
     memcpy(half, file.at, cut);
-    small_refuses(&to, half, cut, LUNA_BAD_FILE, "not a safetensors", "a file cut short");
+    small_rejects(&to, half, cut, LUNA_BAD_FILE, "not a safetensors", "a file cut short");
     free(half);
   }
   CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_OK && unchanged(to.optimizer, &file), "the file itself does not load: %s", luna_error(to.ctx));
@@ -367,24 +367,24 @@ static void check_refusals(void) {
     small other;
     small_open(&to, LUNA_OPTIMIZER_SGD, moving ? 0.9f : 0, 8), small_open(&other, LUNA_OPTIMIZER_SGD, moving ? 0 : 0.9f, 3);
     const buffer sgd = saved(other.optimizer);
-    small_refuses(&to, sgd.at, sgd.size, LUNA_MISMATCH, "moments", "SGD with momentum and without");
+    small_rejects(&to, sgd.at, sgd.size, LUNA_MISMATCH, "moments", "SGD with momentum and without");
     free(sgd.at);
     luna_close(to.ctx), luna_close(other.ctx);
   }
   luna_close(from.ctx);
-  free(file.at), free(plain.at);
+  free(file.at), free(weights.at);
 }
 static void check_borrowed(void) { /* a set that has been borrowed since */
   small from, to;
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3), small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
-  const buffer file = saved(from.optimizer), plain = saved_params(from.params);
-  CHECK(luna_load_borrowed(to.params, plain.at, plain.size) == LUNA_OK, "%s", luna_error(to.ctx));
+  const buffer file = saved(from.optimizer), weights = saved_params(from.params);
+  CHECK(luna_load_borrowed(to.params, weights.at, weights.size) == LUNA_OK, "%s", luna_error(to.ctx));
   const buffer copy = saved_params(to.params);
   CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_BAD_ARGUMENT && strstr(luna_error(to.ctx), "borrows"), "into a borrowed set: %s", luna_error(to.ctx));
   buffer after = saved_params(to.params);
   CHECK(same(&copy, &after), "loading into a borrowed set changes it");
   luna_close(to.ctx), luna_close(from.ctx);
-  free(file.at), free(plain.at), free(copy.at), free(after.at);
+  free(file.at), free(weights.at), free(copy.at), free(after.at);
 }
 
 /* ---- a file of another machine: tests/data/resume/before.safetensors, made on x86-64, goes on here with the bits it went on with there ---- */
@@ -505,7 +505,7 @@ static void check_killed_saves(void) {
 static void check_pitfalls(void) {
   small s, other;
   luna_options options = {0};
-  /* a pair with the name of one of luna.h's own: refused, or the file still loads */
+  /* a pair with the name of one of luna.h's own: rejected, or the file still loads */
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_params_set(s.params, "luna.step", "7");
   buffer file = saved(s.optimizer);
@@ -563,7 +563,7 @@ int main(int argc, char **argv) {
   check_fixed();
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_resume(false, kind), check_resume(true, kind);
   check_plain(false), check_plain(true);
-  check_refusals();
+  check_rejections();
   if (common_little_endian()) check_borrowed();
   check_failed_saves();
 #ifdef HAS_FORK

@@ -103,7 +103,7 @@ static bool bytes_write(void *user, const void *more, size_t size) {
   return true;
 }
 
-/* bad: 0, or one of two ways to be refused; no_config: null for a config, or for the file */
+/* bad: 0, or one of two ways to be rejected; no_config: null for a config, or for the file */
 static luna_status init(made_kind kind, made *m, luna_params *params, int bad, bool no_config) {
   const int64_t heads = bad == 1 ? 3 : 2, dim = bad == 2 ? -1 : DIM;
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
@@ -238,8 +238,8 @@ static void write_files(const char *folder) {
   }
 }
 
-/* ---- an init that is refused ---- */
-static void check_refused(made_kind kind, int bad) {
+/* ---- an init that is rejected ---- */
+static void check_rejected(made_kind kind, int bad) {
   made m;
   float last = 0;
   char sentence[400];
@@ -284,7 +284,7 @@ static void check_param(void) {
 }
 
 /* ---- why luna_open failed ---- */
-static void *alloc_never(void *user, size_t bytes) { return (void)user, (void)bytes, NULL; }
+static void *alloc_never(void *user, size_t size) { return (void)user, (void)size, NULL; }
 static void check_open(void) {
   static const char *const reason[] = {"threads", "isa", "allocate", "form", "backend", "block"};
   static char block[64];
@@ -304,17 +304,17 @@ static void check_open(void) {
 
 /* ---- the manual's regression ---- */
 static void check_regression(void) {
-  enum { BATCH = 8, LENGTH = 6 };
-  int32_t tokens[BATCH * LENGTH];
-  float targets[BATCH], first = 0, last = 0;
-  int64_t shape[2] = {BATCH, 1};
+  enum { SAMPLES = 8, WORDS = 6 };
+  int32_t tokens[SAMPLES * WORDS];
+  float targets[SAMPLES], first = 0, last = 0;
+  int64_t shape[2] = {SAMPLES, 1};
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_classifier model;
   const luna_classifier_config config = {.vocab = 10, .classes = 1, .encoder = {.layers = 1, .dim = 16, .memory = 4}};
-  const luna_input input = {tokens, NULL, BATCH, LENGTH};
-  for (int i = 0; i < BATCH * LENGTH; i++) tokens[i] = (i * 7 + i / LENGTH) % 10;
-  for (int i = 0; i < BATCH; i++) targets[i] = (float)(i % 4) - 1.5f;
+  const luna_input input = {tokens, NULL, SAMPLES, WORDS};
+  for (int i = 0; i < SAMPLES * WORDS; i++) tokens[i] = (i * 7 + i / WORDS) % 10;
+  for (int i = 0; i < SAMPLES; i++) targets[i] = (float)(i % 4) - 1.5f;
   CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_optimizer *adam = luna_adam(params, &(luna_adam_config){.lr = 1e-2f});
   for (int step = 0; step < 80; step++) {
@@ -860,7 +860,7 @@ static void check_backward_missing(bool measure) {
   CHECK(luna_optimizer_advance(r.optimizer) == LUNA_OK && luna_optimizer_apply(r.optimizer) == LUNA_OK,
         "the halves look for a backward: %s", luna_error(ctx));
   if (!measure)
-    CHECK(luna_optimizer_steps(r.optimizer) == 3 && luna_optimizer_steps(second) == 1, "refused steps count");
+    CHECK(luna_optimizer_steps(r.optimizer) == 3 && luna_optimizer_steps(second) == 1, "rejected steps count");
   luna_close(ctx);
 }
 
@@ -948,7 +948,7 @@ static void check_late_memory(void) {
 int main(void) {
   write_files(getenv("BUILD") ? getenv("BUILD") : "build");
   for (int kind = 0; kind < KINDS; kind++) {
-    check_refused((made_kind)kind, 1), check_refused((made_kind)kind, 2);
+    check_rejected((made_kind)kind, 1), check_rejected((made_kind)kind, 2);
     check_nulls((made_kind)kind);
     check_memory((made_kind)kind);
   }

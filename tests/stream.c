@@ -1,5 +1,5 @@
 /* Streaming: against the training form, steps against chunks, 10^5 tokens, a state at t = 10^9, saving, copying, reordering, streams
-   opened from a checkpoint's bytes, what is refused, sampling. */
+   opened from a checkpoint's bytes, what is rejected, sampling. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -233,8 +233,8 @@ static void check_state(int kind) {
 
   luna_stream_reset(a), luna_stream_reset(b);
   CHECK(luna_stream_position(a) == 0, "after a reset the position is %lld", (long long)luna_stream_position(a));
-  luna_stream *fresh = stream_open(&m, BATCH, 0, LUNA_ISA_BEST);
-  memcpy(kept, prefill_at(fresh, tokens, BATCH, N, 0, 66), sizeof kept);
+  luna_stream *random_floats = stream_open(&m, BATCH, 0, LUNA_ISA_BEST);
+  memcpy(kept, prefill_at(random_floats, tokens, BATCH, N, 0, 66), sizeof kept);
   CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a fresh one");
   for (int i = 0; i < BATCH; i++) { /* one sequence of a batch = alone */
     luna_stream_reset(single);
@@ -242,7 +242,7 @@ static void check_state(int kind) {
     CHECK(same_logits(y, kept + i * VOCAB, VOCAB), "sequence %d of a batch has other bits than alone", i);
   }
 
-  /* refusals leave the state */
+  /* rejections leave the state */
   const int64_t position = luna_stream_position(a);
   int32_t bad[BATCH] = {0, VOCAB, 0}, negative[BATCH] = {-1, 0, 0}, outside[BATCH] = {0, 3, 0};
   luna_stream_copy(b, a);
@@ -258,10 +258,10 @@ static void check_state(int kind) {
         "a state of another size");
   memset(state, 0xA5, size);
   CHECK(luna_stream_state_load(a, state, size) != LUNA_OK, "a state of noise is taken");
-  CHECK(luna_stream_position(a) == position, "refused calls moved the position to %lld", (long long)luna_stream_position(a));
+  CHECK(luna_stream_position(a) == position, "rejected calls moved the position to %lld", (long long)luna_stream_position(a));
   memcpy(kept, step_at(b, tokens, BATCH, N, 70), sizeof kept);
   CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0,
-        "refused calls changed the state: %s", luna_stream_error(a));
+        "rejected calls changed the state: %s", luna_stream_error(a));
 
   if (lm_open(&other, (kind + 1) % KINDS, LUNA_ISA_BEST)) {
     luna_stream *foreign = stream_open(&other, BATCH, 0, LUNA_ISA_BEST);
@@ -270,7 +270,7 @@ static void check_state(int kind) {
     luna_stream_close(foreign);
   }
   luna_close(other.ctx);
-  luna_stream_close(a), luna_stream_close(b), luna_stream_close(single), luna_stream_close(fresh);
+  luna_stream_close(a), luna_stream_close(b), luna_stream_close(single), luna_stream_close(random_floats);
   free(tokens), free(state);
   luna_close(m.ctx);
 }
@@ -345,8 +345,8 @@ static void check_bytes(int kind) {
   luna_stream_close(b);
 
   lm loaded;
-  luna_options plain = {0};
-  loaded.ctx = luna_open(&plain);
+  luna_options defaults = {0};
+  loaded.ctx = luna_open(&defaults);
   loaded.params = luna_params_open(loaded.ctx);
   if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK, "luna_lm_load_bytes: %s",
             luna_error(loaded.ctx))) {

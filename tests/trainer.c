@@ -107,7 +107,7 @@ static void check_params(void) {
   luna_begin_step(ctx);
   CHECK(!luna_param(params, "w", 1, other, init_of(LUNA_INIT_ONES, 0)) && luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "w"),
         "a name twice: %s", luna_error(ctx));
-  CHECK(luna_params_tensor_count(params) == 2, "a refused parameter is in the set");
+  CHECK(luna_params_tensor_count(params) == 2, "a rejected parameter is in the set");
   luna_begin_step(ctx);
   CHECK(!luna_param(params, NULL, 1, other, init_of(LUNA_INIT_ONES, 0)), "a parameter without a name");
   luna_begin_step(ctx);
@@ -151,18 +151,18 @@ static void check_params_distribution(void) {
   static const double deviation[5] = {0, 0, 0.5, 0.02, 0.25}, scale[5] = {0, 0, 0.5, 0.02, 0.25};
   for (int k = 0; k < 5; k++) {
     luna_tensor *p = luna_param(params, names[k], 2, shape, init_of(kinds[k], (float)scale[k]));
-    double mean = 0, square = 0, most = 0, bound;
+    double mean = 0, square = 0, max = 0, bound;
     if (!CHECK(p != NULL, "%s: %s", names[k], luna_error(ctx))) continue;
     for (int64_t i = 0; i < 30000; i++) {
       const double x = (double)p->data[i];
       mean += x / 30000, square += x * x / 30000;
-      if (fabs(x) > most) most = fabs(x);
+      if (fabs(x) > max) max = fabs(x);
     }
     bound = k == 2 ? 0.5 * sqrt(6.0 / 400) : k == 4 ? 0.25 : 0; /* Xavier uniform: gain sqrt(6 / (in + out)) */
     const double expected = k == 3 ? deviation[k] : k == 1 ? 1 : bound / sqrt(3.0);
     CHECK(fabs(sqrt(square) - expected) <= 0.02 * expected, "%s: root mean square %g, expected %g", names[k], sqrt(square), expected);
     CHECK(fabs(mean - (k == 1)) <= 0.02 * expected, "%s: mean %g", names[k], mean);
-    if (k == 2 || k == 4) CHECK(most <= bound * 1.000001 && most > 0.99 * bound, "%s: largest %g, bound %g", names[k], most, bound);
+    if (k == 2 || k == 4) CHECK(max <= bound * 1.000001 && max > 0.99 * bound, "%s: largest %g, bound %g", names[k], max, bound);
   }
   luna_close(ctx);
 }
@@ -685,7 +685,7 @@ static void check_groups(void) {
     luna_close(ctx);
   }
 }
-static void check_groups_refused(void) {
+static void check_groups_rejected(void) {
   const luna_param_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
   fit f;
   fit_open(&f);
@@ -723,17 +723,17 @@ static luna_tensor *poison_loss(fit *f, int part, float poison, float add) {
   return loss;
 }
 
-typedef struct told {
+typedef struct reports {
   int calls;
   luna_status status;
   char sentence[200];
-} told;
+} reports;
 static void tell(void *user, luna_status status, const char *sentence) {
-  told *t = (told *)user;
+  reports *t = (reports *)user;
   t->calls++, t->status = status;
   snprintf(t->sentence, sizeof t->sentence, "%s", sentence);
 }
-static void fit_open_told(fit *f, told *t) {
+static void fit_open_logged(fit *f, reports *t) {
   fit_open(f);
   memset(t, 0, sizeof *t);
   f->ctx->options.log = tell, f->ctx->options.log_user = t;
@@ -765,8 +765,8 @@ static void check_nonfinite(int kind) {
   enum { BAD = sizeof bad / sizeof bad[0], ROOM = 4 * 64 };
   float before[ROOM], after[ROOM], value;
   fit f, calm;
-  told t;
-  fit_open_told(&f, &t), fit_open(&calm);
+  reports t;
+  fit_open_logged(&f, &t), fit_open(&calm);
   f.optimizer = optimizer_of(f.params, kind), calm.optimizer = optimizer_of(calm.params, kind);
   for (int i = 0; i < BAD; i++) {
     fit_step(&f), fit_step(&calm);
@@ -799,9 +799,9 @@ static void check_nonfinite(int kind) {
 static void check_nonfinite_rest(void) {
   const luna_param_group frozen = {"b", 0, 0, 0, true};
   fit f;
-  told t;
+  reports t;
   /* of two micro-batches only the first has a NaN, in the loss alone */
-  fit_open_told(&f, &t);
+  fit_open_logged(&f, &t);
   f.optimizer = luna_adamw(f.params, NULL);
   const double before = read_weight(&f, 0, 0);
   luna_begin_step(f.ctx);
@@ -810,7 +810,7 @@ static void check_nonfinite_rest(void) {
   CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) != before && luna_optimizer_skipped(f.optimizer) == 1, "a NaN counts for the step after its own");
   luna_close(f.ctx);
   /* who drops the gradients drops the NaN too */
-  fit_open_told(&f, &t);
+  fit_open_logged(&f, &t);
   f.optimizer = luna_adamw(f.params, NULL);
   luna_begin_step(f.ctx);
   luna_backward(poison_loss(&f, -1, 0, NAN));
@@ -818,7 +818,7 @@ static void check_nonfinite_rest(void) {
   CHECK(fit_step(&f) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0 && read_weight(&f, 0, 0) != before, "luna_params_zero_grad leaves a NaN of the loss for the next step");
   luna_close(f.ctx);
   /* the gradient of what is frozen counts for nothing */
-  fit_open_told(&f, &t);
+  fit_open_logged(&f, &t);
   f.optimizer = luna_adamw(f.params, NULL);
   luna_optimizer_group(f.optimizer, &frozen);
   const double still = read_weight(&f, 1, 0);
@@ -883,7 +883,7 @@ int main(void) {
   check_stored();
   check_apollo_large();
   check_groups();
-  check_groups_refused();
+  check_groups_rejected();
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_nonfinite(kind);
   check_nonfinite_rest();
   check_accumulation();
