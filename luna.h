@@ -872,7 +872,7 @@ typedef struct luna_sgd_config {
   float momentum;
   bool nesterov;
   float weight_decay;                /* added to the gradient */
-  float clip;                        /* greatest global gradient norm; 0 = none */
+  float clip;                        /* max global gradient norm; 0 = none */
   luna_schedule schedule;
   int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
                                         never */
@@ -882,7 +882,7 @@ typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float beta1, beta2;                /* 0 = 0.9, 0.999 */
   float epsilon;                     /* 0 = 1e-8 */
   float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
-  float clip;                        /* greatest global gradient norm; 0 = none */
+  float clip;                        /* max global gradient norm; 0 = none */
   luna_schedule schedule;
   int64_t max_skips;                 /* 0 = 10 */
 } luna_adamw_config;

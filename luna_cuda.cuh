@@ -53,7 +53,7 @@ cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this ba
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>base: what every chapter below stands on
+   >>base: shared by every chapter below
    ---------------------------------------------------------------------------------------------------------------------- */
 #include <math.h>
 #include <stdio.h>
@@ -120,7 +120,7 @@ struct lunacu {
   lunacu_block *kept;                /* released memory, to be given out again */
 };
 static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
-/* where a context's work goes */
+/* the stream of a context's work */
 static inline cudaStream_t lunacu_stream_of(const luna_ctx *ctx) { return lunacu_self(ctx)->stream; }
 static inline cudaStream_t lunacu_stream(const luna_op *op) { return lunacu_stream_of(op->ctx); }
 
@@ -176,7 +176,7 @@ static luna_status lunacu_done(luna_ctx *ctx, const char *what) {
   lunacu_launch_error = cudaSuccess;
   return lunacu_check(ctx, error, what);
 }
-/* what stands in the table for `entry` */
+/* the table's function for `entry` */
 template <auto entry> struct lunacu_entered;
 template <class... A, luna_status (*entry)(luna_ctx *, A...)> struct lunacu_entered<entry> {
   static luna_status call(luna_ctx *ctx, A... arguments) {
@@ -207,9 +207,9 @@ static inline const luna_tensor *lunacu_owner(const luna_tensor *t) { return t &
 static inline bool lunacu_fresh(const luna_op *op, int i) { return op->fresh >> i & 1; } /* that gradient is to be set, not added to */
 /* `floats` floats from *at on, in multiples of 256 bytes; with *at starting at null, *at counts bytes */
 static inline float *lunacu_take(char **at, int64_t floats) {
-  float *here = (float *)*at;
+  float *start = (float *)*at;
   *at += ((size_t)floats * sizeof(float) + 255) / 256 * 256;
-  return here;
+  return start;
 }
 
 __device__ __forceinline__ int64_t lunacu_index() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
@@ -224,7 +224,8 @@ __device__ __forceinline__ float lunacu_warp_max(float x) {
   for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(LUNACU_FULL, x, i));
   return x;
 }
-/* over a block of whole warps: the same in all threads; `scratch` holds a word a warp (32 at most) and may be used again afterwards */
+/* over a block of whole warps, with the result in all threads; `scratch` holds a word a warp (32 at most) and may be
+   used again afterwards */
 template <class T> __device__ __forceinline__ T lunacu_block_sum(T x, lunacu_shared<T> scratch) {
   const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
   T sum = 0;
@@ -355,7 +356,7 @@ static void lunacu_close(void *user) {
 
 __global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped);
 /* the sentence of a device that cannot be used, or null */
-static const char *lunacu_refusal(int device, int *processors, char *room, size_t size) {
+static const char *lunacu_device_error(int device, int *processors, char *room, size_t size) {
   int count = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -378,7 +379,7 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   char sentence[320];
   const int device = number - 1;     /* tensors say 0 for the CPU */
   int processors = 0;
-  const char *wrong = lunacu_refusal(device, &processors, sentence, sizeof sentence);
+  const char *wrong = lunacu_device_error(device, &processors, sentence, sizeof sentence);
   if (wrong) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, wrong);
   lunacu *self = (lunacu *)calloc(1, sizeof *self);
   if (!self) return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_open: no memory for what a context keeps of its CUDA device");
@@ -516,9 +517,10 @@ static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
    >>maps: shapes, elementwise rows, sums and maxima over an axis
    ---------------------------------------------------------------------------------------------------------------------- */
 
-/* whether vectors of four floats fit: a row of `unit` floats is whole vectors, and all of these lie on 16 bytes */
+/* whether vectors of four floats fit: a row of `unit` floats is whole vectors, and all pointers are aligned to 16
+   bytes */
 template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) { return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0; }
-/* W floats at p, which lies on 16 bytes when W > 1 */
+/* W floats at p, aligned to 16 bytes when W > 1 */
 template <int W> __device__ __forceinline__ void lunacu_get(const float *p, float (&v)[W]) {
   if constexpr (W == 1) v[0] = *p;
   else
@@ -567,7 +569,7 @@ template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t 
 /* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once. A block's threads are `columns` columns of `lanes` lanes that share the
    rows, as often as there is room; rows are split among blocks where the columns alone are too few, and the parts then added in order. Sums are of
    at most 64 floats a lane, then in double. --- */
-#define LUNACU_SUMS 5                /* the most at once */
+#define LUNACU_SUMS 5                /* the maximum at once */
 #define LUNACU_ENOUGH (1 << 20)      /* threads that keep a GPU busy for long enough */
 struct lunacu_sums {
   int64_t outer, rows, n, splits, length; /* length: rows of a split */
@@ -687,7 +689,8 @@ static void lunacu_part(const luna_op *op, int64_t rows, int64_t width, const fl
     LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
   else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
 }
-/* a part of an axis lies in rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of one of the axis */
+/* a part of an axis is rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of
+   one of the axis */
 struct lunacu_axis { int64_t rows, width, stride, unit; };
 static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *part, int64_t axis) {
   lunacu_axis a = {1, 0, 0, 1};
@@ -698,7 +701,7 @@ static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *p
   return a;
 }
 
-/* slice: size axis, start */
+/* slice: arg axis, start */
 static void lunacu_slice_query(luna_op *op) { (void)op; }
 static luna_status lunacu_slice_forward(luna_op *op) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
@@ -711,7 +714,7 @@ static luna_status lunacu_slice_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* concat: size axis */
+/* concat: arg axis */
 static void lunacu_concat_query(luna_op *op) { op->set = (1 << op->inputs) - 1; }
 static luna_status lunacu_concat_run(luna_op *op, bool back) {
   int64_t start = 0;
@@ -726,7 +729,7 @@ static luna_status lunacu_concat_run(luna_op *op, bool back) {
 static luna_status lunacu_concat_forward(luna_op *op) { return lunacu_concat_run(op, false); }
 static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_run(op, true); }
 
-/* repeat: size count */
+/* expand: arg count */
 static void lunacu_expand_query(luna_op *op) {
   op->set = 1;
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->arg.expand.count, luna_count(op->in[0]), true), 1) * sizeof(float);
@@ -1151,7 +1154,7 @@ static void lunacu_column_sums(const luna_op *op, const float *x, int64_t rows, 
   if (to && rows > 0) lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, width, true), lunacu_column{x, rows, width}, {{to}, {1}, width, 1, 1.0f, true}, scratch);
 }
 
-/* --- what comes between products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
+/* --- epilogues of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
 struct lunacu_ending {
   const float *x, *bias, *residual;
   float *pre;
@@ -1297,14 +1300,14 @@ static luna_status lunacu_linear_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows; flag: keep nothing of the
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows; arg: recompute, which keeps nothing of the
    hidden layer. kept: what ReLU makes of it, or what another activation is given --- */
 #define LUNACU_FFN_ROWS 16384
 struct lunacu_ffn {
   int64_t rows, in, hidden, out, block; /* rows in all, and of a block */
   float *given, *a, *dh, *dy, *scratch;
 };
-/* where the parts of a block lie in the workspace, and its bytes; a: what W2 is given, its own only where it is not `given` */
+/* the layout of a block in the workspace, and its bytes; a: what W2 is given, its own only where it is not `given` */
 static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, void *workspace) {
   char *at = (char *)workspace;
   int64_t maximum = 0;
@@ -2014,14 +2017,14 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
    Forward: a block has a tile of queries and a run of keys, and goes over these a tile at a time: S = Q K^T in registers, P = exp(S - the largest so far)
    in shared memory, O = O exp(the largest before - now) + P V. Where queries are few, several blocks share the keys; what each of them found (largest, sum,
    O) is merged in the order of the keys. Values wider than a tile go by chunks of columns, with O in memory between.
-   Backward: waves of scores. One kernel makes P and dS = P (dP - delta) of as many scores as memory is lent for, with P from each row's log-sum-exp and
-   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as plain products. A wave is large enough to fill a GPU and small enough to be lent for one call;
+   Backward: waves of scores. One kernel makes P and dS = P (dP - delta) of as many scores as the workspace holds, with P from each row's log-sum-exp and
+   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as plain products. A wave is large enough to fill a GPU and small enough to be workspace of one call;
    products with a long sum and a small result are split, and the parts added in order. Sizes of waves, splits and tiles follow from shapes alone.
    Causality is exact: a key that a query does not see has weight 0 there, and what is not finite in its value is kept out of the product.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNACU_TILE_THREADS 128
 #define LUNACU_DEPTH 16              /* of a sum, what is in shared memory at a time */
-#define LUNACU_LENT ((int64_t)8 << 20)  /* floats lent for P, for dS and for parts of results, each */
+#define LUNACU_WORKSPACE ((int64_t)8 << 20)  /* floats of workspace for P, for dS and for parts of results, each */
 
 /* The factors of four elements from `element` on */
 __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
@@ -2070,7 +2073,7 @@ struct lunacu_side {
   int64_t row;
   int rows, width, clean;
   bool vector;                       /* may be read by four */
-  __device__ __forceinline__ bool plain(int last_row, int end) const { return vector && last_row < rows && last_row < clean && end <= width; }
+  __device__ __forceinline__ bool inside(int last_row, int end) const { return vector && last_row < rows && last_row < clean && end <= width; }
 };
 __device__ __forceinline__ float lunacu_finite(float x) { return fabsf(x) < INFINITY ? x : 0; }
 __device__ __forceinline__ float4 lunacu_load4(const lunacu_side &s, int i, int c) {
@@ -2092,7 +2095,7 @@ template <bool ALONG, int SIZE, int PITCH> __device__ __forceinline__ void lunac
   constexpr int step = LUNACU_TILE_THREADS / line;
   const int own = threadIdx.x / line, c = threadIdx.x % line * 4, row = ALONG ? first : k, column = ALONG ? k : first;
   if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
-  if (s.plain(row + (ALONG ? SIZE : LUNACU_DEPTH) - 1, column + (ALONG ? LUNACU_DEPTH : SIZE))) {
+  if (s.inside(row + (ALONG ? SIZE : LUNACU_DEPTH) - 1, column + (ALONG ? LUNACU_DEPTH : SIZE))) {
     const float *from = s.at + (row + own) * s.row + column + c;
     float4 x[turns];
     LUNACU_UNROLL
@@ -2253,7 +2256,7 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
   const int key_step = LUNACU_TILE_THREADS >> line_log;
   for (int k = 0; k < keys; k += keys_staged) {
     __syncthreads();
-    if (v.plain(k + keys_staged - 1, from + (1 << own.chunk_log))) {
+    if (v.inside(k + keys_staged - 1, from + (1 << own.chunk_log))) {
       float4 x[turns];
       LUNACU_UNROLL
       for (int t = 0; t < turns; t++) x[t] = *(const float4 *)(v.at + (k + key + t * key_step) * v.row + from + c);
@@ -2475,7 +2478,7 @@ struct lunacu_gradient {
   bool vector;                       /* the result may be written by four */
   float *partial;                    /* [pairs, splits, rows, width]; null: not split */
 };
-/* where the result lies, and how far apart its rows are */
+/* the result, and the stride of its rows */
 __device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w, const lunacu_gradient &g, const lunacu_head &head) {
   return g.which == LUNACU_GRAD_Q ? a.grad_q + lunacu_q_at(a, head, w.query) : g.which == LUNACU_GRAD_K ? a.grad_k + lunacu_k_at(a, head, w.key) : a.grad_v + lunacu_v_at(a, head, w.key);
 }
@@ -2532,8 +2535,8 @@ __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w
   lunacu_gradient_at(a, w, g, head)[row * lunacu_gradient_row(a, g) + column] += (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
 }
 
-/* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
-   pack is the same with in weights, context; one head, scale 1, keys = values --- */
+/* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
+   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 static lunacu_attention lunacu_attention_of(const luna_op *op) {
   const bool ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->kind == LUNA_OP_PACK ? 1 : 2];
@@ -2564,9 +2567,9 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
 }
 static int64_t lunacu_fewer(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t lunacu_more(int64_t a, int64_t b) { return a > b ? a : b; }
-/* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `least` long and all in `lent` floats */
-static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size, int64_t lent) {
-  const int64_t maximum = lunacu_fewer(count / minimum, size > 0 ? lent / size : 1);
+/* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `minimum` long and all in `workspace` floats */
+static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size, int64_t workspace) {
+  const int64_t maximum = lunacu_fewer(count / minimum, size > 0 ? workspace / size : 1);
   return lunacu_more(1, lunacu_fewer(blocks / lunacu_more(units, 1), maximum));
 }
 
@@ -2577,7 +2580,7 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
   r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
-  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_LENT);
+  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
   r->tiles = (int)tiles;
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_more(1, lunacu_divide_up(keys, lunacu_more(r->keys, 1)));
@@ -2596,7 +2599,7 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
   g.tall = rows <= 32 && g.width <= 64 ? 32 : rows <= 16 ? 16 : g.width <= 64 ? 128 : 64;
   g.wide = g.tall == 16 ? 256 : g.tall == 64 ? 128 : 64;
   const int64_t units = maximum.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
-  const int64_t splits = lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.width, LUNACU_LENT);
+  const int64_t splits = lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.width, LUNACU_WORKSPACE);
   g.tiles_down = (int)lunacu_divide_up(g.rows, g.tall);
   g.tiles_across = (int)lunacu_divide_up(g.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
@@ -2609,15 +2612,15 @@ static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, ch
   const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
   int64_t parts = 0;
   lunacu_wave w = {};
-  w.pairs = lunacu_more(1, lunacu_fewer(LUNACU_LENT / (queries * row), shared ? a.heads : a.batch * a.heads));
+  w.pairs = lunacu_more(1, lunacu_fewer(LUNACU_WORKSPACE / (queries * row), shared ? a.heads : a.batch * a.heads));
   w.queries = (int)queries;
   w.keys = (int)keys;
-  if (queries * row > LUNACU_LENT && queries <= keys) {
+  if (queries * row > LUNACU_WORKSPACE && queries <= keys) {
     w.queries = (int)lunacu_fewer(queries, minimum);
-    w.keys = (int)lunacu_fewer(keys, LUNACU_LENT / w.queries / 256 * 256);
-  } else if (queries * row > LUNACU_LENT) {
+    w.keys = (int)lunacu_fewer(keys, LUNACU_WORKSPACE / w.queries / 256 * 256);
+  } else if (queries * row > LUNACU_WORKSPACE) {
     w.keys = (int)lunacu_fewer(keys, minimum);
-    w.queries = (int)lunacu_fewer(queries, LUNACU_LENT / lunacu_fewer(row, minimum) / 256 * 256);
+    w.queries = (int)lunacu_fewer(queries, LUNACU_WORKSPACE / lunacu_fewer(row, minimum) / 256 * 256);
   }
   w.row = (w.keys + 3) / 4 * 4;
   for (int which = 0; which < 3; which++) {
@@ -2721,7 +2724,7 @@ static luna_status lunacu_attention_backward(luna_op *op) {
 /* ----------------------------------------------------------------------------------------------------------------------
    >>unpack: the folded unpack (eq. 4): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' + out_bias) + residual
    x and out [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots]; all heads' slots lie side by side, so that each product is
-   one matrix product a batch row. Few slots: one kernel, a tile of rows at a time, reads x once. Many: in waves of rows, as many as memory is lent for; P of a
+   one matrix product a batch row. Few slots: one kernel, a tile of rows at a time, reads x once. Many: in waves of rows, as many as the workspace holds; P of a
    wave lies in memory between its products.
    Backward: G = dY V'^T, dS = P (G - the sum of P G over the head's slots), dV' += P^T dY, dK' += dS^T X, dbias += the sums of dS, dX += dS K'.
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -2734,7 +2737,7 @@ struct lunacu_unpack {
 };
 struct lunacu_unpack_wave { int64_t item, items, row, rows; };
 
-/* K' or V' with zeros where no slot is real: what stands there is not to be read */
+/* K' or V' with zeros where no slot is real, whose values are never read */
 __global__ void lunacu_unpack_clean_kernel(lunacu_unpack u, const float *__restrict__ from, float *__restrict__ to) {
   const int64_t count = u.batch * u.heads * u.slots * u.dim;
   for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) {
@@ -2891,8 +2894,8 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   u.lengths = op->lengths;
   u.dropout = lunacu_op_dropout(op);
   const int64_t n = u.heads * u.slots, weights = u.lengths ? u.batch * n * u.dim : 0;
-  int64_t rows = LUNACU_LENT / lunacu_more(n, 1);
-  if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, LUNACU_LENT / u.dim);
+  int64_t rows = LUNACU_WORKSPACE / lunacu_more(n, 1);
+  if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, LUNACU_WORKSPACE / u.dim);
   rows = lunacu_more(rows / 128 * 128, 128);
   u.max_items = lunacu_more(1, lunacu_fewer(rows / lunacu_more(u.rows, 1), u.batch));
   u.max_rows = lunacu_fewer(rows, u.rows);
@@ -3033,7 +3036,7 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
 #define LUNACU_CAUSAL_DEEP 32        /* rows or columns of a factor that are in shared memory at a time */
 #define LUNACU_CAUSAL_PITCH (LUNACU_CHUNK + 4) /* of a tile 64 wide in shared memory; the others, too, are 4 wider than they hold, against bank conflicts */
 #define LUNACU_CAUSAL_SCAN 16        /* chunks that a thread scans, */
-#define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN) /* most chunks of a window, */
+#define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN) /* max chunks of a window */
 #define LUNACU_CAUSAL_FLOATS ((int64_t)8 << 20) /* and floats that a window is cut to */
 
 /* Flags have 64 bits, so that no argument of a kernel has holes or looks like a pointer.
@@ -3258,7 +3261,7 @@ template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lun
   const int row = (int)(c.tile / across) % down * 64, column = (int)(c.tile % across) * wide, pair = (int)(c.tile / across) / down;
   const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
   float sum[8][N] = {};
-  if (c.last || column >= end) return; /* nobody reads it */
+  if (c.last || column >= end) return; /* never read */
   lunacu_causal_over(over, s, c);
   for (int i = 0; i < LUNACU_CHUNK; i += 32) {
     float y[LUNACU_CAUSAL_TURNS(32, 64)][4], z[LUNACU_CAUSAL_TURNS(32, wide)][4];
@@ -3455,7 +3458,7 @@ static lunacu_causal_rows lunacu_causal_divided(lunacu_causal_rows m) {
   return m;
 }
 /* those rows of a whole sequence that are in the window, in its order */
-static lunacu_causal_rows lunacu_causal_here(const lunacu_causal_sweep &s, lunacu_causal_rows m) {
+static lunacu_causal_rows lunacu_causal_windowed(const lunacu_causal_sweep &s, lunacu_causal_rows m) {
   m.at += (s.reverse ? s.rows - 1 - s.first * LUNACU_CHUNK : s.first * LUNACU_CHUNK) * m.row;
   if (s.reverse) m.row = -m.row;
   return m;
@@ -3526,7 +3529,8 @@ static unsigned lunacu_causal_lines(const lunacu_causal_sweep &s) {
   return (unsigned)(s.span.items * lunacu_divide_up(s.span.rows, LUNACU_BLOCK / LUNACU_SLOT_LANES));
 }
 
-/* --- causal product: in x, y, z; size heads. The state is y^T z, or its transpose where that is taller than wide --- */
+/* --- causal product: in x, y, z; arg: heads. The state is y^T z, or its transpose where that is taller than wide
+   --- */
 static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char **at) {
   const luna_tensor *x = op->in[0];
   const int64_t heads = op->arg.causal.heads, dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
@@ -3553,13 +3557,13 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   const lunacu_causal_rows g = lunacu_causal_divided(wide(op->out[0]->grad));
   s.stream = lunacu_stream(op);
   typedef const lunacu_causal_rows &rows;
-  const auto here = [&](rows m) { return lunacu_causal_here(s, m); };
+  const auto windowed = [&](rows m) { return lunacu_causal_windowed(s, m); };
   const auto states = [&](rows a, rows b) { /* a^T b [dim, value_dim] */
-    if (turned) lunacu_causal_states(s, {{here(b), {}}, {here(a), {}}, value_dim, dim, 1, false});
-    else lunacu_causal_states(s, {{here(a), {}}, {here(b), {}}, dim, value_dim, 1, false});
+    if (turned) lunacu_causal_states(s, {{windowed(b), {}}, {windowed(a), {}}, value_dim, dim, 1, false});
+    else lunacu_causal_states(s, {{windowed(a), {}}, {windowed(b), {}}, dim, value_dim, 1, false});
   };
   const auto product = [&](rows a, rows b, rows c, rows to, bool transposed, bool add) { /* to (+)= F(a, b, c); transposed: b^T c is the states' transpose */
-    lunacu_causal_run(s, {here(a), here(b), here(c), here(to), 0, turned != transposed, transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
+    lunacu_causal_run(s, {windowed(a), windowed(b), windowed(c), windowed(to), 0, turned != transposed, transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
   };
   for (int64_t first = 0; (!backward || dx.at) && lunacu_causal_go(&s, first, false); first += s.window) {
     states(y, z);
@@ -3576,8 +3580,8 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
 static luna_status lunacu_causal_product_forward(luna_op *op) { return lunacu_causal_product_run(op, false); }
 static luna_status lunacu_causal_product_backward(luna_op *op) { return lunacu_causal_product_run(op, true); }
 
-/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega. kept: W [batch, heads, rows, slots]. The state is k^T A and v^T A, in reverse
-   q^T H and G^T W, each [dim, slots] --- */
+/* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega. kept: W [batch, heads, rows, slots]. The
+   state is k^T A and v^T A, in reverse q^T H and G^T W, each [dim, slots] --- */
 struct lunacu_causal_luna {
   lunacu_causal_sweep sweep;
   int64_t heads;
@@ -3679,7 +3683,7 @@ static void lunacu_causal_luna_query(luna_op *op) {
   op->backward_workspace_size = lunacu_causal_luna_start(op, &c, true, NULL);
 }
 static lunacu_causal_rows lunacu_causal_heads(const lunacu_causal_luna &c, const luna_tensor *t, float *at) {
-  return lunacu_causal_here(c.sweep, lunacu_causal_tensor(at, c.sweep.rows, c.heads, lunacu_last(t) / c.heads));
+  return lunacu_causal_windowed(c.sweep, lunacu_causal_tensor(at, c.sweep.rows, c.heads, lunacu_last(t) / c.heads));
 }
 static void lunacu_causal_luna_omega(const luna_op *op, const lunacu_causal_luna &c) {
   LUNACU_LAUNCH(lunacu_causal_omega_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
@@ -3699,7 +3703,7 @@ static luna_status lunacu_causal_luna_forward(luna_op *op) {
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
                              v = lunacu_causal_heads(c, op->in[2], op->in[2]->data), out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
-                             w = op->training ? lunacu_causal_here(c.sweep, c.w) : c.w;
+                             w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
     lunacu_causal_luna_omega(op, c);
     lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
     lunacu_causal_luna_run(c, q, k, c.a, 0, true, lunacu_causal_divided(w), op->arg.causal.scale, false);
@@ -3718,7 +3722,7 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
       const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
                                v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
                                g = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->grad)),
-                               w = lunacu_causal_here(c.sweep, c.w), h = lunacu_causal_here(c.sweep, c.h);
+                               w = lunacu_causal_windowed(c.sweep, c.w), h = lunacu_causal_windowed(c.sweep, c.h);
       lunacu_causal_luna_omega(op, c);
       if (!down) {
         lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
@@ -3760,26 +3764,27 @@ static luna_status lunacu_loss_check(luna_ctx *ctx, const luna_tensor *loss, lun
   return lunacu_done(ctx, "the loss's check");
 }
 
-/* --- sums that end in one number, in double: a slot a block, and for each of Q sums; the slots are added in order by one more block --- */
-#define LUNACU_SLOTS 1024
+/* --- sums that end in one number, in double: a partial a block, and for each of Q sums; one more block adds the
+   partials in order --- */
+#define LUNACU_PARTIALS 1024
 template <int Q> __device__ __forceinline__ void lunacu_slots_put(const double (&sum)[Q], double *partials, bool add) {
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
   LUNACU_UNROLL for (int q = 0; q < Q; q++) {
     const double all = lunacu_block_sum(sum[q], scratch);
-    double *slot = partials + q * LUNACU_SLOTS + blockIdx.x;
-    if (threadIdx.x == 0) *slot = (add ? *slot : 0) + all;
+    double *partial = partials + q * LUNACU_PARTIALS + blockIdx.x;
+    if (threadIdx.x == 0) *partial = (add ? *partial : 0) + all;
   }
 }
-template <int Q> __device__ __forceinline__ void lunacu_slots_sum(const double *partials, int slots, double (&sum)[Q]) {
+template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const double *partials, int count, double (&sum)[Q]) {
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
   LUNACU_UNROLL for (int q = 0; q < Q; q++) {
     sum[q] = 0;
-    for (int i = threadIdx.x; i < slots; i += blockDim.x) sum[q] += partials[q * LUNACU_SLOTS + i];
+    for (int i = threadIdx.x; i < count; i += blockDim.x) sum[q] += partials[q * LUNACU_PARTIALS + i];
     sum[q] = lunacu_block_sum(sum[q], scratch);
   }
 }
 
-/* --- the norm: gradients in chunks, 64 of them a launch; what a block finds in later launches it adds to its slot --- */
+/* --- the norm: gradients in chunks, 64 of them a launch; in later launches a block adds to its partial --- */
 #define LUNACU_NORM_CHUNK 16384
 #define LUNACU_NORMED 64
 struct lunacu_gradients {
@@ -3808,7 +3813,7 @@ __global__ void lunacu_norm_kernel(const lunacu_gradients g, double *partials, b
 }
 __global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_step_state *state, luna_step_state *context) {
   double sum[1];
-  lunacu_slots_sum(partials, LUNACU_SLOTS, sum);
+  lunacu_partials_sum(partials, LUNACU_PARTIALS, sum);
   if (threadIdx.x > 0) return;
   const float norm = (float)sqrt(sum[0]);
   const int nonfinite = context->nonfinite || !(sum[0] < (double)INFINITY);
@@ -3824,7 +3829,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, luna_tensor *const *parameters, in
   const cudaStream_t stream = lunacu_stream_of(ctx);
   double *partials = lunacu_self(ctx)->partials;
   int64_t p = 0;
-  for (bool add = false; p < count || !add; add = true) { /* once at least: the slots are then 0 */
+  for (bool add = false; p < count || !add; add = true) { /* once at least: the partials are then 0 */
     lunacu_gradients g = {};
     for (; p < count && g.count < LUNACU_NORMED; p++) {
       const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
@@ -3834,7 +3839,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, luna_tensor *const *parameters, in
       g.chunk[g.count + 1] = g.chunk[g.count] + lunacu_divide_up(size, LUNACU_NORM_CHUNK);
       g.count++;
     }
-    LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_SLOTS, LUNACU_BLOCK, 0, stream, g, partials, add);
+    LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, g, partials, add);
   }
   LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, clip, state, luna_backend_state(ctx));
   return lunacu_done(ctx, "the gradient's norm");
@@ -3918,9 +3923,9 @@ __global__ void lunacu_apollo_kernel(lunacu_updating u, double *partials) {
   }
   lunacu_slots_put(total, partials, false);
 }
-__global__ void lunacu_apollo_end_kernel(lunacu_updating u, const double *partials, int slots, double *apollo) {
+__global__ void lunacu_apollo_end_kernel(lunacu_updating u, const double *partials, int count, double *apollo) {
   double sum[3];
-  lunacu_slots_sum(partials, slots, sum);
+  lunacu_partials_sum(partials, count, sum);
   const double alpha = (double)((1 - u.beta1) / lunacu_correction(u.beta1, u.state->updates)), d = sqrt(sqrt(sum[0])) + (double)u.epsilon;
   if (threadIdx.x > 0) return;
   apollo[0] = alpha;
@@ -3938,14 +3943,14 @@ static luna_status lunacu_update(luna_ctx *ctx, const luna_update *update) {
   const lunacu_updating u = {p->data, p->grad, {update->moment[0], update->moment[1], update->moment[2]}, luna_count(p), update->momentum, update->beta1,
                              update->beta2, update->epsilon, update->decay, update->lr, update->nesterov, update->kind != LUNA_OPTIMIZER_ADAMW, update->state};
   const cudaStream_t stream = lunacu_stream_of(ctx);
-  double *partials = lunacu_self(ctx)->partials, *apollo = partials + 3 * LUNACU_SLOTS;
+  double *partials = lunacu_self(ctx)->partials, *apollo = partials + 3 * LUNACU_PARTIALS;
   if (u.count == 0) return LUNA_OK;
   if (update->kind == LUNA_OPTIMIZER_SGD) lunacu_update_run<LUNA_OPTIMIZER_SGD>(stream, u, NULL);
   else if (update->kind != LUNA_OPTIMIZER_APOLLO) lunacu_update_run<LUNA_OPTIMIZER_ADAM>(stream, u, NULL);
   else {
-    const unsigned blocks = lunacu_blocks(u.count, 4 * LUNACU_BLOCK), slots = blocks < LUNACU_SLOTS ? blocks : LUNACU_SLOTS;
-    LUNACU_LAUNCH(lunacu_apollo_kernel, slots, LUNACU_BLOCK, 0, stream, u, partials);
-    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, u, partials, (int)slots, apollo);
+    const unsigned blocks = lunacu_blocks(u.count, 4 * LUNACU_BLOCK), count = blocks < LUNACU_PARTIALS ? blocks : LUNACU_PARTIALS;
+    LUNACU_LAUNCH(lunacu_apollo_kernel, count, LUNACU_BLOCK, 0, stream, u, partials);
+    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, u, partials, (int)count, apollo);
     lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(stream, u, apollo);
   }
   return lunacu_done(ctx, "an optimiser's update");

@@ -1,4 +1,4 @@
-/* listops: learns to work out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without being told what a bracket is.
+/* listops: learns to work out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without knowing what a bracket is.
    The task of the Long Range Arena (arXiv 2011.04006): operators MIN, MAX, MED (median) and SM (sum modulo 10), ten answers.
 
      cc -O2 -I. examples/listops.c -o listops -lm -lpthread
@@ -137,7 +137,7 @@ static int read_lists(void) {
     file.lists[file.count].tokens = line;
     file.lists[file.count++].size = (int32_t)size;
   }
-  return file.count >= 10 ? 0 : fail("%s has %lld lists; 10 are the least", own.data, (long long)file.count);
+  return file.count >= 10 ? 0 : fail("%s has %lld lists; the minimum is 10", own.data, (long long)file.count);
 }
 
 /* ---- commands ------------------------------------------------------------------------------------------------------ */

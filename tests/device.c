@@ -22,7 +22,7 @@ static void fake_leave(void) {
 }
 static luna_status fake_open(luna_ctx *ctx, int number, void **self) {
   if (fake_away) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, "luna_open: this device is away");
-  CHECK(number == 7, "open is told of device %d", number);
+  CHECK(number == 7, "open is given device %d", number);
   *self = &fake_opened;
   fake_opened++;
   return LUNA_OK;

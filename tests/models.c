@@ -2525,8 +2525,8 @@ static void check_matching(void) {
     if (m)
       CHECK(m->loaded == luna_params_tensor_count(to) - 4 && m->missing == 4 && m->unused == 5, "%d are loaded, %d left as they were, %d left out",
             (int)m->loaded, (int)m->missing, (int)m->unused);
-    for (int i = 0; i < LINES && way == 0; i++) CHECK(was_reported(&t, lines[i]), "\"%s\" is not told", lines[i]);
-    CHECK(way || t.count == LINES, "%d things are told, not %d", t.count, LINES);
+    for (int i = 0; i < LINES && way == 0; i++) CHECK(was_reported(&t, lines[i]), "\"%s\" is not reported", lines[i]);
+    CHECK(way || t.count == LINES, "%d things are reported, not %d", t.count, LINES);
     for (int64_t i = 0; i < luna_params_tensor_count(to); i++) {
       const char *name;
       const luna_tensor *p = luna_params_at(to, i, &name), *q = luna_params_find(from, name);

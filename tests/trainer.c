@@ -783,12 +783,12 @@ static void check_nonfinite(int kind) {
       const luna_tensor *p = luna_params_at(f.params, k, NULL);
       for (int64_t j = 0; j < part_size[k]; j++) CHECK(p->grad[j] == 0, "kind %d, %s: a gradient is left", kind, bad[i].what);
     }
-    CHECK(t.calls == i, "kind %d, %s: told before anything was read", kind, bad[i].what);
+    CHECK(t.calls == i, "kind %d, %s: reported before anything was read", kind, bad[i].what);
     if (i % 2) luna_read(kept, after);
     else value = luna_item(loss), (void)value;
-    CHECK(t.calls == i + 1 && t.status == LUNA_OK && strstr(t.sentence, "skipped"), "kind %d, %s: told %d times, \"%s\"", kind, bad[i].what, t.calls, t.sentence);
+    CHECK(t.calls == i + 1 && t.status == LUNA_OK && strstr(t.sentence, "skipped"), "kind %d, %s: reported %d times, \"%s\"", kind, bad[i].what, t.calls, t.sentence);
     luna_item(loss);
-    CHECK(t.calls == i + 1, "kind %d, %s: told again", kind, bad[i].what);
+    CHECK(t.calls == i + 1, "kind %d, %s: reported again", kind, bad[i].what);
   }
   /* a step that was skipped leaves no trace (but in Apollo, whose warm-up counts it) */
   fit_step(&f), fit_step(&calm);
