@@ -445,8 +445,9 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
 /* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv 2212.14052] */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
-/* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d].
-   unpack: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
+/* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
+   [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
+   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums);
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout);
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
@@ -515,7 +516,8 @@ typedef struct luna_load_report {
   void *user;
   int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
 } luna_load_report;
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *report);
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
+                                              luna_load_report *report);
 /* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during the call. */
 typedef struct luna_file_tensor {
   const char *name, *dtype;          /* "F32", "I64", ... */
@@ -534,8 +536,8 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out); 
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 /* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
-   may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that is
-   not a regular one is an error. */
+   may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
+   is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
@@ -570,11 +572,14 @@ typedef struct luna_nested_attention_layer {
   luna_nested_attention_layer_config config;
   luna_linear_layer pq, pk, pv, q, k, v, out; /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
 } luna_nested_attention_layer;
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_layer_config *config);
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_nested_attention_layer_config *config);
 /* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking memory slots j >= lengths[b] too
    -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be null) */
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                                          luna_tensor *context, const int32_t *lengths, luna_tensor **packed_context);
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, luna_tensor *context, const int32_t *lengths,
+                                                          luna_tensor **packed_context);
 
 /* Causal Luna attention, section 3.3 */
 typedef struct luna_causal_attention_layer_config {
@@ -588,7 +593,9 @@ typedef struct luna_causal_attention_layer {
   luna_causal_attention_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
 } luna_causal_attention_layer;
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_layer_config *config);
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_causal_attention_layer_config *config);
 /* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
@@ -650,14 +657,14 @@ struct luna_layer_config {
   luna_linformer_config linformer;
   const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
   int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the one that comes in (the paper's non-contextual P); 0 = none */
-  luna_recompute_kind recompute;        /* training: what backward computes again instead of keeping it */
+  luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
 };
 
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear, Linformer */
-  void *hook_state;                      /* the hook's */
+  void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
   luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
   luna_linear_layer fc1, fc2;
@@ -677,7 +684,8 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
 /* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths);
 
-/* Decoder-only layer: causal attention (Luna's with a learned memory of its own, of `memory` slots, 0 = 16), feed-forward */
+/* Decoder-only layer: causal attention (Luna's with a learned memory of its own, of `memory` slots, 0 = 16),
+   feed-forward */
 typedef struct luna_causal_layer {
   luna_layer_config config;
   luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
@@ -685,7 +693,7 @@ typedef struct luna_causal_layer {
   luna_tensor *kernel_bias;          /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear */
-  void *hook_state;                      /* the hook's */
+  void *hook_state;                  /* the hook's */
   luna_norm_layer attention_norm, final_norm;
   luna_linear_layer fc1, fc2;
 } luna_causal_layer;
@@ -753,10 +761,10 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const lu
 
 /* Classifier */
 typedef enum luna_pooling {
-  LUNA_POOLING_DEFAULT = 0,             /* the memory, or without one the mean */
-  LUNA_POOLING_CLS,                     /* X[0] */
-  LUNA_POOLING_MEAN,                    /* mean of X over real tokens */
-  LUNA_POOLING_MEMORY,                  /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
+  LUNA_POOLING_DEFAULT = 0,          /* the memory, or without one the mean */
+  LUNA_POOLING_CLS,                  /* X[0] */
+  LUNA_POOLING_MEAN,                 /* mean of X over real tokens */
+  LUNA_POOLING_MEMORY,               /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
   LUNA_POOLING_MEMORY_BATCH             /* mean of P over the batch's min(l, longest) slots: the authors' */
 } luna_pooling;
 typedef struct luna_classifier_config {
@@ -907,12 +915,13 @@ LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_conf
    { .max_rank = 1 }: no decay on norms and biases. */
 typedef struct luna_param_group {
   const char *name;                  /* whose name has this in it; null = any */
-  int max_rank;                     /* and of at most so many axes; 0 = any */
+  int max_rank;                      /* and of at most so many axes; 0 = any */
   float lr;                          /* factor on the learning rate; 0 = 1 */
   float weight_decay;                /* in place of the config's; 0 = none */
   bool frozen;                       /* not trained at all; their gradients count for nothing */
 } luna_param_group;
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group); /* the last that fits a parameter counts */
+/* the last that fits a parameter counts */
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
 
 /* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no
    luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
@@ -987,11 +996,12 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
    and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
-LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam); /* beam 0 = 1 */
+/* beam 0 = 1 */
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
   int64_t beam;                      /* 0 = 1, greedy */
-  int64_t max_length;                      /* tokens of a result, its end not counted; 0 = 2 n + 10 */
+  int64_t max_length;                /* tokens of a result, its end not counted; 0 = 2 n + 10 */
   float length_penalty;              /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
   bool exhaustive;                   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
 } luna_beam_config;
@@ -1195,8 +1205,8 @@ LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, i
   for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
 }
 
-/* A task runs once for each thread in [0, threads); it takes its share of the work by its number, and its own part of the
-   scratch. How work is shared out never changes a bit of the result. */
+/* A task runs once for each thread in [0, threads); it takes its share of the work by its number, and its own part
+   of the scratch. How work is shared out never changes a bit of the result. */
 typedef void (*lunai_task)(void *work, int64_t thread, int64_t threads);
 typedef struct lunai_parallel { luna_parallel_for run; void *user; int64_t threads; } lunai_parallel;
 typedef struct lunai_parallel_call { lunai_task task; void *work; int64_t threads; } lunai_parallel_call;
@@ -1213,7 +1223,9 @@ LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *w
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
 }
 /* thread's contiguous share of `count` items */
-LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads) { return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads; }
+LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads) {
+  return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
+}
 
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step) under key
    `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no dropout. */
@@ -1235,8 +1247,9 @@ typedef struct lunai_gemm {
   bool dots;                         /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
 } lunai_gemm;
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0 shares.
-   Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i when ragged. */
+/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
+   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
+   when ragged. */
 typedef struct lunai_attention {
   const float *q, *k, *v;
   float *out;
@@ -1916,9 +1929,10 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 
 /* ......................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
-   B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives in
-   registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an element, so its
-   bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another order. Guarded by tests/gemm.c.
+   B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
+   in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
+   element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
+   order. Guarded by tests/gemm.c.
    ...................................................................................................................... */
 #undef LUNAI_MR
 #undef LUNAI_TILES_ABREAST
@@ -1952,7 +1966,8 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 LUNAI_FN int64_t LUNAI_K(panels_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
-LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
+LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
+                                  int64_t b_column, float *to) {
   int64_t j = 0, p;
   if (b_column == 1 && columns == LUNAI_NR) {
     for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
@@ -1975,19 +1990,22 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
     for (i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
   }
 }
-LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels) {
+LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
+                                   float *panels) {
   int64_t j = 0, p, i;
   if (b_column == 1) /* four panels at a time: longer contiguous reads */
     for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
       for (p = 0; p < k; p++)
         for (i = 0; i < 4; i++)
-          memcpy(panels + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR, LUNAI_NR * sizeof(float));
+          memcpy(panels + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR,
+                 LUNAI_NR * sizeof(float));
   for (; j < n; j += LUNAI_NR)
     LUNAI_K(fill_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, panels + j * k);
 }
 
 /* copies `rows` <= MR rows of A: LUNAI_KA floats apart or, where A is column-major, as [k][MR] */
-LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
+LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                   float *to) {
   int64_t i, p;
   if (a_column == 1)
     for (i = 0; i < rows; i++) memcpy(to + i * LUNAI_KA, a + i * a_row, (size_t)k * sizeof(float));
@@ -1998,7 +2016,8 @@ LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int6
 /* Copies several tiles of a column-major A, at rows first[0], first[1], ..., reading each cache line once. A tile
    with fewer rows than MR leaves the rest unset; they are never read. */
 #define LUNAI_TILES_ABREAST 4
-LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a, int64_t a_column, float *to) {
+LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a,
+                                      int64_t a_column, float *to) {
   int64_t t, p;
   while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* the last tile may lack rows in memory */
     tiles--;
@@ -2009,7 +2028,12 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
 }
 
 /* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; from, bias null: none */
-typedef struct LUNAI_K(epilogue) { const float *bias, *from; float *c; int64_t from_row, c_row; float alpha, lowest; } LUNAI_K(epilogue);
+typedef struct LUNAI_K(epilogue) {
+  const float *bias, *from;
+  float *c;
+  int64_t from_row, c_row;
+  float alpha, lowest;
+} LUNAI_K(epilogue);
 
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
    every case below. Rows of A are addressed from every third one: an x86 address holds a base plus one or two
@@ -2167,7 +2191,8 @@ LUNAI_FN LUNAI_K(epilogue) LUNAI_K(epilogue_of)(const LUNAI_K(target) *t, int64_
 /* m rows of A by the panels of a block; a_gathered: a buffer that a tile's rows of A are copied to first, or null.
    The tile's rows stay in L1 while the panels stream from L2 and the next tile's rows are prefetched; C is accessed
    row by row. */
-LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_gathered,
+LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                              float *a_gathered,
                               const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
   const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
   const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
@@ -2210,7 +2235,8 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   }
 }
 
-/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a multiple of NR */
+/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a
+   multiple of NR */
 LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *panel,
                                       int64_t panel_step, int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
   LUNAI_K(target) t;
@@ -2226,7 +2252,8 @@ LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const flo
     p += LUNAI_KC;
   } while (p < k);
 }
-LUNAI_FN void LUNAI_K(product_of_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *panels,
+LUNAI_FN void LUNAI_K(product_of_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
+                                         int64_t a_column, const float *panels,
                                       float alpha, float *c, int64_t c_row, bool accumulate) {
   LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, panels, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
 }
@@ -2283,8 +2310,9 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
     }
 }
 
-/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that threads
-   never wait for each other; and the scratch of a thread. `late`: C is added after the activation, so partial sums need their own place. */
+/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
+   threads never wait for each other; and the scratch of a thread. `late`: C is added after the activation, so
+   partial sums need their own place. */
 typedef struct LUNAI_K(gemm_plan) {
   const lunai_gemm *g;
   char *scratch;
@@ -2339,9 +2367,12 @@ LUNAI_FN void LUNAI_K(panels_task)(void *work, int64_t thread, int64_t threads) 
   const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * LUNAI_NR) - column;
   int64_t p;
   for (p = 0; n > 0 && p < g->k; p += LUNAI_KC)
-    LUNAI_K(fill_panels)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row, g->b_column, w->panels + LUNAI_K(panels_at)(g, column, p));
+    LUNAI_K(fill_panels)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
+                         g->b_column, w->panels + LUNAI_K(panels_at)(g, column, p));
 }
-LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_round((size_t)LUNAI_K(panels_size)(n, k) * sizeof(float)); }
+LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) {
+  return lunai_round((size_t)LUNAI_K(panels_size)(n, k) * sizeof(float));
+}
 LUNAI_FN void LUNAI_K(make_panels)(const lunai_gemm *g, const lunai_parallel *parallel, float *panels) {
   LUNAI_K(panels_work) w;
   w.g = g;
@@ -2350,7 +2381,8 @@ LUNAI_FN void LUNAI_K(make_panels)(const lunai_gemm *g, const lunai_parallel *pa
 }
 
 /* m rows by the n columns of a block from `column` on, over all of k */
-LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t m, int64_t n, int64_t column, const float *a,
+LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t m, int64_t n,
+                                  int64_t column, const float *a,
                                   const float *b, LUNAI_K(target) *t) {
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
@@ -2365,13 +2397,16 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_t
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
-    const float *from = b + p * g->b_row, *panels = g->b_panels ? g->b_panels + LUNAI_K(panels_at)(g, column, p) : thread->b;
-    if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k)) LUNAI_K(fill_panels)(n, k, from, g->b_row, g->b_column, thread->b);
+    const float *from = b + p * g->b_row,
+                *panels = g->b_panels ? g->b_panels + LUNAI_K(panels_at)(g, column, p) : thread->b;
+    if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k))
+      LUNAI_K(fill_panels)(n, k, from, g->b_row, g->b_column, thread->b);
     thread->held = from;
     thread->held_n = n;
     thread->held_k = k;
     t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late);
-    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels, LUNAI_NR * k, LUNAI_NR, t);
+    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
+                    LUNAI_NR * k, LUNAI_NR, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
     p += LUNAI_KC;
@@ -2379,7 +2414,8 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_t
 }
 
 /* rows [row, row_end) by columns [column, column_end) of one batch item */
-LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t item, int64_t row, int64_t row_end,
+LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t item,
+                                 int64_t row, int64_t row_end,
                                  int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
   const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
@@ -2401,7 +2437,8 @@ LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_th
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
       t.from = g->residual ? g->residual + at : NULL;
       t.from_row = g->c_row;
-      LUNAI_K(gemm_block)(plan, thread, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j, a + row * g->a_row,
+      LUNAI_K(gemm_block)(plan, thread, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j,
+                          a + row * g->a_row,
                           b + j * g->b_column, &t);
     }
 }
@@ -2965,8 +3002,8 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
 
 /* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query are
-   contiguous, the keys are in panels and the queries read in place; otherwise the scores of a key, and the converse. Same
-   bits. */
+   contiguous, the keys are in panels and the queries read in place; otherwise the scores of a key, and the converse.
+   Same bits. */
 typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
@@ -2992,7 +3029,8 @@ typedef struct lunai_attention_work {
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a thread's part of the scratch; see LUNAI_K(attention_space) */
-  float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product, *own, *part, *stats, *state;
+  float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
+  float *own, *part, *stats, *state;
 } lunai_attention_space;
 
 LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
@@ -3108,8 +3146,10 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   m->mask = lunai_take(&scratch, masked * scores);
   m->mask_row = lunai_take(&scratch, masked * depth);
   m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
-  m->score_panels = lunai_take(&scratch, lunai_max(LUNAI_K(panels_size)(few, d), tiles * LUNAI_K(panels_size)(LUNAI_TILE, d)));
-  m->slope_panels = lunai_take(&scratch, back * lunai_max(LUNAI_K(panels_size)(few, dv), LUNAI_K(panels_size)(LUNAI_TILE, dv)));
+  m->score_panels = lunai_take(&scratch,
+                               lunai_max(LUNAI_K(panels_size)(few, d), tiles * LUNAI_K(panels_size)(LUNAI_TILE, d)));
+  m->slope_panels = lunai_take(&scratch,
+                               back * lunai_max(LUNAI_K(panels_size)(few, dv), LUNAI_K(panels_size)(LUNAI_TILE, dv)));
   m->values = lunai_take(&scratch, LUNAI_K(panels_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
   m->product = lunai_take(&scratch, back * LUNAI_K(panels_size)(lunai_max(d, dv), LUNAI_TILE));
   m->own = lunai_take(&scratch, back * depth * (d + dv));
@@ -3119,7 +3159,8 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   return scratch;
 }
 
-LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t threads, bool backward, void *scratch) {
+LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t threads,
+                                         bool backward, void *scratch) {
   lunai_attention_space space;
   char *zero = (char *)w; /* only distances count */
   int64_t units;
@@ -3139,15 +3180,18 @@ LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t thr
 /* s = factor x y^T for the tile's queries x and keys y; `panels` holds y (across) or x */
 LUNAI_FN void LUNAI_K(tile_product)(const lunai_tile *t, int64_t dim, const float *x, int64_t x_row, const float *y, int64_t y_row,
                                     const float *panels, float factor, float *s) {
-  if (t->k_step == 1) LUNAI_K(product_of_panels)(t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step, false);
+  if (t->k_step == 1) LUNAI_K(product_of_panels)(t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step,
+                                                 false);
   else LUNAI_K(product_of_panels)(t->depth, t->width, dim, y, y_row, 1, panels, factor, s, t->step, false);
   lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
 }
 
-/* c = factor s y [width, n] for the keys' rows y; `panels` holds them, or is room for them where no other tile needs them (`once`) */
+/* c = factor s y [width, n] for the keys' rows y; `panels` holds them, or is room for them where no other tile needs
+   them (`once`) */
 LUNAI_FN void LUNAI_K(tile_rows_of_keys)(const lunai_tile *t, int64_t n, const float *s, const float *y, int64_t y_row, bool once,
                                          float *panels, float factor, float *c, int64_t c_row) {
-  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false, panels);
+  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false,
+                             panels);
   else LUNAI_K(product_of_panels)(t->width, n, t->depth, s, t->q_step, t->k_step, panels, factor, c, c_row, false);
 }
 
@@ -3275,7 +3319,8 @@ LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_he
 LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai_attention_space *m, const lunai_head *head, int64_t first,
                                       int64_t last, int64_t block, int64_t end, float *partial) {
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, panels_step = head->across ? 0 : LUNAI_K(panels_size)(LUNAI_TILE, d);
+  const int64_t d = a->head_dim, dv = a->value_dim,
+                panels_step = head->across ? 0 : LUNAI_K(panels_size)(LUNAI_TILE, d);
   const float *q = a->q + head->q;
   float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
   int64_t query, depth;
@@ -3309,7 +3354,8 @@ LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai
     LUNAI_K(attention_finish)(a, head, query, m->state + 3 * (query - first));
 }
 
-/* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later ones cost more */
+/* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
+   ones cost more */
 LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1, items = w->pairs * runs * blocks;
@@ -3377,7 +3423,8 @@ LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slop
 }
 
 /* c (+)= factor s^T x [depth, n] for the queries' rows x */
-LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x, int64_t x_row, float *panels,
+LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x,
+                                            int64_t x_row, float *panels,
                                             float factor, float *c, bool accumulate) {
   LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
 }
@@ -3557,7 +3604,8 @@ LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char 
   return scratch;
 }
 
-LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t threads, bool backward, void *scratch) {
+LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t threads, bool backward,
+                                      void *scratch) {
   lunai_unpack_space space;
   char *zero = (char *)w; /* only distances count */
   memset(w, 0, sizeof *w);
@@ -3616,7 +3664,8 @@ LUNAI_FN float LUNAI_K(unpack_softmax)(int64_t n, const float *bias, float *s) {
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b, int64_t first, int64_t rows) {
+LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b, int64_t first,
+                                    int64_t rows) {
   const int64_t d = u->dim, row = b * u->rows + first;
   float *out = u->out + row * d;
   int64_t i, h, j;
@@ -3635,7 +3684,8 @@ LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_sp
     if (residual && u->out_bias) LUNAI_K(add)(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
   }
-  LUNAI_K(product_of_panels)(rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias || (u->residual && !u->last.threshold));
+  LUNAI_K(product_of_panels)(rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias ||
+                             (u->residual && !u->last.threshold));
   if (!u->last.threshold) return;
   LUNAI_K(dropout)(&u->last, row * d, rows * d, out, out, false);
   if (u->residual) LUNAI_K(add)(rows * d, u->residual + row * d, out, out);
@@ -3644,7 +3694,8 @@ LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_sp
 LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), last = lunai_share(u->batch * panels, thread + 1, threads);
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
+  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
   lunai_unpack_space space;
   int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
   LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
@@ -3682,7 +3733,8 @@ LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t n, const float *bias, const float *
 }
 
 /* a panel's dX, and its share of the unit's partial gradients */
-LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b, int64_t first, int64_t rows,
+LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b,
+                                             int64_t first, int64_t rows,
                                              float *part) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
   const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
@@ -3705,7 +3757,8 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
   }
   if (u->grad_k) LUNAI_K(product)(n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
   if (u->grad_v) LUNAI_K(product)(n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
-  if (u->grad_x) LUNAI_K(product_of_panels)(rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d, true); /* last: it may be grad_out */
+  /* last: it may be grad_out */
+  if (u->grad_x) LUNAI_K(product_of_panels)(rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d, true);
 }
 
 LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t thread, int64_t threads) {
@@ -3761,8 +3814,8 @@ LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parall
    >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [section 3.3]
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
    The state between chunks is double: S forward, as the running mean M = S / t, and R in reverse; inside a chunk all is
-   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order, so
-   the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
+   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
+   so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ---------------------------------------------------------------------------------------------------------------------- */
 
 /* one chunk of one (batch, head), and its buffers */
@@ -3772,7 +3825,8 @@ typedef struct LUNAI_K(chunk) {
   bool begins, last;                 /* the state before it is empty; the state after it is unused */
   float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
                                         reads the state before the chunk, and kept */
-  float *scores, *panels, *room[3];  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
+  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
+  float *scores, *panels, *room[3];
 } LUNAI_K(chunk);
 
 typedef struct LUNAI_K(sweep) {
@@ -3784,7 +3838,8 @@ typedef struct LUNAI_K(sweep) {
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
-  int64_t chunks, window, start;     /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
+  /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
+  int64_t chunks, window, start;
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
 } LUNAI_K(sweep);
@@ -3815,11 +3870,13 @@ LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t threads, void *me
   int64_t states, records;
   s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
   s->window = 1;
-  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads) /* else whole items keep the threads busy */
+  /* else whole items keep the threads busy */
+  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
   states = s->window > 1 ? s->items : threads;
   records = s->window > 1 ? s->items * s->window : threads;
-  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) + lunai_floats(LUNAI_K(chunk_panels)(s->dim, s->value_dim)) +
+  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) +
+                    lunai_floats(LUNAI_K(chunk_panels)(s->dim, s->value_dim)) +
                   3 * lunai_floats(LUNAI_CHUNK * wide);
   s->state_bytes = (int64_t)lunai_round((size_t)state * sizeof(double));
   s->record_bytes = lunai_floats(state) + lunai_floats(s->kept);
@@ -3839,7 +3896,8 @@ LUNAI_INLINE double *LUNAI_K(sweep_carried)(const LUNAI_K(sweep) *s, int64_t pla
 }
 
 /* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
-LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place, int64_t thread) {
+LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place,
+                                             int64_t thread) {
   const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
   char *record = s->record_at + place * s->record_bytes, *room = s->threads_at + thread * s->thread_bytes;
   LUNAI_K(chunk) c;
@@ -3901,9 +3959,11 @@ LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t thread, int64_t threads) 
   }
 }
 
-/* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their outputs */
+/* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their
+   outputs */
 LUNAI_INLINE void LUNAI_K(sweep_window)(const LUNAI_K(sweep) *s, int64_t thread, int64_t threads, bool output) {
-  const int64_t window = lunai_min(s->window, s->chunks - s->start), end = lunai_share(s->items * window, thread + 1, threads);
+  const int64_t window = lunai_min(s->window, s->chunks - s->start);
+  const int64_t end = lunai_share(s->items * window, thread + 1, threads);
   int64_t i;
   for (i = lunai_share(s->items * window, thread, threads); i < end; i++) {
     const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, i / window, s->start + i % window, i, thread);
@@ -3924,7 +3984,8 @@ LUNAI_FN void LUNAI_K(sweep_scans)(void *work, int64_t thread, int64_t threads) 
   for (i = 0; i < s->items * window; i++) {
     const int64_t item = i / window, n = LUNAI_K(sweep_state)(s, item);
     const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, s->start + i % window, i, thread);
-    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, thread, threads), lunai_share(n, thread + 1, threads));
+    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, thread, threads),
+                        lunai_share(n, thread + 1, threads));
   }
 }
 
@@ -3960,7 +4021,8 @@ LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, con
   LUNAI_K(fill_panels)(c->rows, depth, y, 1, y_row, c->panels);
   LUNAI_K(product_of_panels)(head, head, depth, x, x_row, 1, c->panels, 1, c->scores, LUNAI_CHUNK, false);
   if (tail > 0)
-    LUNAI_K(product_of_panels)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK, false);
+    LUNAI_K(product_of_panels)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK,
+                               false);
   for (t = 0; t < c->rows; t++) {
     end = t < head ? head : c->rows;
     memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
@@ -3971,7 +4033,8 @@ LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, con
 LUNAI_FN void LUNAI_K(causal_apply)(const LUNAI_K(chunk) *c, int64_t n, float alpha, const float *z, int64_t z_row, float *out,
                                     int64_t out_row, bool accumulate) {
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate, c->panels);
+  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate,
+                   c->panels);
   if (tail > 0)
     LUNAI_K(product)(tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row, z_row, 1, alpha,
                      out + head * out_row, out_row, true, c->panels);
@@ -4037,7 +4100,8 @@ LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_
 LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *g, int64_t g_row, const float *mean,
                                      const float *y, int64_t y_row, float *grad, int64_t grad_row, bool accumulate) {
   if (!c->begins)
-    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate, c->panels);
+    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate,
+                     c->panels);
   LUNAI_K(causal_apply)(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
 }
 
@@ -4045,7 +4109,8 @@ LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t
    (A = Y, B = R, X = G) */
 LUNAI_FN void LUNAI_K(causal_grad_yz)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *a, int64_t a_row, const float *b,
                                       int64_t b_row, int64_t b_column, const float *x, int64_t x_row, float *grad, int64_t grad_row) {
-  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true, c->panels);
+  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true,
+                                   c->panels);
   LUNAI_K(causal_apply_transposed)(c, n, x, x_row, grad, grad_row);
 }
 
@@ -6359,9 +6424,9 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ct
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
   return ctx ? ctx->error
-             : "there is no context: luna_open failed (out of memory, a block that is too small or given with a device, "
-               "threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an "
-               "unknown form, or a backend of another version)";
+             : "there is no context: luna_open failed (out of memory, a block that is too small or given with a "
+               "device, threads below 0, an isa that this build or machine lacks, allocate without release or the "
+               "reverse, an unknown form, or a backend of another version)";
 }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
@@ -6393,7 +6458,8 @@ typedef struct lunai_split_work {
 LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const lunai_split_work *w = (const lunai_split_work *)work;
   const int64_t units = lunai_divide_up(w->count, w->unit);
-  const int64_t first = lunai_share(units, thread, threads) * w->unit, last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
+  const int64_t first = lunai_share(units, thread, threads) * w->unit;
+  const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
   if (first < last) w->body(w->op, first, last);
 }
 LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body)(luna_op *op, int64_t first, int64_t last)) {
@@ -6872,7 +6938,8 @@ typedef struct lunai_ffn_work {
   float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
-  float *panels[6];                  /* of the weights, made once for all blocks of rows, by the product that reads them */
+  /* of the weights, made once for all blocks of rows, by the product that reads them */
+  float *panels[6];
   void *scratch;
 } lunai_ffn_work;
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
@@ -6926,7 +6993,8 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
     const bool second = which == 1 || which == 3;
     if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
     w->panels[which] = (float *)(void *)at;
-    at += lunai_k(op)->panels_bytes(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in, which == 0 ? w->in : which == 3 ? w->out : w->hidden);
+    at += lunai_k(op)->panels_bytes(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in,
+                                    which == 0 ? w->in : which == 3 ? w->out : w->hidden);
     if (!workspace) continue;
     lunai_ffn_product(w, which, &g);
     lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
@@ -6969,7 +7037,8 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   op->backward_workspace_size += gemm;
 }
 /* a thread's share of a block's elementwise work: n elements from `first` on */
-LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thread, int64_t threads, int64_t *first, int64_t *n) {
+LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thread, int64_t threads, int64_t *first,
+                             int64_t *n) {
   *first = lunai_share(w->rows, thread, threads) * width;
   *n = lunai_share(w->rows, thread + 1, threads) * width - *first;
 }
@@ -7168,7 +7237,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats: for backward */
+/* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
+   for backward */
 #define LUNAI_KERNEL_OP(name, kept_floats) \
   LUNAI_FN void lunai_##name##_query(luna_op *op) { \
     lunai_##name a; \
@@ -7394,7 +7464,8 @@ LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first
 LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const lunai_update_work *w = (const lunai_update_work *)work;
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
-  const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT, last = lunai_min(lunai_share(units, thread + 1, threads) * LUNAI_SPLIT, w->update.count);
+  const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT;
+  const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * LUNAI_SPLIT, w->update.count);
   const lunai_update u = lunai_update_part(&w->update, first, last);
   if (first < last) (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
 }
@@ -7496,7 +7567,8 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
    An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the step (lunai_finish), the
-   backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes everything. Guarded by tests/ops.c.
+   backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes everything. Guarded by
+   tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
 
@@ -7634,7 +7706,8 @@ LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const cha
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 /* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a, luna_tensor *b, luna_tensor *c) {
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
+                          luna_tensor *b, luna_tensor *c) {
   luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
   int i;
   memset(s, 0, sizeof *s);
@@ -8179,7 +8252,8 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (params->ctx->open_status != LUNA_OK) return params->ctx->open_status;
   /* nonfinite came from the loss of these gradients */
-  status = params->ctx->options.measure ? LUNA_OK : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
+  status = params->ctx->options.measure ? LUNA_OK
+      : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
@@ -8864,10 +8938,12 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
   if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
   if (ragged) {
-    for (b = 0; b < c->sequences; b++) longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
+    for (b = 0; b < c->sequences; b++)
+      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
     s->op.arg.attention.batch = c->sequences;
     s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->sequences; b++) longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
+    for (longest = 0, b = 0; b < c->sequences; b++)
+      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
     s->op.arg.attention.keys = longest;
     return true;
   }
@@ -8932,7 +9008,9 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
   return lunai_finish_like(&s, x);
 }
 
-LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) { return t->ctx->backend->op[kind].forward != NULL; }
+LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
+  return t->ctx->backend->op[kind].forward != NULL;
+}
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
   int64_t sums_shape[3];
@@ -8973,7 +9051,8 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
   s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(bias, 2, rows)), swap);
   s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
-  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first); /* the fused op's order of elements */
+  /* the fused op's order of elements */
+  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first);
   grouped[2] = h * l;
   s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(v, 3, flat), false, false);
   return out_bias ? luna_add(s, out_bias) : s;
@@ -9035,7 +9114,8 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
     return lunai_fail(q->ctx, LUNA_BAD_ARGUMENT, "luna_causal_nested_attention: omega must not be negative: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1");
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
+  if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training))
+    return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
   build.op.arg.causal.heads = heads;
@@ -9204,7 +9284,9 @@ LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_layer_config *config) {
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_nested_attention_layer_config *config) {
   luna_nested_attention_layer_config c;
   const luna_linear_layer none = { NULL, NULL };
   luna_init init;
@@ -9293,9 +9375,13 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
 }
 
 /* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, V'_h = v_h Wo_h^T */
-LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed_context, luna_tensor *residual, float dropout, const int32_t *lengths) {
-  const int64_t d = layer->config.dim, h = layer->config.heads, b = packed_context->shape[0], l = packed_context->shape[1];
-  luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed_context), (float)(1.0 / sqrt((double)(d / h)))), h);
+LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                          luna_tensor *packed_context, luna_tensor *residual, float dropout,
+                                          const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.heads;
+  const int64_t b = packed_context->shape[0], l = packed_context->shape[1];
+  luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed_context),
+                                                (float)(1.0 / sqrt((double)(d / h)))), h);
   luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed_context), h);
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
@@ -9326,7 +9412,9 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 }
 
 /* Y_X + residual, or null, after a dropout */
-LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed_context) {
+LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
+                                             luna_tensor *context, luna_tensor *residual, float dropout,
+                                             const int32_t *lengths, luna_tensor **packed_context) {
   const luna_nested_attention_layer_config *c;
   luna_attention_config a;
   luna_tensor *outputs[2], *k, *v;
@@ -9351,23 +9439,29 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
   a.dropout = c->dropout;
   a.heads = c->heads;
   a.lengths = memory_lengths;
-  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) outputs[1] = lunai_unpack_folded(layer, x, outputs[0], residual, dropout, memory_lengths);
+  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2))
+    outputs[1] = lunai_unpack_folded(layer, x, outputs[0], residual, dropout, memory_lengths);
   else {
     v = luna_linear_layer_forward(&layer->v, outputs[0]);
     k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, outputs[0]);
-    outputs[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
+    outputs[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a),
+                                   layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
   }
   if (!outputs[1]) return NULL;
   lunai_keep(ctx, mark, outputs, 2);
   if (packed_context) *packed_context = outputs[0];
   return outputs[1];
 }
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed_context) {
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, luna_tensor *context, const int32_t *lengths,
+                                                          luna_tensor **packed_context) {
   return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed_context);
 }
 
 /* --- causal Luna attention, section 3.3 --- */
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_layer_config *config) {
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_causal_attention_layer_config *config) {
   luna_causal_attention_layer_config c;
   luna_init init;
   lunai_setup s;
@@ -9808,7 +9902,8 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
 LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
                                         const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
   luna_tensor *packed_context = NULL, *in = lunai_normed(c, x, norm);
-  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &packed_context);
+  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout,
+                             lengths, &packed_context);
   lunai_normed_end(c, in);
   x = lunai_sum_normed(c, x, norm);
   *p = lunai_residual(c, *p, packed_context, memory_norm);
@@ -9824,13 +9919,19 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   luna_tensor *outputs[2] = { NULL, NULL }, *x;
   const int count = second ? 2 : 1;    /* outputs: P when there is one, then X */
   if (second) {
-    outputs[0] = layer->memory ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
-    outputs[1] = lunai_nested_half(c, &layer->attention, in[0], &outputs[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
+    outputs[0] = layer->memory
+        ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))),
+                      in[0]->shape[0])
+        : in[1];
+    outputs[1] = lunai_nested_half(c, &layer->attention, in[0], &outputs[0], NULL, s->lengths, &layer->attention_norm,
+                                   &layer->memory_norm);
     if (!outputs[0]) return NULL;
     x = outputs[0];                       /* made after X: older first */
     outputs[0] = outputs[1];
     outputs[1] = x;
-  } else outputs[0] = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
+  } else outputs[0] = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state,
+                                                       lunai_normed(c, in[0], &layer->attention_norm), in[1],
+                                                       s->lengths, false), &layer->attention_norm);
   if (!outputs[0]) return NULL;
   lunai_keep(ctx, mark, outputs, count);
   x = outputs[0];
@@ -9892,7 +9993,8 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   lunai_normed_end(c, y);
   x = lunai_sum_normed(c, x, &layer->self_norm);
   outputs[1] = in[1];
-  outputs[0] = lunai_nested_half(c, &layer->cross_attention, x, &outputs[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
+  outputs[0] = lunai_nested_half(c, &layer->cross_attention, x, &outputs[1], in[2], s->lengths, &layer->cross_norm,
+                                 &layer->memory_norm);
   if (!c->pre_norm) lunai_drop(x);
   if (!outputs[0] || !outputs[1]) return NULL;
   lunai_keep(in[0]->ctx, mark, outputs, 2);
@@ -10046,7 +10148,8 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND)) return "this safetensors file holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes))
+    return "a size of the model is missing from the metadata, or out of range";
   return sizes->dim % sizes->heads ? "luna.dim is no multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
@@ -10248,7 +10351,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
   lunai_lm_to_sizes(&c, &sizes);
-  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &sizes);
+  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
+                                       &sizes);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&s, good);
@@ -10337,7 +10441,9 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
   l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
 }
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, const char *name, lunai_model_sizes *s) { return lunai_fields_good(ctx, name, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s); }
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, const char *name, lunai_model_sizes *s) {
+  return lunai_fields_good(ctx, name, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
+}
 LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
   return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
 }
@@ -10651,7 +10757,8 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   if (m.mask == 0 && m.vocab == 0) m.mask = 256;
   if (m.vocab <= 0) m.vocab = m.mask;
   p = m.probability != 0 ? (double)m.probability : 0.15;
-  if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) || lunai_checked(input->batch, input->n) <= 0)
+  if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) ||
+      lunai_checked(input->batch, input->n) <= 0)
     return 0;
   for (b = 0; b < input->batch; b++)
     for (i = 0; i < input->n; i++) {
@@ -10938,7 +11045,9 @@ LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config
   o.moments = 2;
   return lunai_optimizer_open(params, &o, name);
 }
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam"); }
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) {
+  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam");
+}
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw"); }
 
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
@@ -11394,7 +11503,8 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   }
   return m->loaded ? LUNA_OK : lunai_fail_status(params->ctx, LUNA_MISMATCH, "luna_load_matching: not one of the %d parameters is in the file in its shape", params->size);
 }
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *report) {
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
+                                              luna_load_report *report) {
   luna_load_report none;
   lunai_file file;
   luna_status status;
@@ -11700,7 +11810,9 @@ LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const
   (void)params;
   return luna_inspect_bytes(((lunai_inspect_call *)call)->ctx, bytes, size, ((lunai_inspect_call *)call)->inspection);
 }
-LUNAI_FN luna_status lunai_load_matched(void *report, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)report); }
+LUNAI_FN luna_status lunai_load_matched(void *report, luna_params *params, const void *bytes, size_t size) {
+  return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)report);
+}
 
 LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, lunai_loader loader, void *into, luna_params *params, const luna_io *io) {
   const lunai_mark mark = lunai_step_mark(ctx);
@@ -11980,7 +12092,9 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, lunai_loader loader, void *i
   fclose(file);
   return status;
 }
-LUNA_API luna_status luna_load(luna_params *params, const char *path) { return lunai_load_path(lunai_ctx_of(params), lunai_load_values, params, params, path); }
+LUNA_API luna_status luna_load(luna_params *params, const char *path) {
+  return lunai_load_path(lunai_ctx_of(params), lunai_load_values, params, params, path);
+}
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, params, NULL, model, sizeof *model);
@@ -12010,10 +12124,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) { r
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights
-   are read in place. A layer's state is two running means (double) and the last rows of the short convolution's input. A
-   decoder's layers also read their source: its memory in the scores, its packed context through the cross-attention. For
-   a model on a device all values are there, in a block of their own, and the backend computes. Guarded by tests/stream.c,
-   a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
+   are read in place. A layer's state is two running means (double) and the last rows of the short convolution's input.
+   A decoder's layers also read their source: its memory in the scores, its packed context through the cross-attention.
+   For a model on a device all values are there, in a block of their own, and the backend computes. Guarded by
+   tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
 typedef struct lunai_stream_layer {
@@ -12262,7 +12376,8 @@ LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t 
 #else
 #define LUNAI_STREAM_FAR(s, call)
 #endif
-LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) { /* within the stream's memory */
+/* within the stream's memory */
+LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) {
   (void)s;
   LUNAI_STREAM_FAR(s, lunai_device_copy(s, to, from, bytes, 0))
   if (bytes) memcpy(to, from, bytes);
@@ -12938,7 +13053,8 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
-  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
+  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
+                                                  lengths), *k, *v;
   int64_t b;
   if (s->ctx && !lunai_device_fold(s, w, &layer->self_attention, *p)) return false;
   for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
