@@ -89,7 +89,7 @@
 
    NUMBERS
      float32; long sums in double; FMA only where written, never inferred; exp, log, erf, sine and cosine are luna.h's
-     own. Causality is exact: a token, be it Inf or NaN, changes no bit of anything before it. Random numbers are
+     own. Causality is exact: a token, even Inf or NaN, changes no bit of anything before it. Random numbers are
      Philox4x32-10: initial values depend on seed and parameter name, dropout on seed, step and place, the same on
      every machine.
 
@@ -389,7 +389,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);               
 LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
 LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* the axis goes */
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis */
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
@@ -622,7 +622,8 @@ typedef struct luna_attention_layer_config {
 typedef struct luna_attention_layer {
   luna_attention_layer_config config;
   luna_linear_layer q, k, v, out;
-  luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise. Layerwise: whoever shares sets both */
+  luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise.
+                                        Layerwise: the caller sets both */
 } luna_attention_layer;
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config);
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
@@ -656,7 +657,8 @@ struct luna_layer_config {
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
   luna_linformer_config linformer;
   const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
-  int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the one that comes in (the paper's non-contextual P); 0 = none */
+  int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the incoming one
+                                        (the paper's non-contextual P); 0 = none */
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
 };
 
@@ -737,7 +739,8 @@ typedef struct luna_encoder_config {
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
-  bool keep_padding;                 /* leave what comes out of padded places (the authors' translation model); default: zeros */
+  bool keep_padding;                 /* keep the outputs at padded places (the authors' translation model); default:
+                                        zeros */
   luna_layer_config layer;           /* everything else of the layers; own_memory and linformer.max_length come from
                                         above */
 } luna_encoder_config;
@@ -938,9 +941,10 @@ LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
 
-/* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it goes on with the same bits.
-   The file is a checkpoint of the model as well. Where the data stood is the caller's to say: luna_params_set before, luna_params_get after. Call it
-   after luna_optimizer_step: gradients are not saved. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
+/* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
+   goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
+   caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
+   saved. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
@@ -1232,7 +1236,7 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
 typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats and
-   resolved; C's columns and those of `pre` (the pre-activation, may be null, C's layout) lie one float apart. */
+   resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
   const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
@@ -5026,9 +5030,9 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
    >>safetensors: reading and writing files of tensors, without allocation or stdio
    8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype": "F32",
    "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without holes.
-   lunai_st_open checks a stranger's bytes once; the functions after it walk the same header and cannot leave it.
-   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
-   Guarded by tests/safetensors.c.
+   lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
+   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n. Guarded
+   by tests/safetensors.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
@@ -6511,7 +6515,7 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
 LUNAI_FN luna_status lunai_permute_forward(luna_op *op) { lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK; }
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) { lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK; }
 
-/* a part of an axis lies in rows of `width` floats; whole: the tensor with the full axis. size: axis, start */
+/* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows, int64_t *width, int64_t *stride) {
   int64_t inner = 1;
   int a;
@@ -12644,7 +12648,7 @@ LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) 
   s->kernels->add(count, s->x, out, s->x);
 }
 
-/* x + out, normed when post-norm; else what comes next reads it normed: returned is the next half-layer's input */
+/* x + out, normed when post-norm; returns the next half-layer's input, which is normed when pre-norm */
 LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const float *out, const lunai_stream_linear *norm, const lunai_stream_linear *next) {
   lunai_stream_add(s, rows * s->sizes.dim, out);
   if (!s->sizes.pre_norm) lunai_stream_norm(s, s->x, rows, norm, s->x);
@@ -12955,7 +12959,7 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   if (!first->ctx || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
   return lunai_fail_status(ctx, LUNA_UNSUPPORTED, "%s: this backend has no row CAUSAL_LUNA, which streams are made of", name) == LUNA_OK;
 }
-/* memory from the context's allocator, laid out but for what lies on a device */
+/* memory from the context's allocator, laid out except for what is on a device */
 LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   const size_t size = lunai_stream_lay_out(first, NULL);
   luna_stream *s;
