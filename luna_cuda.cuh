@@ -355,7 +355,7 @@ static void lunacu_close(void *user) {
 }
 
 __global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped);
-/* the sentence of a device that cannot be used, or null */
+/* why a device cannot be used, or null */
 static const char *lunacu_device_error(int device, int *processors, char *room, size_t size) {
   int count = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
@@ -1182,7 +1182,7 @@ struct lunacu_ending {
 static void lunacu_end(const luna_op *op, int64_t count, float *y, const lunacu_ending &e) {
   lunacu_map<8>(op, count, y, false, (!e.bias || e.width % 8 == 0) && lunacu_wide(0, e.x, e.bias, e.residual, e.pre), e);
 }
-/* the way back: slope(given) drop(dy); given null: no activation */
+/* backward: slope(given) drop(dy); given null: no activation */
 struct lunacu_beginning {
   const float *dy, *given;
   int64_t first;
@@ -2018,7 +2018,7 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
    in shared memory, O = O exp(the largest before - now) + P V. Where queries are few, several blocks share the keys; what each of them found (largest, sum,
    O) is merged in the order of the keys. Values wider than a tile go by chunks of columns, with O in memory between.
    Backward: waves of scores. One kernel makes P and dS = P (dP - delta) of as many scores as the workspace holds, with P from each row's log-sum-exp and
-   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as plain products. A wave is large enough to fill a GPU and small enough to be workspace of one call;
+   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as matrix products. A wave is large enough to fill a GPU and small enough to be workspace of one call;
    products with a long sum and a small result are split, and the parts added in order. Sizes of waves, splits and tiles follow from shapes alone.
    Causality is exact: a key that a query does not see has weight 0 there, and what is not finite in its value is kept out of the product.
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -2185,7 +2185,7 @@ struct lunacu_runs {
   int chunk_log;                     /* 2^this columns of values at a time */
   float *partial;                    /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
 };
-/* The scores become exp(s - the largest so far), in p[key][query]. stats of each row: the largest score, the sum, how much what is older fades */
+/* The scores become exp(s - the maximum so far), in p[key][query]. stats of each row: the maximum, the sum, the factor of earlier sums */
 template <class T>
 __device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int first, int key, int keys, float (&s)[T::rows][T::columns], lunacu_shared<float> p,
                                                          lunacu_shared<float> stats) {

@@ -29,7 +29,7 @@ TOOL void curve_add(curve *c, double x, double y) {
 typedef struct progress {
   int64_t step, first;               /* steps made; of these, before this run */
   double start, shown, mean, tokens; /* mean: of the loss, over about 20 steps */
-  bool live, bits;                   /* bits: the loss is told in bits per byte too */
+  bool live, bits;                   /* bits: the loss is reported in bits per byte too */
   char note[40];                     /* shown after the loss: "accuracy 0.87" */
   curve training, validation;        /* validation: the example adds to it, by curve_add(&bar.validation, bar.step, loss) */
 } progress;

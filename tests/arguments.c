@@ -373,7 +373,7 @@ static luna_run run_of(void) {
   run.threads = number((int)pick(4));
   return run;
 }
-/* floats over which parts reach: as luna.h says, in double; negative: an argument that cannot be */
+/* floats over which parts reach: as luna.h says, in double; negative: an invalid argument */
 static double reach(double extent, int64_t count, int64_t given, double dense, bool shared, double *stride) {
   const bool one = shared && given == LUNA_SHARED;
   *stride = one ? 0 : given ? (double)given : dense;
@@ -413,7 +413,7 @@ static int gemm_args(luna_gemm_args *g) {
 static void got_free(luna_status status, int v) { /* of a call without context */
   expect(status == LUNA_OK || status == LUNA_BAD_ARGUMENT || status == LUNA_UNSUPPORTED || status == LUNA_OUT_OF_MEMORY, "a status that is none");
   if (hostile == 0) expect(status == LUNA_OK, "a valid call failed");
-  if (v == 0) expect(status == LUNA_BAD_ARGUMENT, "sizes that cannot be are accepted");
+  if (v == 0) expect(status == LUNA_BAD_ARGUMENT, "invalid sizes are accepted");
 }
 static void case_luna_gemm_f32(void) {
   luna_gemm_args g;
@@ -425,7 +425,7 @@ static void case_luna_gemm_scratch(void) {
   const int v = gemm_args(&g);
   const size_t bytes = luna_gemm_scratch(turn() ? NULL : &g);
   expect(hostile || bytes > 0, "no scratch for a valid call");
-  if (v == 0) expect(bytes == 0, "scratch for sizes that cannot be");
+  if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
 }
 static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t s[3], bool shared, bool ragged) {
   double one, row;
@@ -496,7 +496,7 @@ static void case_luna_softmax_attention_scratch(void) {
   const int v = attention_args(&a);
   const size_t bytes = luna_softmax_attention_scratch(turn() ? NULL : &a);
   expect(hostile || bytes > 0, "no scratch for a valid call");
-  if (v == 0) expect(bytes == 0, "scratch for sizes that cannot be");
+  if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
 }
 static int causal_args(luna_causal_args *c) {
   int64_t none[3] = {0, 0, 0};
@@ -527,7 +527,7 @@ static void case_luna_causal_product_scratch(void) {
   const int v = causal_args(&c);
   const size_t bytes = luna_causal_product_scratch(turn() ? NULL : &c);
   expect(hostile || bytes > 0, "no scratch for a valid call");
-  if (v == 0) expect(bytes == 0, "scratch for sizes that cannot be");
+  if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
 }
 /* ==== context ==== */
 static void case_luna_open(void) {
@@ -586,7 +586,7 @@ static void case_luna_tensor_new(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   const int64_t count = rank < 0 || rank > 4 ? -1 : shape_count(rank, shape);
   luna_tensor *t = luna_tensor_new(ctx, count >= 0 && count <= NUMBERS && coin() ? numbers : NULL, rank, turn() ? NULL : shape);
-  if (count < 0) expect(!t, "a shape that cannot be is accepted");
+  if (count < 0) expect(!t, "an invalid shape is accepted");
   got_tensor(t, ctx != NULL);
 }
 static luna_tensor *any_tensor(void) { return tensor(3, small(), small(), small(), 1); }
@@ -1622,7 +1622,7 @@ static void run_function(int at, int first, int last) {
   const int cases = heavy(f->name) ? HEAVY : CASES;
   world one;
   function = f->name;
-  for (int kind = 0; kind < 3; kind++) { /* the plain form, the folded form, a context that measures */
+  for (int kind = 0; kind < 3; kind++) { /* the unfolded form, the folded form, a context that measures */
     world_open(&one, kind == 2, (luna_form)((kind + 1) % 3));
     for (int i = kind * cases; i < (kind + 1) * cases; i++)
       if (i >= first && i <= last && !run_case(f, at, i)) {
@@ -1759,7 +1759,7 @@ static void known_generate(void) {    /* 2 n + 10 */
   const luna_beam_config search = {.begin = 0, .end = 1};
   const luna_input source = {tokens, NULL, 1, INT64_MIN + 5};
   int32_t out[16], length[1];
-  expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(), "a source that cannot be");
+  expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(), "an invalid source");
 }
 static void known_many(void) {        /* too many, the first missing */
   luna_tensor *nine[9] = {NULL};
@@ -1771,7 +1771,7 @@ static void known_ffn(void) {         /* 4 dim */
   luna_layer_config c = small_layer();
   c.dim = INT64_MAX / 2;
   c.ffn = 0;
-  expect(luna_causal_layer_init(&layer, new_set(), "x", 3, &c) != LUNA_OK && sentence(), "a dim that cannot be");
+  expect(luna_causal_layer_init(&layer, new_set(), "x", 3, &c) != LUNA_OK && sentence(), "an invalid dim");
 }
 static void known_hidden(void) { trains(luna_feed_forward(shaped(2, 3, 4, 1), shaped(2, 0, 4, 1), shaped(1, 0, 1, 1), shaped(2, 5, 0, 1), shaped(1, 5, 1, 1), NULL)); }
 static void known_linear(void) {      /* of no inputs the bias remains */

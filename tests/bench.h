@@ -133,7 +133,7 @@ typedef struct bench_case {
   int64_t floats;
   void (*run)(void *arg);
   void *arg;
-  const luna_ctx *ctx;               /* whose peak memory is told, or null */
+  const luna_ctx *ctx;               /* whose peak memory is reported, or null */
   double min;                      /* share that is expected, or 0 */
   /* found: */
   double seconds, share;

@@ -164,7 +164,7 @@ static double timed(bench *b, void (*run)(bench *), int times) {
 static double copy_bytes() { return 2.0 * (double)COPIED; }
 static double gemm_flops() { return 2.0 * (double)SIDE * (double)SIDE * (double)SIDE; }
 
-/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is told in its own unit, and its share
+/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is reported in its own unit, and its share
    is of the copy's or the product's rate just before each of its runs. Returns the median in ms. */
 static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double minimum) {
   const bool is_machine = b == &gpu.own;

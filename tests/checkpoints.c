@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- an allocator that counts, and fails when told ---- */
+/* ---- an allocator that counts, and fails on request ---- */
 typedef struct heap {
   int64_t live, max, calls, fail_at, fail_end; /* fails from call fail_at to before fail_end */
 } heap;
@@ -994,7 +994,7 @@ static void check_inspect(void) {
   for (size_t cut = 0; cut < 8 + size + sizeof data; cut++)
     CHECK(luna_inspect_bytes(ctx, bytes, cut, &inspection) == LUNA_BAD_FILE && *luna_error(ctx), "a file cut to %d bytes is inspected", (int)cut);
   CHECK(luna_inspect(ctx, "no/such/file", &inspection) == LUNA_CANNOT_READ && strstr(luna_error(ctx), "no/such/file"), "a missing file: %s", luna_error(ctx));
-  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to tell, nobody to tell it");
+  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to report, no function to report it to");
   ctx_close(ctx, &h);
 }
 

@@ -229,7 +229,7 @@ static void check_math(void) {
     CHECK(error <= limit[math] && error >= min[math], "a product in mode %d is off by %.3g", math, error);
     luna_close(ctx);
   }
-  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3), "a backend that cannot be is there");
+  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3), "an invalid backend exists");
   free(x), free(w), free(exact), free(got);
 }
 
@@ -277,7 +277,7 @@ static void check_failures(void) {
       cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
       const float loss = device_step(&r, 0);
       const luna_status status = luna_read(r.lm.embedding, all);
-      CHECK(loss != loss || status != LUNA_OK, "%s %d of a step fails and nobody says so", kind ? "kernel" : "launch", at);
+      CHECK(loss != loss || status != LUNA_OK, "%s %d of a step fails without an error", kind ? "kernel" : "launch", at);
       expect_error(r.ctx, kind ? "a fault" : "a launch", "CUDA device 0");
       const float next = device_step(&on_host, 1);
       CHECK(first == first && next == next && next != first, "the CPU's context suffers");
@@ -338,7 +338,7 @@ static void check_stream_failures(void) {
         char *state = (char *)common_alloc(size);
         CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK, "a stream does not begin: %s", luna_stream_error(s));
         cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
-        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3 }), "%s %d of a prefill fails and nobody says so", kind ? "kernel" : "launch", at);
+        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3 }), "%s %d of a prefill fails without an error", kind ? "kernel" : "launch", at);
         CHECK(strstr(luna_stream_error(s), "CUDA device 0"), "a device's failure in a stream: %s", luna_stream_error(s));
         snprintf(sentence, sizeof sentence, "%s", luna_stream_error(s));
         luna_stream_reset(s);

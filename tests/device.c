@@ -1,4 +1,4 @@
-/* The backend's line: a device made of the CPU's own rows whose memory cannot be touched while the host's code runs. Whatever luna.h does with numbers
+/* The backend's line: a device made of the CPU's own ops whose memory cannot be touched while the host's code runs. Whatever luna.h does with numbers
    outside the table ends in a fault here; whatever goes through it gives the CPU's bits. */
 #define _DEFAULT_SOURCE
 #include "test.h"
@@ -128,7 +128,7 @@ int main(int argc, char **argv) {
   CHECK(argc > 1 || fake_waits == 2 * (1 + 3) + 1, "contexts waited %d times for the owner of what they share",
         fake_waits); /* sharing, begins, a stream */
 
-  luna_backend without = fake; /* a backend need not have that row, but then it has no streams */
+  luna_backend without = fake; /* a backend need not have that op, but then it has no streams */
   const device lacking = {&without, 0, 0, false, NULL, NULL};
   device_models m;
   without.op[LUNA_OP_CAUSAL_LUNA] = (luna_op_functions){NULL, NULL, NULL};

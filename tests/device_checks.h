@@ -211,7 +211,7 @@ static void device_skips(const device *d) {
     CHECK((memcmp(before, after, sizeof before) == 0) == (step == 1), "step %d: w %s", step, step == 1 ? "changes" : "does not change");
   }
   CHECK(luna_optimizer_skipped(adam) == 1 && luna_optimizer_steps(adam) == 2, "%lld steps skipped, %lld made", (long long)luna_optimizer_skipped(adam), (long long)luna_optimizer_steps(adam));
-  CHECK(device_told == 1, "the skipped step was told %d times", device_told);
+  CHECK(device_told == 1, "the skipped step was reported %d times", device_told);
   luna_close(ctx);
 }
 /* two skipped steps in a row, found when the loss is read, make the next an error, until a good one has been read */
@@ -239,7 +239,7 @@ static void device_not_finite(const device *d) {
   luna_close(ctx);
 }
 
-/* ---- contexts that share a set read what its owner has queued, though nobody waited; the second shares it ---- */
+/* ---- contexts that share a set read what its owner has queued, though no call waited; the second shares it ---- */
 static luna_tensor *device_infer(luna_ctx *ctx, const luna_lm *lm) {
   static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
   luna_begin_inference(ctx);

@@ -259,7 +259,7 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   luna_tensor *packed_context = NULL;
   int32_t *lengths = golden_numbers(g, "lengths", NULL);
   char how[96];
-  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "plain", training ? "" : " inference");
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded", training ? "" : " inference");
   g->how = how;
   options.threads = 2;
   options.isa = isa;
@@ -333,7 +333,7 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   lunai_st_tensor t;
   lunai_st_find(&g->st, "logits", &t);
   const int64_t batch = t.shape[0];
-  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "plain", training ? "" : " inference");
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded", training ? "" : " inference");
   g->how = how;
   options.threads = 2;
   options.isa = isa;

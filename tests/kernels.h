@@ -84,7 +84,7 @@ TEST_UNUSED static void kernels_scratch_close(kernels_scratch *s) {
   free(s->memory);
 }
 
-/* ---- arrays, one float after an aligned place; drop() frees them ---- */
+/* ---- arrays, one float after an aligned place; release() frees them ---- */
 TEST_UNUSED static float *zeros(int64_t n) { return (float *)common_alloc((size_t)(n + 1) * sizeof(float)) + 1; }
 TEST_UNUSED static void release(const float *x) { free((float *)(uintptr_t)x - 1); }
 TEST_UNUSED static float *random_floats(int64_t n, double scale) {

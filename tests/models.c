@@ -998,7 +998,7 @@ static void check_linformer_rejections(void) {
   }
   config.kind = LUNA_ATTENTION_LUNA;
   rejected(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "kind",
-          "a plain attention layer of Luna's kind");
+          "an attention layer of Luna's kind");
   CHECK(luna_params_tensor_count(params) == 0, "what was rejected leaves %d parameters", (int)luna_params_tensor_count(params));
   luna_close(ctx); /* an init that failed stays in its context */
   ctx = ctx_open(), params = luna_params_open(ctx);
@@ -2514,7 +2514,7 @@ static void check_matching(void) {
         "%s", luna_error(ctx));
   common_params(from, 101), common_params(to, 102);
   io.user = &file;
-  luna_optimizer *adam = luna_adamw(from, NULL); /* a training checkpoint, whose moments are nobody's parameters */
+  luna_optimizer *adam = luna_adamw(from, NULL); /* a training checkpoint, whose moments are no parameters */
   CHECK(luna_save_training_io(adam, &io) == LUNA_OK && luna_save(lm_set, path.text) == LUNA_OK, "%s", luna_error(ctx));
   for (int way = 0; way < 3; way++) {
     float *before = common_parameters(to), *at = before;

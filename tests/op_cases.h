@@ -395,7 +395,7 @@ static void op_norm_layer(trial *t, int v) {
   in_params(t);
   give(t, luna_norm_layer_forward(&layer, x));
 }
-/* the four sharings, times plain and folded, times (self, all keys), (another context, lengths), (self, lengths, dropout) */
+/* the four sharings, times unfolded and folded, times (self, all keys), (another context, lengths), (self, lengths, dropout) */
 static void op_nested_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
   const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED;

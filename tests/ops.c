@@ -48,7 +48,7 @@ static void check_isas(const op_case *c, int variant, bool big) {
   trial_free(&scalar);
 }
 
-/* ---- fused rows against their compositions: the same cases on a backend without tier 2 ---- */
+/* ---- fused ops against their compositions: the same cases on a backend without tier 2 ---- */
 static void check_composed(const op_case *c, int variant) {
   luna_backend tier1 = *luna_cpu_backend();
   trial fused, composed;
@@ -607,7 +607,7 @@ static void check_gradients_kept(void) {
   CHECK(luna_read_grad(x, grad) == LUNA_OK && grad[0] == 0 && grad[5] == 6, "x: %s", luna_error(ctx));
   CHECK(luna_read_grad(asked, grad) == LUNA_OK && grad[5] == 3 && luna_read_grad(view, grad) == LUNA_OK && grad[5] == 3, "a result that was asked for: %s", luna_error(ctx));
   CHECK(luna_read_grad(again, grad) == LUNA_OK && grad[5] == 1, "a view that was asked for: %s", luna_error(ctx));
-  CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_error(ctx)[0], "a result nobody asked for kept its gradient");
+  CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_error(ctx)[0], "a result without luna_require_grad kept its gradient");
   CHECK(luna_read(other, grad) == LUNA_OK && grad[5] == 10, "a result can no longer be read after backward");
   luna_close(ctx);
 }
@@ -866,7 +866,7 @@ static void check_rejections(void) {
   CHECK(!luna_open(&bad), "-1 threads");
   luna_close(NULL);
   for (int i = 0; i <= LUNA_UNSUPPORTED; i++) CHECK(luna_status_text((luna_status)i)[0], "status %d has no text", i);
-  for (int i = 0; i < LUNA_OP_COUNT; i++) CHECK(luna_op_name((luna_op_kind)i)[0], "row %d has no name", i);
+  for (int i = 0; i < LUNA_OP_COUNT; i++) CHECK(luna_op_name((luna_op_kind)i)[0], "op %d has no name", i);
 }
 
 /* ---- the calls without a context ---- */

@@ -235,7 +235,7 @@ static void check_state(int kind) {
   CHECK(luna_stream_position(a) == 0, "after a reset the position is %lld", (long long)luna_stream_position(a));
   luna_stream *random_floats = stream_open(&m, BATCH, 0, LUNA_ISA_BEST);
   memcpy(kept, prefill_at(random_floats, tokens, BATCH, N, 0, 66), sizeof kept);
-  CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a fresh one");
+  CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a new one");
   for (int i = 0; i < BATCH; i++) { /* one sequence of a batch = alone */
     luna_stream_reset(single);
     y = luna_stream_prefill(single, &(luna_input){ tokens + i * N, NULL, 0, 66 });

@@ -693,7 +693,7 @@ static void check_groups_rejected(void) {
   CHECK(luna_optimizer_group(f.optimizer, &nowhere) == LUNA_MISMATCH && strstr(luna_error(f.ctx), "nowhere"), "a group of none: \"%s\"", luna_error(f.ctx));
   CHECK(luna_optimizer_group(f.optimizer, &negative) == LUNA_BAD_ARGUMENT && luna_optimizer_group(f.optimizer, &decay) == LUNA_BAD_ARGUMENT &&
             luna_optimizer_group(f.optimizer, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_group(NULL, &all) == LUNA_BAD_ARGUMENT,
-        "a group that cannot be is accepted");
+        "an invalid group is accepted");
   luna_close(f.ctx);
 }
 
