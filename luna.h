@@ -3830,7 +3830,7 @@ typedef struct LUNAI_K(chunk) {
   float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
                                         reads the state before the chunk, and kept */
   /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
-  float *scores, *panels, *room[3];
+  float *scores, *panels, *buffer[3];
 } LUNAI_K(chunk);
 
 typedef struct LUNAI_K(sweep) {
@@ -3903,7 +3903,7 @@ LUNAI_INLINE double *LUNAI_K(sweep_carried)(const LUNAI_K(sweep) *s, int64_t pla
 LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place,
                                              int64_t thread) {
   const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
-  char *record = s->record_at + place * s->record_bytes, *room = s->threads_at + thread * s->thread_bytes;
+  char *record = s->record_at + place * s->record_bytes, *buffer = s->threads_at + thread * s->thread_bytes;
   LUNAI_K(chunk) c;
   int i;
   c.item = item;
@@ -3914,9 +3914,9 @@ LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t it
   c.last = k == s->chunks - 1 && !s->exchange;
   c.state = lunai_take(&record, s->unit * s->slots);
   c.kept = lunai_take(&record, s->kept);
-  c.scores = lunai_take(&room, LUNAI_CHUNK * LUNAI_CHUNK);
-  c.panels = lunai_take(&room, LUNAI_K(chunk_panels)(s->dim, s->value_dim));
-  for (i = 0; i < 3; i++) c.room[i] = lunai_take(&room, wide);
+  c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
+  c.panels = lunai_take(&buffer, LUNAI_K(chunk_panels)(s->dim, s->value_dim));
+  for (i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
   return c;
 }
 
@@ -4065,14 +4065,14 @@ LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64
 /* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
    but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
 LUNAI_FN void LUNAI_K(causal_mix)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, float factor, const float *x, int64_t x_row,
-                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row, float *room) {
+                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row, float *buffer) {
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
   const bool clean = LUNAI_K(all_finite)(c->rows, n, z, z_row);
-  const float *finite = clean ? z : room;
+  const float *finite = clean ? z : buffer;
   int64_t t, i, j;
   if (!clean)
     for (t = 0; t < c->rows; t++)
-      for (i = 0; i < n; i++) room[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
+      for (i = 0; i < n; i++) buffer[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
   if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->panels);
   LUNAI_K(causal_apply)(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
   if (!clean)
@@ -4142,13 +4142,14 @@ LUNAI_FN void LUNAI_K(causal_out)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c);
   LUNAI_K(causal_scores)(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-  LUNAI_K(causal_mix)(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z, a->z_row, c->room[0]);
+  LUNAI_K(causal_mix)(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z,
+                      a->z_row, c->buffer[0]);
 }
 
 LUNAI_FN void LUNAI_K(causal_out_x)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c), n = a->value_dim;
-  float *g = c->room[0];
+  float *g = c->buffer[0];
   LUNAI_K(causal_divide)(c, n, 1, a->grad_out + z, a->z_row, g);
   LUNAI_K(causal_scores)(c, n, g, n, a->z + z, a->z_row);
   LUNAI_K(causal_grad_x)(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
@@ -4248,16 +4249,16 @@ LUNAI_FN void LUNAI_K(luna_out)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
   const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *w = c->room[0];
+  float *w = c->buffer[0];
   int64_t t;
   LUNAI_K(causal_scores)(c, d, a->q + p.wide, row, a->k + p.wide, row);
-  LUNAI_K(causal_mix)(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->room[1]);
+  LUNAI_K(causal_mix)(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
   LUNAI_K(softmax)(c->rows, l, w, w);
   if (a->w) LUNAI_K(copy_rows)(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
   for (t = 0; a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
   LUNAI_K(causal_scores)(c, l, w, l, c->kept, l);
-  LUNAI_K(causal_mix)(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->room[1]);
+  LUNAI_K(causal_mix)(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->buffer[1]);
 }
 
 LUNAI_FN void LUNAI_K(luna_exchange)(const void *args, int64_t item, double *state, bool store) {
@@ -4341,7 +4342,7 @@ LUNAI_FN void LUNAI_K(luna_out_up)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal_luna *a = grads->args;
   const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
   const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *g = c->room[0], *w = c->room[0], *dw = c->room[1], *du = c->room[2], *h = LUNAI_K(luna_h)(grads, c);
+  float *g = c->buffer[0], *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2], *h = LUNAI_K(luna_h)(grads, c);
   LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, row, g);
   LUNAI_K(causal_scores)(c, d, g, d, a->v + p.wide, row);
   LUNAI_K(causal_grad_x)(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
@@ -4384,7 +4385,7 @@ LUNAI_FN void LUNAI_K(luna_out_down)(const void *args, const LUNAI_K(chunk) *c) 
     LUNAI_K(causal_grad_yz)(c, d, l, omega, l, r2, d, 1, g, d, a->grad_v + p.wide, row);
   }
   if (a->grad_s) {
-    float *domega = c->room[0], *s = c->room[1], *ds = c->room[2];
+    float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
     LUNAI_K(causal_scores)(c, d, q, row, k, row);
     LUNAI_K(causal_grad_yz)(c, l, d, k, row, r, l, 1, h, l, domega, l);

@@ -2565,17 +2565,17 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.out_vector = lunacu_wide(a.out_row | a.out_head | a.out_batch, a.out, a.grad_out);
   return a;
 }
-static int64_t lunacu_fewer(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t lunacu_more(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t lunacu_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t lunacu_max(int64_t a, int64_t b) { return a > b ? a : b; }
 /* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `minimum` long and all in `workspace` floats */
 static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size, int64_t workspace) {
-  const int64_t maximum = lunacu_fewer(count / minimum, size > 0 ? workspace / size : 1);
-  return lunacu_more(1, lunacu_fewer(blocks / lunacu_more(units, 1), maximum));
+  const int64_t maximum = lunacu_min(count / minimum, size > 0 ? workspace / size : 1);
+  return lunacu_max(1, lunacu_min(blocks / lunacu_max(units, 1), maximum));
 }
 
 /* the runs of keys; floats of the workspace */
 static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) {
-  const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys;
+  const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   *r = {};
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
   r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
@@ -2583,9 +2583,9 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
   r->tiles = (int)tiles;
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
-  r->splits = (int)lunacu_more(1, lunacu_divide_up(keys, lunacu_more(r->keys, 1)));
+  r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
-  for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_fewer(a.value_dim, r->wide); r->chunk_log++);
+  for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
@@ -2608,24 +2608,24 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
 }
 /* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one pair's. And what backward needs, in floats */
 static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, char **at) {
-  const int64_t queries = lunacu_more(a.queries, 1), keys = lunacu_more(a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
+  const int64_t queries = lunacu_max(a.queries, 1), keys = lunacu_max(a.causal ? lunacu_min(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
   const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
   int64_t parts = 0;
   lunacu_wave w = {};
-  w.pairs = lunacu_more(1, lunacu_fewer(LUNACU_WORKSPACE / (queries * row), shared ? a.heads : a.batch * a.heads));
+  w.pairs = lunacu_max(1, lunacu_min(LUNACU_WORKSPACE / (queries * row), shared ? a.heads : a.batch * a.heads));
   w.queries = (int)queries;
   w.keys = (int)keys;
   if (queries * row > LUNACU_WORKSPACE && queries <= keys) {
-    w.queries = (int)lunacu_fewer(queries, minimum);
-    w.keys = (int)lunacu_fewer(keys, LUNACU_WORKSPACE / w.queries / 256 * 256);
+    w.queries = (int)lunacu_min(queries, minimum);
+    w.keys = (int)lunacu_min(keys, LUNACU_WORKSPACE / w.queries / 256 * 256);
   } else if (queries * row > LUNACU_WORKSPACE) {
-    w.keys = (int)lunacu_fewer(keys, minimum);
-    w.queries = (int)lunacu_fewer(queries, LUNACU_WORKSPACE / lunacu_fewer(row, minimum) / 256 * 256);
+    w.keys = (int)lunacu_min(keys, minimum);
+    w.queries = (int)lunacu_min(queries, LUNACU_WORKSPACE / lunacu_min(row, minimum) / 256 * 256);
   }
   w.row = (w.keys + 3) / 4 * 4;
   for (int which = 0; which < 3; which++) {
     const lunacu_gradient g = lunacu_gradient_plan(a, w, w, which);
-    if (g.splits > 1) parts = lunacu_more(parts, w.pairs * g.splits * g.rows * g.width);
+    if (g.splits > 1) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.width);
   }
   w.p = lunacu_take(at, w.pairs * w.queries * w.row);
   w.ds = lunacu_take(at, w.pairs * w.queries * w.row);
@@ -2698,7 +2698,7 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
 static luna_status lunacu_attention_backward(luna_op *op) {
   const lunacu_attention a = lunacu_attention_of(op);
   const cudaStream_t stream = lunacu_stream(op);
-  const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads, keys = a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys;
+  const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   char *at = (char *)op->workspace;
   float *delta = lunacu_take(&at, lines), *partial;
   const lunacu_wave maximum = lunacu_wave_of(a, &partial, &at);
@@ -2711,9 +2711,9 @@ static luna_status lunacu_attention_backward(luna_op *op) {
         w.pair = pair;
         w.query = (int)query;
         w.key = (int)key;
-        w.pairs = lunacu_fewer(w.pairs, pairs - pair);
-        w.queries = (int)lunacu_fewer(w.queries, a.queries - query);
-        w.keys = (int)lunacu_fewer(w.keys, keys - key);
+        w.pairs = lunacu_min(w.pairs, pairs - pair);
+        w.queries = (int)lunacu_min(w.queries, a.queries - query);
+        w.keys = (int)lunacu_min(w.keys, keys - key);
         w.row = (w.keys + 3) / 4 * 4;
         w.delta = delta;
         if (!a.causal || key < query + w.queries) lunacu_attention_wave(stream, a, maximum, w, partial);
@@ -2894,11 +2894,11 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   u.lengths = op->lengths;
   u.dropout = lunacu_op_dropout(op);
   const int64_t n = u.heads * u.slots, weights = u.lengths ? u.batch * n * u.dim : 0;
-  int64_t rows = LUNACU_WORKSPACE / lunacu_more(n, 1);
-  if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, LUNACU_WORKSPACE / u.dim);
-  rows = lunacu_more(rows / 128 * 128, 128);
-  u.max_items = lunacu_more(1, lunacu_fewer(rows / lunacu_more(u.rows, 1), u.batch));
-  u.max_rows = lunacu_fewer(rows, u.rows);
+  int64_t rows = LUNACU_WORKSPACE / lunacu_max(n, 1);
+  if (backward && op->last_dropout > 0) rows = lunacu_min(rows, LUNACU_WORKSPACE / u.dim);
+  rows = lunacu_max(rows / 128 * 128, 128);
+  u.max_items = lunacu_max(1, lunacu_min(rows / lunacu_max(u.rows, 1), u.batch));
+  u.max_rows = lunacu_min(rows, u.rows);
   rows = u.max_items * u.max_rows;
   u.clean_k = lunacu_take(at, weights);
   u.clean_v = lunacu_take(at, weights);
@@ -2906,7 +2906,7 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   if (!backward) return u;
   u.g = lunacu_take(at, rows * n);
   u.dy = lunacu_take(at, op->last_dropout > 0 ? rows * u.dim + 8 : 0);
-  u.parts = lunacu_take(at, lunacu_fewer(LUNACU_ENOUGH, rows * lunacu_more(n, u.dim) / 16));
+  u.parts = lunacu_take(at, lunacu_min(LUNACU_ENOUGH, rows * lunacu_max(n, u.dim) / 16));
   return u;
 }
 static void lunacu_unpack_query(luna_op *op) {
@@ -2941,7 +2941,7 @@ static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, luna
   luna_status status = LUNA_OK;
   for (int64_t item = 0; item < u.batch; item += u.max_items)
     for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.max_rows)
-      status = step(op, u, {item, lunacu_fewer(u.max_items, u.batch - item), row, lunacu_fewer(u.max_rows, u.rows - row)});
+      status = step(op, u, {item, lunacu_min(u.max_items, u.batch - item), row, lunacu_min(u.max_rows, u.rows - row)});
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
 typedef void lunacu_unpack_lines(lunacu_unpack u, lunacu_unpack_wave w, int lanes);
