@@ -70,9 +70,10 @@
      calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
      the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
-     result after its last use unless luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with
-     the feed-forward recomputed (layer.recompute trades time for memory and changes no bit); norms and embeddings are
-     always recomputed. Several begin/forward/backward before one optimiser step accumulate.
+     result after its last use unless luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a
+     token for backward, or 2 dim with the feed-forward recomputed (layer.recompute trades time for memory and changes
+     no bit); norms and embeddings are always recomputed. Several begin/forward/backward before one optimiser step
+     accumulate.
 
    ERRORS
      Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, ops given
@@ -4065,7 +4066,8 @@ LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64
 /* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
    but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
 LUNAI_FN void LUNAI_K(causal_mix)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, float factor, const float *x, int64_t x_row,
-                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row, float *buffer) {
+                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row,
+                                  float *buffer) {
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
   const bool clean = LUNAI_K(all_finite)(c->rows, n, z, z_row);
   const float *finite = clean ? z : buffer;
