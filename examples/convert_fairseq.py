@@ -6,7 +6,7 @@
 Takes what github.com/XuezheMax/fairseq-apollo saves: translation models (luna), masked language models (luna_bert) and the
 text classifiers of Long Range Arena (lra). Seconds. Needs torch and numpy, not fairseq; no code out of the checkpoint is run.
 Sizes are read off the tensors, the rest (heads, pooling, ...) off the arguments that the checkpoint carries; where it carries
-none, or others are wanted, say it with flags. What luna.h cannot compute is rejected, what it does not need is named and left out."""
+none, or others are wanted, say it with flags. What luna.h cannot compute is refused, what it does not need is named and left out."""
 import argparse
 import json
 import pickle
@@ -24,7 +24,7 @@ POOLING = {"cls": 1, "mean": 2, "memory": 3, "memory_batch": 4}
 BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|projected_positions|embed_positions\.weights|_future_mask)$")
 
 
-def reject(sentence):
+def refuse(sentence):
     sys.stdout.flush()
     print("convert_fairseq: " + sentence, file=sys.stderr)
     sys.exit(2)
@@ -58,9 +58,9 @@ def read(path):
     try:
         saved = torch.load(path, map_location="cpu", pickle_module=plain)
     except Exception as error:  # whatever a broken file makes torch and pickle say
-        reject("cannot read %s: %s" % (path, " ".join(str(error).split()) or type(error).__name__))
+        refuse("cannot read %s: %s" % (path, " ".join(str(error).split()) or type(error).__name__))
     if not isinstance(saved, dict):
-        reject("%s holds no dictionary of tensors" % path)
+        refuse("%s holds no dictionary of tensors" % path)
     args = saved.get("args") or (saved.get("cfg") or {}).get("model") or {}
     args = dict(args if isinstance(args, dict) else vars(args))
     tensors = {name: t for name, t in saved.get("model", saved).items() if torch.is_tensor(t)}
@@ -103,12 +103,12 @@ def configuration(t, args, flags):
             if args.get(name) is not None:
                 return args[name]
         if default is None:
-            reject("the checkpoint does not say its %s: give --%s" % (flag, flag))
+            refuse("the checkpoint does not say its %s: give --%s" % (flag, flag))
         return default
 
     def size(name, axis):
         if name not in t:
-            reject("%s is not there: this is no Luna checkpoint of the authors' translation, masked language or LRA text models" % name)
+            refuse("%s is not there: this is no Luna checkpoint of the authors' translation, masked language or LRA text models" % name)
         return t[name].shape[axis]
 
     def layers(side):
@@ -117,12 +117,12 @@ def configuration(t, args, flags):
     seq2seq, masked = "decoder.layers.0.fc1.weight" in t, "lm_head.dense.weight" in t
     dim, first = size("encoder.embed_tokens.weight", 1), flags.padding + 1
     if "encoder.embed_tokens.bias" in t:
-        reject("luna.h reads tokens; this model embeds pixels by a linear layer")
+        refuse("luna.h reads tokens; this model embeds pixels by a linear layer")
     learned, positions = "encoder.embed_positions.weight" in t, not args.get("no_token_positional_embeddings")
     heads = ask("heads", None, "encoder_attention_heads")
     activation = ask("activation", "relu" if seq2seq else "gelu", "activation_fn")
     if activation not in ("relu", "gelu"):
-        reject("luna.h has no feed-forward with %s, only relu and gelu" % activation)
+        refuse("luna.h has no feed-forward with %s, only relu and gelu" % activation)
     tied = bool(args.get("tie_layer_weights")) if flags.layers is None else flags.layers > layers("encoder") == 1
     c = {
         "vocab": size("encoder.embed_tokens.weight", 0), "dim": dim, "memory": size("encoder.projected_embeddings", 0),
@@ -143,20 +143,20 @@ def configuration(t, args, flags):
         for mine, theirs in (("encoder_attention_heads", "decoder_attention_heads"), ("encoder_projected_attention_heads", "decoder_projected_attention_heads"),
                              ("encoder_normalize_before", "decoder_normalize_before"), ("encoder_learned_pos", "decoder_learned_pos")):
             if args.get(theirs) is not None and args.get(mine) is not None and args[mine] != args[theirs]:
-                reject("encoder and decoder differ in %s and %s; in luna.h they are alike" % (mine, theirs))
+                refuse("encoder and decoder differ in %s and %s; in luna.h they are alike" % (mine, theirs))
         if "decoder.layernorm_embedding.weight" in t or "decoder.project_in_dim.weight" in t or "decoder.project_out_dim.weight" in t:
-            reject("the decoder has a norm or a projection on its embedding; luna.h has neither")
+            refuse("the decoder has a norm or a projection on its embedding; luna.h has neither")
         target = "decoder.embed_tokens.weight" if "decoder.embed_tokens.weight" in t else "encoder.embed_tokens.weight"
         c.update(kind="seq2seq", target_vocab=size(target, 0), decoder_layers=layers("decoder"), share_embeddings=int(target[0] == "e"),
                  separate_output=int("decoder.output_projection.weight" in t),
                  max_target_length=size("decoder.embed_positions.weight", 0) - first if learned else ask("max_length", 512, "max_target_positions"))
     elif masked:
         if "lm_head.weight" in t or activation != "gelu":
-            reject("the masked language model of luna.h shares its output with the embedding and has gelu; this one does not")
+            refuse("the masked language model of luna.h shares its output with the embedding and has gelu; this one does not")
         c.update(kind="masked_lm")
     else:
         if any(name.startswith("classifier.") for name in t):
-            reject("this is an LRA model of an early form, with several classifier layers; luna.h has the later one, pre_logits")
+            refuse("this is an LRA model of an early form, with several classifier layers; luna.h has the later one, pre_logits")
         features = size("pre_logits.0.weight" if "pre_logits.0.weight" in t else "sentence_projection_layer.weight", 1)
         pooling = ask("pooling", "memory_batch" if args.get("use_p") else {"mp": "mean"}.get(args.get("sen_rep_type"), "cls"))
         c.update(kind="classifier", classes=size("sentence_projection_layer.weight", 0), pooling=POOLING[pooling], pair=int(features == 4 * dim),
@@ -256,16 +256,16 @@ def main():
     shapes = expected(c)
     for name, shape in shapes.items():
         if name not in tensors:
-            reject("%s is missing from %s" % (name, flags.checkpoint))
+            refuse("%s is missing from %s" % (name, flags.checkpoint))
         if tuple(tensors[name].shape) != shape:
-            reject("%s is %s, not %s" % (name, list(tensors[name].shape), list(shape)))
+            refuse("%s is %s, not %s" % (name, list(tensors[name].shape), list(shape)))
     for name in tensors:
         if name not in shapes:
             print("left out: %s %s, which luna.h does not have" % (name, list(tensors[name].shape)))
     try:
         write(flags.out, {name: tensors[name] for name in shapes}, {"luna." + key: str(value) for key, value in c.items()})
     except OSError as error:
-        reject("cannot write %s: %s" % (flags.out, error.strerror))
+        refuse("cannot write %s: %s" % (flags.out, error.strerror))
     print("%s: %s, %d tensors, %d parameters; %s" % (flags.out, c["kind"], len(shapes), sum(tensors[name].numel() for name in shapes),
                                                      ", ".join("%s %s" % (key, value) for key, value in c.items() if key != "kind")))
 

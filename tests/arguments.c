@@ -381,7 +381,7 @@ static double reach(double extent, int64_t count, int64_t given, double dense, b
   return extent + (count > 1 ? (double)(count - 1) * *stride : 0);
 }
 #define MAX 140737488355328.0
-/* what must come of a call: 1 success, 0 rejected, -1 our arrays are too small to know */
+/* what must come of a call: 1 success, 0 refused, -1 our arrays are too small to know */
 static int verdict(double extent) { return extent < 0 || extent > MAX ? 0 : extent <= ROOM / 4 ? 1 : -1; }
 static int worse(int a, int b) { return a == 0 || b == 0 ? 0 : a < b ? a : b; }
 static int64_t stride(void) { return size(coin() ? 0 : 8 + pick(8)); }
@@ -552,7 +552,7 @@ static void case_luna_open(void) {
   if (turn()) table.size = pick(1000);
   if (coin()) o.backend = &table;
   luna_ctx *ctx = luna_open(&o);
-  expect(ctx || hostile, "valid options are rejected");
+  expect(ctx || hostile, "valid options are refused");
   if (ctx) expect(luna_begin_inference(ctx) == LUNA_OK, "a new context cannot begin");
   luna_close(ctx);
   expect(h.used == 0, "closing did not give everything back");

@@ -1,5 +1,5 @@
 /* Checkpoints through bytes, callbacks and paths: what is saved comes back bit for bit; every file that is not as it should be is
-   rejected with a sentence that names what is wrong, and then no parameter has changed; borrowed and shared sets; every allocation made
+   refused with a sentence that names what is wrong, and then no parameter has changed; borrowed and shared sets; every allocation made
    to fail in turn. */
 #define _FILE_OFFSET_BITS 64 /* for readdir on 32-bit machines */
 #include "test.h"
@@ -116,7 +116,7 @@ static bool unchanged(const luna_params *params, const float *values) {
   return same;
 }
 /* a call that must fail with this status and a sentence that has `part` in it, and leave the values as they were */
-static void rejected(luna_params *params, luna_ctx *ctx, luna_status got, luna_status want, const char *part, const float *values,
+static void refused(luna_params *params, luna_ctx *ctx, luna_status got, luna_status want, const char *part, const float *values,
                     const char *what) {
   CHECK(got == want && strstr(luna_error(ctx), part) && luna_error(ctx)[0], "%s: %s, \"%s\", not %s with \"%s\"", what,
         luna_status_text(got), luna_error(ctx), luna_status_text(want), part);
@@ -196,7 +196,7 @@ static void check_dtypes(void) {
   ctx_close(ctx, &h);
 }
 
-/* ---- rejections ---- */
+/* ---- refusals ---- */
 #define FIRST "\"first\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}"
 #define SECOND(dtype, shape, end) "\"second\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[24," #end "]}"
 static const struct {
@@ -225,7 +225,7 @@ static const struct {
     {"", 0, LUNA_BAD_FILE, "{"},
     {"<html>not a checkpoint</html>", 0, LUNA_BAD_FILE, "{"},
 };
-static void check_rejections(void) {
+static void check_refusals(void) {
   heap h;
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = set_open(ctx, "second");
@@ -233,12 +233,12 @@ static void check_rejections(void) {
   for (size_t i = 0; i < sizeof wrong_files / sizeof *wrong_files; i++) {
     buffer file = forged(wrong_files[i].json, wrong_files[i].data, 1);
     const luna_io io = io_of(&file, file.size);
-    rejected(params, ctx, luna_load_bytes(params, file.at, file.size), wrong_files[i].status, wrong_files[i].part, values,
+    refused(params, ctx, luna_load_bytes(params, file.at, file.size), wrong_files[i].status, wrong_files[i].part, values,
             wrong_files[i].json);
-    rejected(params, ctx, luna_load_io(params, &io), wrong_files[i].status, wrong_files[i].part, values, wrong_files[i].json);
+    refused(params, ctx, luna_load_io(params, &io), wrong_files[i].status, wrong_files[i].part, values, wrong_files[i].json);
     free(file.at);
   }
-  rejected(params, ctx, luna_load_bytes(params, NULL, 0), LUNA_BAD_FILE, "", values, "no bytes");
+  refused(params, ctx, luna_load_bytes(params, NULL, 0), LUNA_BAD_FILE, "", values, "no bytes");
   CHECK(luna_load_bytes(NULL, "", 0) == LUNA_BAD_ARGUMENT && luna_load_io(params, NULL) == LUNA_BAD_ARGUMENT &&
             luna_save_io(NULL, NULL) == LUNA_BAD_ARGUMENT,
         "null arguments");
@@ -257,10 +257,10 @@ static void check_cuts(void) {
     uint8_t *copy = (uint8_t *)common_alloc(cut);
     buffer half = {NULL, 0, 0, 0, 0};
     memcpy(copy, file.at, cut);
-    rejected(params, ctx, luna_load_bytes(params, copy, cut), LUNA_BAD_FILE, "not a safetensors checkpoint", values, "a file cut short");
+    refused(params, ctx, luna_load_bytes(params, copy, cut), LUNA_BAD_FILE, "not a safetensors checkpoint", values, "a file cut short");
     const luna_io reader = io_of(&file, cut), writer = io_of(&half, cut);
-    rejected(params, ctx, luna_load_io(params, &reader), LUNA_CANNOT_READ, "could not be read", values, "a reader that gives out");
-    rejected(params, ctx, luna_save_io(params, &writer), LUNA_CANNOT_WRITE, "could not be written", values, "a writer that fails");
+    refused(params, ctx, luna_load_io(params, &reader), LUNA_CANNOT_READ, "could not be read", values, "a reader that gives out");
+    refused(params, ctx, luna_save_io(params, &writer), LUNA_CANNOT_WRITE, "could not be written", values, "a writer that fails");
     CHECK(half.size <= cut, "%d bytes are written after a failure at %d", (int)half.size, (int)cut);
     free(copy), free(half.at);
   }
@@ -374,7 +374,7 @@ static void paths_open(void) {
   remove(path);
   CHECK(leftovers() == 0, "%s is not empty", folder);
 }
-/* what could not be written into a checkpoint is rejected when it comes, not when hours later it is saved */
+/* what could not be written into a checkpoint is refused when it comes, not when hours later it is saved */
 static void check_names(void) {
   heap h;
   luna_ctx *ctx = ctx_open(&h);
@@ -404,22 +404,22 @@ static void check_paths(void) {
   common_params(params, 5);
   CHECK(luna_load(params, path) == LUNA_OK && unchanged(params, values), "luna_load: %s", luna_error(ctx));
   snprintf(below, sizeof below, "%s/none/model.safetensors", folder);
-  rejected(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, below, values, "a folder that is not there");
-  rejected(params, ctx, luna_load(params, below), LUNA_CANNOT_READ, below, values, "a file that is not there");
+  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, below, values, "a folder that is not there");
+  refused(params, ctx, luna_load(params, below), LUNA_CANNOT_READ, below, values, "a file that is not there");
   snprintf(below, sizeof below, "%s/model.safetensors", path);
-  rejected(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, below, values, "a file for a folder");
+  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, below, values, "a file for a folder");
   CHECK(holds(path, &old), "the file taken for a folder has changed");
-  rejected(params, ctx, luna_save(params, folder), LUNA_CANNOT_WRITE, folder, values, "saving onto a folder");
+  refused(params, ctx, luna_save(params, folder), LUNA_CANNOT_WRITE, folder, values, "saving onto a folder");
   CHECK(leftovers() == 0, "saves that fail leave a temporary file");
-  rejected(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ, folder, values, "loading a folder");
+  refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ, folder, values, "loading a folder");
   memset(long_path, 'x', sizeof long_path - 1);
   long_path[sizeof long_path - 1] = 0;
-  rejected(params, ctx, luna_save(params, long_path), LUNA_CANNOT_WRITE, "too long", values, "a path too long");
-  rejected(params, ctx, luna_load(params, long_path), LUNA_CANNOT_READ, "xxx", values, "a path too long");
+  refused(params, ctx, luna_save(params, long_path), LUNA_CANNOT_WRITE, "too long", values, "a path too long");
+  refused(params, ctx, luna_load(params, long_path), LUNA_CANNOT_READ, "xxx", values, "a path too long");
   FILE *file = fopen(path, "wb");
   if (file) fclose(file);
   CHECK(holds(path, &empty), "the test cannot empty its own file");
-  rejected(params, ctx, luna_load(params, path), LUNA_BAD_FILE, "not a safetensors", values, "an empty file");
+  refused(params, ctx, luna_load(params, path), LUNA_BAD_FILE, "not a safetensors", values, "an empty file");
   CHECK(luna_save(params, NULL) == LUNA_BAD_ARGUMENT && luna_load(params, NULL) == LUNA_BAD_ARGUMENT &&
             luna_load(NULL, path) == LUNA_BAD_ARGUMENT,
         "null arguments");
@@ -721,7 +721,7 @@ static buffer edited(const buffer *file, const char *from, const char *to) {
   free(json);
   return b;
 }
-/* Claims are only claims: rejected, with nothing left behind, and without having taken much more memory than the file itself has. */
+/* Claims are only claims: refused, with nothing left behind, and without having taken much more memory than the file itself has. */
 static const char *const lm_claims[][2] = {
     {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"16777216\""},
     {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"12\""},
@@ -786,12 +786,12 @@ static void check_lm_cuts(void) {
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = luna_params_open(ctx);
   const int64_t before = h.live;
-  int rejections = 0;
+  int refusals = 0;
   for (size_t cut = 0; cut < file.size; cut++) {
-    rejections += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE && luna_params_tensor_count(params) == 0 && h.live == before;
+    refusals += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE && luna_params_tensor_count(params) == 0 && h.live == before;
     luna_begin_inference(ctx);
   }
-  CHECK(rejections == (int)file.size, "a language model cut short is rejected %d times of %d", rejections, (int)file.size);
+  CHECK(refusals == (int)file.size, "a language model cut short is refused %d times of %d", refusals, (int)file.size);
   CHECK(luna_param(params, "embed_tokens.weight", 1, vector, (luna_init){LUNA_INIT_ZEROS, 0}) != NULL, "%s", luna_error(ctx));
   CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) != LUNA_OK && luna_params_tensor_count(params) == 1,
         "a language model is loaded into a set that has its names");
@@ -816,7 +816,7 @@ static void check_not_borrowed(void) { /* where a file's numbers cannot be read 
   luna_params *params = set_open(ctx, "second");
   buffer file = saved(params);
   float *values = values_of(params);
-  rejected(params, ctx, luna_load_borrowed(params, file.at, file.size), LUNA_MISMATCH, "little-endian", values, "borrowing");
+  refused(params, ctx, luna_load_borrowed(params, file.at, file.size), LUNA_MISMATCH, "little-endian", values, "borrowing");
   free(file.at), free(values), ctx_close(ctx, &h);
 }
 static void check_borrowed(void) {
@@ -829,11 +829,11 @@ static void check_borrowed(void) {
   float *values = values_of(owner);
   common_params(late, 9);
   float *own = values_of(late);
-  rejected(late, ctx, luna_load_borrowed(late, half.at, half.size), LUNA_MISMATCH, "second", own, "borrowing F16");
-  rejected(late, ctx, luna_load_borrowed(late, file.at, file.size - 1), LUNA_BAD_FILE, "", own, "borrowing a file cut short");
+  refused(late, ctx, luna_load_borrowed(late, half.at, half.size), LUNA_MISMATCH, "second", own, "borrowing F16");
+  refused(late, ctx, luna_load_borrowed(late, file.at, file.size - 1), LUNA_BAD_FILE, "", own, "borrowing a file cut short");
   uint8_t *odd = (uint8_t *)common_alloc(file.size + 1);
   memcpy(odd + 1, file.at, file.size);
-  rejected(late, ctx, luna_load_borrowed(late, odd + 1, file.size), LUNA_MISMATCH, "first", own, "borrowing at an odd address");
+  refused(late, ctx, luna_load_borrowed(late, odd + 1, file.size), LUNA_MISMATCH, "first", own, "borrowing at an odd address");
   CHECK(luna_load_borrowed(late, file.at, file.size) == LUNA_OK && unchanged(late, values), "borrowing after init: %s", luna_error(ctx));
   CHECK(luna_load_borrowed(early, file.at, file.size) == LUNA_OK && luna_param(early, "second", 1, vector, normal) &&
             luna_param(early, "first", 2, matrix, normal),
@@ -857,9 +857,9 @@ static void check_borrowed(void) {
         "a parameter that the shared set lacks: \"%s\"", luna_error(sharer));
   check_untrainable(early, ctx, "borrowed before"), check_untrainable(late, ctx, "borrowed after"),
       check_untrainable(shared, sharer, "shared");
-  rejected(late, ctx, luna_load_bytes(late, file.at, file.size), LUNA_BAD_ARGUMENT, "borrows", values, "loading into a borrowed set");
-  rejected(shared, sharer, luna_load_bytes(shared, file.at, file.size), LUNA_BAD_ARGUMENT, "borrows", values, "loading into a shared set");
-  rejected(shared, sharer, luna_load_borrowed(shared, file.at, file.size), LUNA_BAD_ARGUMENT, "shares", values,
+  refused(late, ctx, luna_load_bytes(late, file.at, file.size), LUNA_BAD_ARGUMENT, "borrows", values, "loading into a borrowed set");
+  refused(shared, sharer, luna_load_bytes(shared, file.at, file.size), LUNA_BAD_ARGUMENT, "borrows", values, "loading into a shared set");
+  refused(shared, sharer, luna_load_borrowed(shared, file.at, file.size), LUNA_BAD_ARGUMENT, "shares", values,
           "borrowing into a shared set");
   CHECK(!luna_params_share(sharer, NULL) && file.size == copy.size && memcmp(file.at, copy.at, file.size) == 0,
         "sharing nothing, or the borrowed file has changed");
@@ -919,7 +919,7 @@ static void check_allocations(void) {
       status = allocation_try(way, params, &file);
       if (status != LUNA_OK) {
         h.fail_end = 0;
-        rejected(params, ctx, status, LUNA_OUT_OF_MEMORY, "no memory", values, "an allocation that fails");
+        refused(params, ctx, status, LUNA_OUT_OF_MEMORY, "no memory", values, "an allocation that fails");
         CHECK(!luna_params_get(params, "a new key") && (way != SAVE_PATH || (!exists(path) && leftovers() == 0)),
               "a failed call leaves something behind");
       } else CHECK(unchanged(params, values) == (way != LOAD_IO && way != LOAD_PATH), "what is loaded has no effect, or what is saved has");
@@ -1035,7 +1035,7 @@ int main(void) {
   paths_open();
   check_round_trip();
   check_dtypes();
-  check_rejections();
+  check_refusals();
   check_cuts();
   check_names();
   check_many(), check_many_pairs();

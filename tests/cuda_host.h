@@ -92,7 +92,7 @@ struct cuda_host_state {
   bool quiet = false;                      /* findings are counted, not printed */
   size_t memory = (size_t)2 << 30;         /* bytes of the device */
   long fail_allocation = 0;                /* the n-th cudaMalloc, cudaHostAlloc or cublasCreate from now fails */
-  long fail_launch = 0;                    /* the n-th launch or product from now is rejected with cudaErrorLaunchFailure */
+  long fail_launch = 0;                    /* the n-th launch or product from now is refused with cudaErrorLaunchFailure */
   long fault = 0;                          /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
   bool no_image = false;                   /* no kernel was compiled for this device: cudaErrorNoKernelImageForDevice */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0;
@@ -1592,7 +1592,7 @@ struct product {
       args.accumulate = beta != 0;
       scratch.resize(luna_gemm_scratch(&args));
       args.run.scratch = scratch.data(); args.run.scratch_size = scratch.size();
-      if (luna_gemm_f32(&args) != LUNA_OK) report(-1, nullptr, 0, "luna_gemm_f32 rejected a product");
+      if (luna_gemm_f32(&args) != LUNA_OK) report(-1, nullptr, 0, "luna_gemm_f32 refused a product");
     }
   }
   const float *keep(const float *p, int64_t rows, int64_t columns, int64_t ld, std::vector<float> &copy) const {

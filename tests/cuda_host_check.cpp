@@ -599,7 +599,7 @@ static void streams() {
   LUNACU_LAUNCH(add_one, 1, 1, 0, s, x);
   CHECK(cudaGetLastError() == cudaSuccess, "the first launch is good");
   LUNACU_LAUNCH(add_one, 1, 1, 0, s, x);
-  CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetLastError() == cudaSuccess && cudaStreamSynchronize(s) == cudaSuccess, "the second is rejected");
+  CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetLastError() == cudaSuccess && cudaStreamSynchronize(s) == cudaSuccess, "the second is refused");
 
   cuda_host.fault = 2;
   LUNACU_LAUNCH(add_one, 1, 1, 0, s, x);
@@ -755,14 +755,14 @@ static void cublas() {
   float *x = upload(numbers(64, 1)), *y = device<float>(64);
   const cublasStatus_t bad = CUBLAS_STATUS_INVALID_VALUE, good = CUBLAS_STATUS_SUCCESS;
   const auto call = [&](int m, int n, int k, int lda, int ldb, int ldc) { return cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, m, n, k, &one, x, lda, x, ldb, &zero, y, ldc); };
-  CHECK(call(8, 8, 8, 7, 8, 8) == bad && call(8, 8, 8, 8, 7, 8) == bad && call(8, 8, 8, 8, 8, 7) == bad && call(-1, 8, 8, 8, 8, 8) == bad && call(0, 8, 8, 0, 8, 8) == bad, "rejected");
+  CHECK(call(8, 8, 8, 7, 8, 8) == bad && call(8, 8, 8, 8, 7, 8) == bad && call(8, 8, 8, 8, 8, 7) == bad && call(-1, 8, 8, 8, 8, 8) == bad && call(0, 8, 8, 0, 8, 8) == bad, "refused");
   CHECK(call(0, 8, 8, 8, 8, 8) == good && call(8, 0, 8, 8, 8, 8) == good && cuda_host.errors == 0, "empty");
   cublasSetPointerMode(h, CUBLAS_POINTER_MODE_DEVICE);
   CHECK(call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_NOT_SUPPORTED, "device scalars");
   cublasSetPointerMode(h, CUBLAS_POINTER_MODE_HOST);
   finds("a product outside", "outside its allocations", [&] { call(8, 8, 9, 8, 9, 8); });
   cuda_host.fail_launch = 1;
-  CHECK(call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_EXECUTION_FAILED && call(8, 8, 8, 8, 8, 8) == good, "a product rejected");
+  CHECK(call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_EXECUTION_FAILED && call(8, 8, 8, 8, 8, 8) == good, "a product refused");
   cuda_host.fault = 1;
   call(8, 8, 8, 8, 8, 8);
   CHECK(cudaDeviceSynchronize() == cudaErrorIllegalAddress && call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_EXECUTION_FAILED, "a product faults");

@@ -137,7 +137,7 @@ int main(int argc, char **argv) {
   luna_close(m.ctx[0]);
   luna_close(m.ctx[1]);
 
-  fake_away = 1; /* a context whose device is away rejects everything with that sentence, and harms nothing */
+  fake_away = 1; /* a context whose device is away refuses everything with that sentence, and harms nothing */
   device_run r;
   const bool open = device_run_open(&r, &d, 0, 1);
   CHECK(!open && r.ctx && strcmp(luna_error(r.ctx), "luna_open: this device is away") == 0, "the sentence: %s", luna_error(r.ctx));

@@ -1,5 +1,5 @@
 /* A backend whose memory the host cannot read, against the CPU: every op and layer with its gradients, training to the same losses, checkpoints that
-   move either way, and what is rejected. Used by device.c (the CPU's own rows behind a wall) and cuda.c. */
+   move either way, and what is refused. Used by device.c (the CPU's own rows behind a wall) and cuda.c. */
 #ifndef DEVICE_CHECKS_H
 #define DEVICE_CHECKS_H
 #include "op_cases.h"
@@ -304,8 +304,8 @@ static void device_measures(const device *d) {
   luna_close(ctx);
 }
 
-/* ---- reading, writing, and what a device rejects ---- */
-static void device_rejections(const device *d) {
+/* ---- reading, writing, and what a device refuses ---- */
+static void device_refusals(const device *d) {
   const int64_t shape[2] = {2, 3};
   const float values[6] = {1, 2, 3, 4, 5, 6}, others[6] = {6, 5, 4, 3, 2, 1};
   float back[6] = {0};
@@ -316,8 +316,8 @@ static void device_rejections(const device *d) {
   options.block = block;
   options.block_size = sizeof block;
   CHECK(!luna_open(&options), "a block of host memory serves a device");
-  const bool open = device_run_start(&on_host, NULL, 0, 1, "rejections");
-  if (device_run_start(&on_device, d, 0, 1, "rejections") && open) {
+  const bool open = device_run_start(&on_host, NULL, 0, 1, "refusals");
+  if (device_run_start(&on_device, d, 0, 1, "refusals") && open) {
     luna_begin_inference(on_device.ctx);
     luna_tensor *t = luna_tensor_new(on_device.ctx, values, 2, shape);
     CHECK(t->device == d->backend->device && t->device != 0, "the tensor is on device %d", t->device);
@@ -466,13 +466,13 @@ static void device_stream_kind(const device *d, int kind) {
       device_stream_run(other, batch, tokens, again);
       CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a reset stream has other bits", kind);
 
-      /* what is rejected changes nothing */
+      /* what is refused changes nothing */
       const int64_t position = luna_stream_position(on_device);
       bad[0] = batch == 1 ? -1 : 1;
       CHECK(!luna_stream_step(on_device, bad) && strstr(luna_stream_error(on_device), "outside the vocabulary"), "streams, kind %d: a bad token: %s", kind, luna_stream_error(on_device));
       CHECK(luna_stream_reorder(on_device, nowhere) != LUNA_OK || batch == 1, "streams, kind %d: a sequence that does not exist is continued", kind);
       CHECK(luna_stream_state_load(on_device, state, size) != LUNA_OK, "streams, kind %d: zeros are a state", kind);
-      CHECK(luna_stream_position(on_device) == position, "streams, kind %d: what is rejected moves a stream", kind);
+      CHECK(luna_stream_position(on_device) == position, "streams, kind %d: what is refused moves a stream", kind);
 
       /* saved here and loaded there, saved there and loaded here */
       CHECK(luna_stream_state_size(on_device) == size && luna_stream_state_size(other) == size, "streams, kind %d: the device's states have another size", kind);
@@ -483,7 +483,7 @@ static void device_stream_kind(const device *d, int kind) {
       const float *y = device_advance(on_host, batch, tokens, position, 3);
       device_close_logits("from a state of the device", kind, device_advance(third, batch, tokens, position, 3), y, row);
       device_close_logits("from a state of the CPU", kind, device_advance(other, batch, tokens, position, 3), y, row);
-      device_close_logits("after what was rejected", kind, device_advance(on_device, batch, tokens, position, 3), y, row);
+      device_close_logits("after what was refused", kind, device_advance(on_device, batch, tokens, position, 3), y, row);
 
       /* copied on the device, from it, and to it */
       CHECK(luna_stream_copy(other, on_device) == LUNA_OK && luna_stream_position(other) == position + 3, "streams, kind %d: copying on the device: %s", kind, luna_stream_error(other));
@@ -650,6 +650,6 @@ static void device_all(const device *d, const char *only) {
   device_sharing(d);
   device_measures(d);
   device_serving(d);
-  device_rejections(d);
+  device_refusals(d);
 }
 #endif

@@ -1,5 +1,5 @@
 /* Every door through which luna.h takes a stranger's bytes: sets, models of every kind, streams and their states, training. Whatever the
-   bytes are: no crash, no allocation out of proportion to them; what is rejected is rejected with a sentence, changes no parameter and keeps
+   bytes are: no crash, no allocation out of proportion to them; what is refused is refused with a sentence, changes no parameter and keeps
    no memory; what is loaded can be used, saved and loaded again.
 
      fuzz_safetensors                     the corpus, tests/data/fuzz, one file after another; part of `make test`
@@ -80,9 +80,9 @@ static buffer saved(const luna_params *params, const luna_optimizer *optimizer) 
 static bool same(const buffer *a, const buffer *b) { return a->size == b->size && memcmp(a->at, b->at, a->size) == 0; }
 
 /* after a call that failed: a sentence, and as much memory as before */
-static void rejected(luna_ctx *ctx, const heap *h, int64_t live, const char *what) {
-  HOLDS(luna_error(ctx)[0] && luna_ctx_status(ctx) != LUNA_OK, "%s: rejected without a sentence", what);
-  HOLDS(h->live == live, "%s: rejected, and %d bytes stay", what, (int)(h->live - live));
+static void refused(luna_ctx *ctx, const heap *h, int64_t live, const char *what) {
+  HOLDS(luna_error(ctx)[0] && luna_ctx_status(ctx) != LUNA_OK, "%s: refused without a sentence", what);
+  HOLDS(h->live == live, "%s: refused, and %d bytes stay", what, (int)(h->live - live));
   luna_begin_inference(ctx);
 }
 
@@ -101,7 +101,7 @@ static void set_read(const luna_params *params, float out[10]) {
 static void set_unchanged(const luna_params *params, const float before[10], const char *what) {
   float now[10];
   set_read(params, now);
-  HOLDS(memcmp(now, before, sizeof now) == 0, "%s: rejected, and parameters have changed", what);
+  HOLDS(memcmp(now, before, sizeof now) == 0, "%s: refused, and parameters have changed", what);
 }
 
 /* both parameters are the file's */
@@ -133,7 +133,7 @@ static void try_set(const uint8_t *bytes, size_t size) {
                                                  : luna_load_matching_bytes(params, bytes, size, &match);
     if (status != LUNA_OK) {
       set_unchanged(params, before, names[way]);
-      rejected(ctx, &h, live, names[way]);
+      refused(ctx, &h, live, names[way]);
     } else {
       buffer file = saved(params, NULL), again;
       luna_params *other = set_open(ctx);
@@ -172,7 +172,7 @@ static void try_inspection(const uint8_t *bytes, size_t size) {
   const luna_inspection inspection = {see_pair, see_tensor, &seen};
   luna_ctx *ctx = ctx_open(&h, size);
   const int64_t live = h.live;
-  if (luna_inspect_bytes(ctx, bytes, size, &inspection) != LUNA_OK) rejected(ctx, &h, live, "luna_inspect_bytes");
+  if (luna_inspect_bytes(ctx, bytes, size, &inspection) != LUNA_OK) refused(ctx, &h, live, "luna_inspect_bytes");
   ctx_close(ctx, &h);
 }
 
@@ -230,8 +230,8 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
   const int64_t live = h.live;
   const luna_status status = any ? luna_load_model_bytes(&model, params, bytes, size) : luna_lm_load_bytes(&model.lm, params, bytes, size);
   if (status != LUNA_OK) {
-    HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "%s: rejected, and %d parameters stay", what, (int)luna_params_tensor_count(params));
-    rejected(ctx, &h, live, what);
+    HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "%s: refused, and %d parameters stay", what, (int)luna_params_tensor_count(params));
+    refused(ctx, &h, live, what);
   } else {
     const luna_model_kind kind = any ? model.kind : LUNA_MODEL_LM;
     buffer file = saved(params, NULL);
@@ -261,7 +261,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
   void *memory = malloc(need);
   luna_stream *stream = luna_stream_open_bytes(bytes, size, &config, memory, need, &wrong);
   HOLDS(stream ? !*wrong : *wrong != 0, "luna_stream_open_bytes: %s and \"%s\"", stream ? "a stream" : "no stream", wrong);
-  HOLDS(!stream || is_lm, "a stream of what is rejected as a language model");
+  HOLDS(!stream || is_lm, "a stream of what is refused as a language model");
   if (stream) {
     const int64_t vocab = stream->sizes.vocab;
     int32_t tokens[2 * TOKENS];
@@ -309,7 +309,7 @@ static void try_state(const uint8_t *bytes, size_t size) {
       HOLDS(size == room && memcmp(after, bytes, size) == 0, "a state loaded and saved is another");
       for (int i = 0; i < 2; i++)
         if (!luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 1 + i })) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
-    } else HOLDS(luna_stream_error(stream)[0] && memcmp(before, after, room) == 0, "a state is rejected without a sentence, or changes the stream");
+    } else HOLDS(luna_stream_error(stream)[0] && memcmp(before, after, room) == 0, "a state is refused without a sentence, or changes the stream");
     free(before), free(after);
   }
 }
@@ -336,9 +336,9 @@ static void try_training(const uint8_t *bytes, size_t size) {
     luna_begin_inference(ctx);
     const int64_t live = h.live;
     const luna_status status = luna_load_training_bytes(optimizer, bytes, size);
-    if (status != LUNA_OK) rejected(ctx, &h, live, "luna_load_training_bytes");
+    if (status != LUNA_OK) refused(ctx, &h, live, "luna_load_training_bytes");
     buffer after = saved(params, optimizer), again;
-    if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training_bytes: rejected, and something has changed");
+    if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training_bytes: refused, and something has changed");
     else {
       HOLDS(luna_load_training_bytes(optimizer, after.at, after.size) == LUNA_OK, "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));
       again = saved(params, optimizer);
@@ -603,7 +603,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   lunai_st st;
   if (size) memcpy(copy, bytes, size);
   if (!lunai_st_open(&st, copy, size)) try_all(copy, size);
-  else try_inspection(copy, size), try_state(copy, size); /* what does not open all doors reject alike */
+  else try_inspection(copy, size), try_state(copy, size); /* what does not open all doors refuse alike */
   free(copy);
   return 0;
 }

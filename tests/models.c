@@ -76,15 +76,15 @@ static bool same_bits(const float *a, const float *b, int64_t n) { return a && b
 static double parameter(const luna_tensor *t, int64_t i) { return (double)t->data[i]; }
 
 /* a call that must fail with a sentence in which `part` is; the context is fit to go on */
-#define rejected(ctx, failed, part, ...) rejected_at(__LINE__, ctx, failed, part, __VA_ARGS__)
-TEST_FORMAT(5) static void rejected_at(int line, luna_ctx *ctx, bool failed, const char *part, const char *format, ...) {
+#define refused(ctx, failed, part, ...) refused_at(__LINE__, ctx, failed, part, __VA_ARGS__)
+TEST_FORMAT(5) static void refused_at(int line, luna_ctx *ctx, bool failed, const char *part, const char *format, ...) {
   char what[160];
   va_list list;
   va_start(list, format);
   vsnprintf(what, sizeof what, format, list);
   va_end(list);
   test_check(failed && luna_error(ctx)[0] && strstr(luna_error(ctx), part), __FILE__, line,
-             "%s is %s, and the sentence is \"%s\", without \"%s\"", what, failed ? "rejected" : "taken", luna_error(ctx), part);
+             "%s is %s, and the sentence is \"%s\", without \"%s\"", what, failed ? "refused" : "taken", luna_error(ctx), part);
   luna_begin_inference(ctx);
 }
 
@@ -286,7 +286,7 @@ static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /
              pair ? ", pairs" : "");
     test_close(what, got, expected, BATCH * 3, 2e-6);
     luna_begin_inference(c.ctx);
-    rejected(c.ctx,
+    refused(c.ctx,
             pair ? !luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n })
                  : !luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n }, &(luna_input){ second, lengths_of_5, BATCH, N }),
             pair ? "luna_classifier_forward_pair" : "luna_classifier_forward", "the other number of sequences");
@@ -294,25 +294,25 @@ static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /
   }
   luna_close(c.ctx);
 }
-static void check_classifier_rejections(void) {
+static void check_classifier_refusals(void) {
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_classifier model;
   luna_classifier_config config = {0};
   config.encoder = encoder_config(9);
   config.pooling = LUNA_POOLING_MEMORY;
-  rejected(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of softmax attention");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of softmax attention");
   config.pooling = (luna_pooling)5;
-  rejected(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "pooling", "pooling 5");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "pooling", "pooling 5");
   config.pooling = LUNA_POOLING_DEFAULT;
   config.classes = -1;
-  rejected(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "classes", "-1 classes");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "classes", "-1 classes");
   config.classes = 2, config.encoder.heads = 5;
-  rejected(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "heads", "5 heads of 12");
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "heads", "5 heads of 12");
   config.encoder.heads = 2, config.encoder.layers = 100000;
-  rejected(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "layers", "100000 layers");
-  rejected(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, "", "no place for a model");
-  CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "rejected inits leave %d parameters",
+  refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, "layers", "100000 layers");
+  refused(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, "", "no place for a model");
+  CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "refused inits leave %d parameters",
         (int)luna_params_tensor_count(params));
   luna_close(ctx);
 }
@@ -428,7 +428,7 @@ static void check_classifiers(void) {
       if (v < 2 || v == 5 || v == 9) check_pooling(v, pooling, true, SLOTS - 2), check_pooling(v, pooling, false, SLOTS - 2);
     }
   }
-  check_classifier_rejections();
+  check_classifier_refusals();
   check_tied();
   check_own_memory();
   heap_check("classifiers");
@@ -467,7 +467,7 @@ static void check_sinusoids(int64_t dim, int64_t first, int64_t n) {
   }
   luna_close(ctx);
 }
-/* x = s E[token] + position, s = sqrt(dim) or, with learned positions, 1; P = s M, no position; what is longer is rejected */
+/* x = s E[token] + position, s = sqrt(dim) or, with learned positions, 1; P = s M, no position; what is longer is refused */
 static void check_embedding(luna_positions positions, luna_embedding_scale scale) {
   enum { FIRST = 2, LONGEST = 9 };
   luna_ctx *ctx = ctx_open();
@@ -494,7 +494,7 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   luna_tensor *more = luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST + 1 }, &p);
   if (positions == LUNA_POSITIONS_LEARNED) {
     CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s", luna_status_text(luna_ctx_status(ctx)));
-    rejected(ctx, !more, "max_length", "a sequence longer than the learned positions");
+    refused(ctx, !more, "max_length", "a sequence longer than the learned positions");
   } else CHECK(more != NULL, "no positions, and yet: %s", luna_error(ctx));
   free(tokens), free(x), free(memory), free(expected), free(slots);
   luna_close(ctx);
@@ -509,7 +509,7 @@ static void check_learned_lm(void) { /* a language model's learned positions cou
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && model.positions && model.positions->shape[0] == 8, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 8 }) != NULL, "8 tokens: %s", luna_error(ctx));
-  rejected(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), "max_length", "a language model's sequence of 9");
+  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), "max_length", "a language model's sequence of 9");
   free(tokens);
   luna_close(ctx);
 }
@@ -650,11 +650,11 @@ static void check_masked_loss(int v, luna_form form) {
   }
   for (int i = 0; i < BATCH * N; i++) labels[i] = -1;
   luna_begin_step(ctx);
-  rejected(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "no label at all");
-  rejected(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), "labels", "null for labels");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "no label at all");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), "labels", "null for labels");
   labels[3] = VOCAB + 1;
   luna_begin_step(ctx);
-  rejected(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "a label beyond the vocabulary");
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), "label", "a label beyond the vocabulary");
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
@@ -973,7 +973,7 @@ static void check_lm_trains(luna_attention_kind kind) {
   }
   luna_close(ctx);
 }
-static void check_linformer_rejections(void) {
+static void check_linformer_refusals(void) {
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_lm lm;
@@ -981,9 +981,9 @@ static void check_linformer_rejections(void) {
   luna_attention_layer layer;
   luna_attention_layer_config config = {0};
   lm_config.layer.dim = DIM, lm_config.layer.heads = 2, lm_config.layer.attention = LUNA_ATTENTION_LINFORMER;
-  rejected(ctx, luna_lm_init(&lm, params, &lm_config) == LUNA_UNSUPPORTED, "Linformer", "Linformer in a language model");
+  refused(ctx, luna_lm_init(&lm, params, &lm_config) == LUNA_UNSUPPORTED, "Linformer", "Linformer in a language model");
   config.kind = LUNA_ATTENTION_LINFORMER, config.dim = DIM, config.causal = true;
-  rejected(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, "causal", "causal Linformer");
+  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_UNSUPPORTED, "causal", "causal Linformer");
   config.causal = false;
   for (int i = 0; i < 6; i++) {
     luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_HEADWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
@@ -994,12 +994,12 @@ static void check_linformer_rejections(void) {
     if (i == 4) l.sharing = (luna_linformer_sharing)3;
     if (i == 5) l.projection = (luna_linformer_projection)4;
     config.linformer = l;
-    rejected(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "Linformer", "Linformer, bad config %d", i);
+    refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "Linformer", "Linformer, bad config %d", i);
   }
   config.kind = LUNA_ATTENTION_LUNA;
-  rejected(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "kind",
+  refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, "kind",
           "an attention layer of Luna's kind");
-  CHECK(luna_params_tensor_count(params) == 0, "what was rejected leaves %d parameters", (int)luna_params_tensor_count(params));
+  CHECK(luna_params_tensor_count(params) == 0, "what was refused leaves %d parameters", (int)luna_params_tensor_count(params));
   luna_close(ctx); /* an init that failed stays in its context */
   ctx = ctx_open(), params = luna_params_open(ctx);
   for (int i = 0; i < 4; i++) {
@@ -1011,12 +1011,12 @@ static void check_linformer_rejections(void) {
     luna_tensor *x = common_tensor(ctx, 1, 2, 9, DIM, 0), *longer = common_tensor(ctx, 1, 2, 10, DIM, 0);
     CHECK(luna_attention_layer_forward(&layer, x, NULL, NULL) && luna_attention_layer_forward(&layer, longer, x, NULL), "9 keys: %s",
           luna_error(ctx));
-    rejected(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), "max_length", "10 keys where Linformer has 9 (projection %d)", i);
+    refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), "max_length", "10 keys where Linformer has 9 (projection %d)", i);
   }
   luna_linformer_config l = {4, 0, 0, 9, LUNA_LINFORMER_SHARING_LAYERWISE, LUNA_LINFORMER_PROJECTION_LINEAR};
   config.linformer = l;
   CHECK(luna_attention_layer_init(&layer, params, "layerwise.", &config) == LUNA_OK, "%s", luna_error(ctx));
-  rejected(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL), "layerwise",
+  refused(ctx, !luna_attention_layer_forward(&layer, common_tensor(ctx, 1, 2, 9, DIM, 0), NULL, NULL), "layerwise",
           "layerwise without a projection");
   luna_close(ctx);
 }
@@ -1025,7 +1025,7 @@ static void check_attentions(void) {
   for (int i = 0; i < 32; i++) check_sharing((luna_sharing)(i / 8), i & 4 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, i & 1, i & 2);
   for (int v = 0; v < ENCODERS; v++) check_classifier_trains(v);
   for (int kind = LUNA_ATTENTION_LUNA; kind <= LUNA_ATTENTION_LINEAR; kind++) check_lm_trains((luna_attention_kind)kind);
-  check_linformer_rejections();
+  check_linformer_refusals();
   heap_check("attentions");
 }
 
@@ -1190,7 +1190,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   }
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
-  rejected(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0, "luna.kind",
+  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0, "luna.kind",
           "the file of a hooked model, without the hook");
   free(logits[0]), free(logits[1]);
   remove(path.text);
@@ -1233,11 +1233,11 @@ static void check_hook_lm(void) {
           "token 12 changes what comes before it, or not what comes after");
     free(before), free(after);
   }
-  rejected(ctx, !luna_stream_open(&model, NULL), "stream", "streaming a hooked model");
+  refused(ctx, !luna_stream_open(&model, NULL), "stream", "streaming a hooked model");
   free(tokens);
   luna_close(ctx);
 }
-static void check_hook_rejections(void) {
+static void check_hook_refusals(void) {
   average_hook state;
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
@@ -1253,11 +1253,11 @@ static void check_hook_rejections(void) {
     luna_lm_config l = {0};
     luna_attention_hook hook = average_open(&state, fail_at);
     c.encoder = encoder_config(0), c.encoder.layer.hook = &hook;
-    rejected(ctx, luna_classifier_init(&classifier, params, &c) != LUNA_OK, "hook", "a classifier whose hook's init %d returns null",
+    refused(ctx, luna_classifier_init(&classifier, params, &c) != LUNA_OK, "hook", "a classifier whose hook's init %d returns null",
             fail_at);
     hook = average_open(&state, fail_at);
     l.layer.hook = &hook;
-    rejected(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, "hook", "a language model whose hook's init %d returns null", fail_at);
+    refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, "hook", "a language model whose hook's init %d returns null", fail_at);
     CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 && !luna_params_get(params, "luna.kind"),
           "a hook that fails leaves %d parameters", (int)luna_params_tensor_count(params));
   }
@@ -1265,13 +1265,13 @@ static void check_hook_rejections(void) {
   luna_attention_hook half = average_open(&state, -1), whole = half;
   half.forward = NULL;
   config.dim = DIM, config.heads = 2, config.hook = &half;
-  rejected(ctx, luna_encoder_layer_init(&layer, params, "x.", &config) == LUNA_BAD_ARGUMENT, "hook", "a hook without forward");
+  refused(ctx, luna_encoder_layer_init(&layer, params, "x.", &config) == LUNA_BAD_ARGUMENT, "hook", "a hook without forward");
   luna_seq2seq_config s = {0};
   s.encoder = encoder_config(0), s.encoder.layer.hook = &whole;
-  rejected(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, "Luna attention", "an encoder-decoder with a hook");
+  refused(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, "Luna attention", "an encoder-decoder with a hook");
   luna_classifier_config c = {0};
   c.pooling = LUNA_POOLING_MEMORY, c.encoder = s.encoder;
-  rejected(ctx, luna_classifier_init(&classifier, params, &c) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of a hooked model");
+  refused(ctx, luna_classifier_init(&classifier, params, &c) == LUNA_BAD_ARGUMENT, "memory", "pooling the memory of a hooked model");
   config.hook = &whole; /* a layer by itself passes on the memory it is given */
   for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) {
     char name[8] = "0.";
@@ -1317,7 +1317,7 @@ static void check_hooks(void) {
   check_hook_recomputed();
   for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) check_hook_classifier((luna_recompute_kind)recompute);
   check_hook_lm();
-  check_hook_rejections();
+  check_hook_refusals();
   heap_check("hooks");
 }
 
@@ -1705,9 +1705,9 @@ static void check_blocks(void) {
             !luna_recompute(odd_block, &which, sizeof which, NULL, 1, &second),
         "null inputs");
   in[0] = common_tensor(ctx, 1, 2, 3, 0, 0);
-  rejected(ctx, !luna_recompute(odd_block, &which, sizeof which, in, 2, &second), "luna_recompute", "a null second input");
-  rejected(ctx, !luna_recompute(NULL, &which, sizeof which, in, 1, &second), "luna_recompute", "no block");
-  rejected(ctx, !luna_recompute(odd_block, NULL, 4, in, 1, &second), "luna_recompute", "no state of 4 bytes");
+  refused(ctx, !luna_recompute(odd_block, &which, sizeof which, in, 2, &second), "luna_recompute", "a null second input");
+  refused(ctx, !luna_recompute(NULL, &which, sizeof which, in, 1, &second), "luna_recompute", "no block");
+  refused(ctx, !luna_recompute(odd_block, NULL, 4, in, 1, &second), "luna_recompute", "no state of 4 bytes");
   luna_close(ctx);
 }
 
@@ -1965,7 +1965,7 @@ static void check_seq2seq_forward(void) {
     CHECK(!same_bits(all + 3 * 8, some + 3 * 8, 8), "a padded place of a target is read");
     luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, NULL, 2, STEPS });
     CHECK(longest != NULL, "%d places: %s", STEPS, luna_error(t.ctx));
-    rejected(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE }, &(luna_input){ target, NULL, 1, STEPS + 1 }), "max_length",
+    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE }, &(luna_input){ target, NULL, 1, STEPS + 1 }), "max_length",
             "a target longer than its learned positions");
     free(source), free(target), free(all), free(some);
   }
@@ -2187,7 +2187,7 @@ static void check_batch_of_sources(int v, int64_t max) {
   }
   luna_close(t.ctx);
 }
-static void check_search_rejections(void) {
+static void check_search_refusals(void) {
   const luna_seq2seq_config config = translator_config(2);
   translator t;
   if (translator_open(&t, &config, 91)) {
@@ -2199,33 +2199,33 @@ static void check_search_rejections(void) {
     s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1, s[7].max_length = INT64_MAX,
     s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      rejected(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "bad search %d", i);
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "bad search %d", i);
+    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no search");
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no place for the result");
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no place for the length");
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "no source");
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length, &score) == LUNA_BAD_ARGUMENT, "luna_seq2seq_generate",
             "a source of -1 tokens");
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "null for a source");
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "", "null for a source");
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
             "a length beyond the source");
     bad[4] = VOCAB;
-    rejected(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length, &score) != LUNA_OK, "",
             "a source token beyond the vocabulary");
     CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
-    rejected(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), "luna_seq2seq_stream_open", "a stream of no source");
-    rejected(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, -1), "luna_seq2seq_stream_open",
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), "luna_seq2seq_stream_open", "a stream of no source");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, -1), "luna_seq2seq_stream_open",
             "a stream of -1 sequences");
     luna_stream *one = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0);
     CHECK(one && luna_stream_step(one, &good.begin), "beam 0 is not one sequence: \"%s\"", luna_error(t.ctx));
     luna_stream_close(one);
-    rejected(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX), "", "a stream of 2^63 sequences");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX), "", "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE }, 1), "a stream of no model");
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "after what was rejected: %s",
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
     const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
     float empty = NAN;
@@ -2243,7 +2243,7 @@ static void check_search_rejections(void) {
       const luna_status status = luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score);
       if (status == LUNA_OK)
         CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g", (double)score);
-      else rejected(t.ctx, true, "finite", "a weight of %g", (double)odd[i % 3]);
+      else refused(t.ctx, true, "finite", "a weight of %g", (double)odd[i % 3]);
       *at = kept;
     }
     free(source);
@@ -2260,7 +2260,7 @@ static void check_translation(void) {
   for (uint64_t seed = 96; seed < 100; seed++) check_exhaustive(seed);
   check_batch_of_sources(1, MAX), check_batch_of_sources(10, 0), check_batch_of_sources(4, MAX), check_batch_of_sources(7, 30),
       check_batch_of_sources(12, 0);
-  check_search_rejections();
+  check_search_refusals();
   heap_check("translation");
 }
 
@@ -2362,9 +2362,9 @@ static void check_comes_back(luna_model_kind kind, int v) {
   bytes again = saved(b.params);
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "%s %d: saved, loaded and saved it is another file",
         model_names[kind], v);
-  rejected(b.ctx, luna_load_model_bytes(&b.model, b.params, file.at, file.size) == LUNA_BAD_ARGUMENT, "already",
+  refused(b.ctx, luna_load_model_bytes(&b.model, b.params, file.at, file.size) == LUNA_BAD_ARGUMENT, "already",
           "%s %d: loading into a set that is not empty", model_names[kind], v);
-  CHECK(luna_params_tensor_count(b.params) == luna_params_tensor_count(a.params), "%s %d: a rejected load took the set's parameters", model_names[kind], v);
+  CHECK(luna_params_tensor_count(b.params) == luna_params_tensor_count(a.params), "%s %d: a refused load took the set's parameters", model_names[kind], v);
   free(file.at), free(again.at);
   luna_close(a.ctx), luna_close(b.ctx);
 }
@@ -2372,7 +2372,7 @@ static void check_comes_back(luna_model_kind kind, int v) {
 static void check_nothing_left(const opened *o, int64_t before, const char *what) {
   CHECK(luna_error(o->ctx)[0] && luna_params_tensor_count(o->params) == 0 && luna_params_element_count(o->params) == 0 &&
             !luna_params_get(o->params, "luna.kind"),
-        "%s: rejected with \"%s\", %d parameters left", what, luna_error(o->ctx), (int)luna_params_tensor_count(o->params));
+        "%s: refused with \"%s\", %d parameters left", what, luna_error(o->ctx), (int)luna_params_tensor_count(o->params));
   CHECK(heap_live - before <= 0, "%s: %lld bytes more than before stay in use", what, (long long)(heap_live - before));
 }
 /* a file of changed metadata: a model of all its tensors, or nothing at all; whether it was loaded */
@@ -2412,7 +2412,7 @@ static void check_claims(luna_model_kind kind, int v) {
   opened o;
   pairs all;
   luna_inspection inspection = {pairs_take, NULL, NULL};
-  int loaded = 0, rejections = 0;
+  int loaded = 0, refusals = 0;
   if (!opened_init(&o, kind, v)) return;
   bytes file = saved(o.params);
   all.count = 0;
@@ -2428,11 +2428,11 @@ static void check_claims(luna_model_kind kind, int v) {
       snprintf(what, sizeof what, "%s %d with %s", model_names[kind], v, to);
       bytes wrong = edited(&file, from, to);
       if (check_claim(&wrong, luna_params_tensor_count(o.params), what)) loaded++;
-      else rejections++;
+      else refusals++;
       free(wrong.at);
     }
-  CHECK(loaded >= 10 && rejections >= 4 * all.count, "%s %d: of %d changes of metadata %d are loaded", model_names[kind], v,
-        loaded + rejections, loaded);
+  CHECK(loaded >= 10 && refusals >= 4 * all.count, "%s %d: of %d changes of metadata %d are loaded", model_names[kind], v,
+        loaded + refusals, loaded);
   for (size_t cut = 0; cut < file.size; cut += cut < 64 ? 1 : 131) {
     const bytes piece = {file.at, cut, 0};
     opened part;
@@ -2458,11 +2458,11 @@ static void check_model_paths(void) {
     CHECK(luna_save(a.params, path.text) == LUNA_OK && luna_load_model(&b.model, b.params, path.text) == LUNA_OK && comes_back(&a, &b),
           "%s by path: %s", model_names[kind], luna_error(b.ctx));
     luna_params *empty = luna_params_open(b.ctx);
-    rejected(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
-    rejected(b.ctx, luna_load_model(NULL, empty, path.text) == LUNA_BAD_ARGUMENT, "", "no place for a model");
+    refused(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
+    refused(b.ctx, luna_load_model(NULL, empty, path.text) == LUNA_BAD_ARGUMENT, "", "no place for a model");
     CHECK(luna_load_model(&b.model, NULL, path.text) == LUNA_BAD_ARGUMENT, "no set");
     bytes file = saved(a.params), other = edited(&file, "\"luna.kind\":\"", "\"luna.kind\":\"un");
-    rejected(b.ctx, luna_load_model_bytes(&b.model, empty, other.at, other.size) == LUNA_BAD_FILE, "kind", "a kind that is none");
+    refused(b.ctx, luna_load_model_bytes(&b.model, empty, other.at, other.size) == LUNA_BAD_FILE, "kind", "a kind that is none");
     free(file.at), free(other.at);
     luna_close(a.ctx), luna_close(b.ctx);
     remove(path.text);
@@ -2538,12 +2538,12 @@ static void check_matching(void) {
     common_params(to, 103 + (uint64_t)way);
   }
   float *before = common_parameters(to), *after;
-  rejected(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, "luna_load_matching", "a file of which nothing fits");
+  refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, "luna_load_matching", "a file of which nothing fits");
   CHECK(quiet.loaded == 0 && quiet.missing == luna_params_tensor_count(to) && quiet.unused == luna_params_tensor_count(lm_set),
         "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing, (int)quiet.unused);
   for (size_t cut = 0; cut < file.size; cut += 997)
-    rejected(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, "safetensors", "a file cut to %d bytes", (int)cut);
-  rejected(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
+    refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, "safetensors", "a file cut to %d bytes", (int)cut);
+  refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, "no/such/file", "a file that is not there");
   CHECK(luna_load_matching_bytes(NULL, file.at, file.size, NULL) == LUNA_BAD_ARGUMENT, "no set");
   after = common_parameters(to);
   CHECK(same_bits(before, after, luna_params_element_count(to)), "files that do not fit change parameters");

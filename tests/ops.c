@@ -1,5 +1,5 @@
 /* Ops: every instruction set against the scalar one; values against naive loops in double; fused against composed, folded against
-   unfolded, ragged against alone; views; what is rejected and how it is said. Gradients themselves: tests/gradients.c. */
+   unfolded, ragged against alone; views; what is refused and how it is said. Gradients themselves: tests/gradients.c. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -612,147 +612,147 @@ static void check_gradients_kept(void) {
   luna_close(ctx);
 }
 
-/* ---- rejections: null, and a sentence that names the function and the sizes ---- */
-typedef struct rejection {
+/* ---- refusals: null, and a sentence that names the function and the sizes ---- */
+typedef struct refusal {
   int logged;
-} rejection;
-static void rejection_log(void *user, luna_status status, const char *sentence) {
+} refusal;
+static void refusal_log(void *user, luna_status status, const char *sentence) {
   (void)status;
-  ((rejection *)user)->logged += sentence[0] != 0;
+  ((refusal *)user)->logged += sentence[0] != 0;
 }
-static void rejected(luna_ctx *ctx, const void *result, const char *function, const char *size, const char *call) {
+static void refused(luna_ctx *ctx, const void *result, const char *function, const char *size, const char *call) {
   const char *said = luna_error(ctx);
   CHECK(!result, "%s gives a tensor", call);
   CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call, luna_status_text(luna_ctx_status(ctx)));
   CHECK(strstr(said, function) && strstr(said, size), "%s says \"%s\", without %s or %s", call, said, function, size);
 }
-#define REJECTED(call, function, size) (luna_begin_step(ctx), rejected(ctx, call, function, size, #call))
+#define REFUSED(call, function, size) (luna_begin_step(ctx), refused(ctx, call, function, size, #call))
 
-static luna_tensor *rejection_param(luna_params *params, const char *name, int64_t a, int64_t b, int64_t c) {
+static luna_tensor *refusal_param(luna_params *params, const char *name, int64_t a, int64_t b, int64_t c) {
   const int64_t shape[3] = {a, b, c};
   const luna_init init = {LUNA_INIT_NORMAL, 1};
   return luna_param(params, name, c ? 3 : b ? 2 : 1, shape, init);
 }
 
-static void check_rejections_shapes(luna_ctx *ctx, luna_params *params) {
-  luna_tensor *a = rejection_param(params, "a", 37, 41, 0), *b = rejection_param(params, "b", 43, 47, 0),
-              *v = rejection_param(params, "v", 53, 0, 0);
-  luna_tensor *cube = rejection_param(params, "cube", 3, 41, 36), *many[9] = {a, b, a, a, a, a, a, a, a};
+static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
+  luna_tensor *a = refusal_param(params, "a", 37, 41, 0), *b = refusal_param(params, "b", 43, 47, 0),
+              *v = refusal_param(params, "v", 53, 0, 0);
+  luna_tensor *cube = refusal_param(params, "cube", 3, 41, 36), *many[9] = {a, b, a, a, a, a, a, a, a};
   const int64_t wrong[2] = {5, 7}, twice[2] = {-1, -1}, five[5] = {37, 41, 1, 1, 1}, negative[2] = {-37, -41},
                 huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
   const int same[2] = {1, 1}, outside[2] = {0, 2};
-  REJECTED(luna_reshape(a, 2, wrong), "luna_reshape", "37");
-  REJECTED(luna_reshape(a, 2, twice), "luna_reshape", "37");
-  REJECTED(luna_reshape(a, 5, five), "luna_reshape", "5");
-  REJECTED(luna_reshape(a, 2, negative), "luna_reshape", "37");
-  REJECTED(luna_slice(a, 2, 0, 1), "luna_slice", "37");
-  REJECTED(luna_slice(a, -1, 0, 1), "luna_slice", "37");
-  REJECTED(luna_slice(a, 0, 30, 8), "luna_slice", "37");
-  REJECTED(luna_slice(a, 1, -1, 2), "luna_slice", "41");
-  REJECTED(luna_slice(a, 1, 1, -2), "luna_slice", "41");
-  REJECTED(luna_slice(a, 1, INT64_MAX, 2), "luna_slice", "41");
-  REJECTED(luna_permute(a, same), "luna_permute", "37");
-  REJECTED(luna_permute(a, outside), "luna_permute", "37");
-  REJECTED(luna_concat(many, 2, 0), "luna_concat", "47");
-  REJECTED(luna_concat(many, 9, 0), "luna_concat", "9");
+  REFUSED(luna_reshape(a, 2, wrong), "luna_reshape", "37");
+  REFUSED(luna_reshape(a, 2, twice), "luna_reshape", "37");
+  REFUSED(luna_reshape(a, 5, five), "luna_reshape", "5");
+  REFUSED(luna_reshape(a, 2, negative), "luna_reshape", "37");
+  REFUSED(luna_slice(a, 2, 0, 1), "luna_slice", "37");
+  REFUSED(luna_slice(a, -1, 0, 1), "luna_slice", "37");
+  REFUSED(luna_slice(a, 0, 30, 8), "luna_slice", "37");
+  REFUSED(luna_slice(a, 1, -1, 2), "luna_slice", "41");
+  REFUSED(luna_slice(a, 1, 1, -2), "luna_slice", "41");
+  REFUSED(luna_slice(a, 1, INT64_MAX, 2), "luna_slice", "41");
+  REFUSED(luna_permute(a, same), "luna_permute", "37");
+  REFUSED(luna_permute(a, outside), "luna_permute", "37");
+  REFUSED(luna_concat(many, 2, 0), "luna_concat", "47");
+  REFUSED(luna_concat(many, 9, 0), "luna_concat", "9");
   CHECK(!luna_concat(many, 0, 0) && !luna_concat(NULL, 2, 0), "concat of nothing");
-  REJECTED(luna_concat(many + 2, 2, 2), "luna_concat", "2");
-  REJECTED(luna_expand(a, -3), "luna_expand", "-3");
-  REJECTED(luna_expand(a, (int64_t)1 << 60), "luna_expand", "");
-  REJECTED(luna_add(a, b), "luna_add", "43");
-  REJECTED(luna_add(v, a), "luna_add", "53");
-  REJECTED(luna_mul(a, v), "luna_mul", "53");
-  REJECTED(luna_sum(a, 2), "luna_sum", "37");
-  REJECTED(luna_mean(a, -1), "luna_mean", "37");
-  REJECTED(luna_matmul(a, b, false, false), "luna_matmul", "43");
-  REJECTED(luna_matmul(a, a, true, true), "luna_matmul", "41");
-  REJECTED(luna_matmul(v, a, false, false), "luna_matmul", "53");
-  REJECTED(luna_matmul(b, cube, true, false), "luna_matmul", "41");
-  REJECTED(luna_linear(a, b, NULL), "luna_linear", "43");
-  REJECTED(luna_linear(a, a, v), "luna_linear", "53");
-  REJECTED(luna_linear(a, v, NULL), "luna_linear", "53");
-  REJECTED(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new", "5");
-  REJECTED(luna_tensor_new(ctx, NULL, 2, negative), "luna_tensor_new", "");
-  REJECTED(luna_tensor_new(ctx, NULL, 2, huge), "luna_tensor_new", "");
+  REFUSED(luna_concat(many + 2, 2, 2), "luna_concat", "2");
+  REFUSED(luna_expand(a, -3), "luna_expand", "-3");
+  REFUSED(luna_expand(a, (int64_t)1 << 60), "luna_expand", "");
+  REFUSED(luna_add(a, b), "luna_add", "43");
+  REFUSED(luna_add(v, a), "luna_add", "53");
+  REFUSED(luna_mul(a, v), "luna_mul", "53");
+  REFUSED(luna_sum(a, 2), "luna_sum", "37");
+  REFUSED(luna_mean(a, -1), "luna_mean", "37");
+  REFUSED(luna_matmul(a, b, false, false), "luna_matmul", "43");
+  REFUSED(luna_matmul(a, a, true, true), "luna_matmul", "41");
+  REFUSED(luna_matmul(v, a, false, false), "luna_matmul", "53");
+  REFUSED(luna_matmul(b, cube, true, false), "luna_matmul", "41");
+  REFUSED(luna_linear(a, b, NULL), "luna_linear", "43");
+  REFUSED(luna_linear(a, a, v), "luna_linear", "53");
+  REFUSED(luna_linear(a, v, NULL), "luna_linear", "53");
+  REFUSED(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new", "5");
+  REFUSED(luna_tensor_new(ctx, NULL, 2, negative), "luna_tensor_new", "");
+  REFUSED(luna_tensor_new(ctx, NULL, 2, huge), "luna_tensor_new", "");
 }
 
-static void check_rejections_rows(luna_ctx *ctx, luna_params *params) {
+static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b"), *v = luna_params_find(params, "v"),
               *cube = luna_params_find(params, "cube");
   int32_t lengths[37] = {0}, tokens[4] = {0, 5, 36, 2}, labels[37] = {0};
   luna_cross_entropy_config config = {0};
   lengths[3] = -1;
-  REJECTED(luna_softmax(a, lengths), "luna_softmax", "-1");
-  REJECTED(luna_activate(a, (luna_activation)77), "luna_activate", "77");
-  REJECTED(luna_dropout(a, 1), "luna_dropout", "");
-  REJECTED(luna_dropout(a, -0.1f), "luna_dropout", "");
-  REJECTED(luna_dropout(a, NAN), "luna_dropout", "");
-  REJECTED(luna_layer_norm(a, v, NULL), "luna_layer_norm", "53");
-  REJECTED(luna_layer_norm(a, NULL, v), "luna_layer_norm", "53");
+  REFUSED(luna_softmax(a, lengths), "luna_softmax", "-1");
+  REFUSED(luna_activate(a, (luna_activation)77), "luna_activate", "77");
+  REFUSED(luna_dropout(a, 1), "luna_dropout", "");
+  REFUSED(luna_dropout(a, -0.1f), "luna_dropout", "");
+  REFUSED(luna_dropout(a, NAN), "luna_dropout", "");
+  REFUSED(luna_layer_norm(a, v, NULL), "luna_layer_norm", "53");
+  REFUSED(luna_layer_norm(a, NULL, v), "luna_layer_norm", "53");
   tokens[2] = 37;
-  REJECTED(luna_embedding(a, tokens, 2, 2), "luna_embedding", "37");
+  REFUSED(luna_embedding(a, tokens, 2, 2), "luna_embedding", "37");
   tokens[2] = -1;
-  REJECTED(luna_embedding(a, tokens, 2, 2), "luna_embedding", "-1");
-  REJECTED(luna_embedding(a, tokens, -2, 2), "luna_embedding", "-2");
-  REJECTED(luna_embedding(a, NULL, 2, 2), "luna_embedding", "");
-  REJECTED(luna_embedding(v, tokens, 2, 2), "luna_embedding", "53");
+  REFUSED(luna_embedding(a, tokens, 2, 2), "luna_embedding", "-1");
+  REFUSED(luna_embedding(a, tokens, -2, 2), "luna_embedding", "-2");
+  REFUSED(luna_embedding(a, NULL, 2, 2), "luna_embedding", "");
+  REFUSED(luna_embedding(v, tokens, 2, 2), "luna_embedding", "53");
   labels[9] = 41;
-  REJECTED(luna_cross_entropy(a, labels), "luna_cross_entropy", "41");
-  REJECTED(luna_cross_entropy(a, NULL), "luna_cross_entropy", "");
+  REFUSED(luna_cross_entropy(a, labels), "luna_cross_entropy", "41");
+  REFUSED(luna_cross_entropy(a, NULL), "luna_cross_entropy", "");
   labels[9] = 0;
   config.smoothing = 1.5f;
-  REJECTED(luna_cross_entropy_with(a, labels, &config), "luna_cross_entropy", "");
-  REJECTED(luna_short_convolution(a, b, NULL), "luna_short_convolution", "37");
-  REJECTED(luna_short_convolution(cube, b, NULL), "luna_short_convolution", "43");
-  REJECTED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), "luna_custom_op", "");
+  REFUSED(luna_cross_entropy_with(a, labels, &config), "luna_cross_entropy", "");
+  REFUSED(luna_short_convolution(a, b, NULL), "luna_short_convolution", "37");
+  REFUSED(luna_short_convolution(cube, b, NULL), "luna_short_convolution", "43");
+  REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), "luna_custom_op", "");
   luna_tensor *const nine[9] = {a, a, a, a, a, a, a, a, a};
-  REJECTED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0}), "luna_custom_op", "8");
+  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0}), "luna_custom_op", "8");
 }
 
-static void check_rejections_attention(luna_ctx *ctx, luna_params *params) {
-  luna_tensor *a = luna_params_find(params, "a"), *cube = luna_params_find(params, "cube"), *q = rejection_param(params, "q", 3, 11, 36);
-  luna_tensor *two = rejection_param(params, "two", 2, 41, 36), *narrow = rejection_param(params, "narrow", 3, 41, 30),
-              *short_ = rejection_param(params, "short", 3, 17, 36);
-  luna_tensor *flat = rejection_param(params, "flat", 20, 36, 0), *d = rejection_param(params, "d", 36, 0, 0);
+static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
+  luna_tensor *a = luna_params_find(params, "a"), *cube = luna_params_find(params, "cube"), *q = refusal_param(params, "q", 3, 11, 36);
+  luna_tensor *two = refusal_param(params, "two", 2, 41, 36), *narrow = refusal_param(params, "narrow", 3, 41, 30),
+              *short_ = refusal_param(params, "short", 3, 17, 36);
+  luna_tensor *flat = refusal_param(params, "flat", 20, 36, 0), *d = refusal_param(params, "d", 36, 0, 0);
   int32_t lengths[3] = {41, 42, 0}, offsets[4] = {0, 5, 4, 20}, beyond[4] = {0, 5, 9, 21}, good[4] = {0, 5, 9, 20};
   luna_attention_config c = {0};
   c.heads = 5;
-  REJECTED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "5");
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "5");
   c.heads = -1;
-  REJECTED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "-1");
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "-1");
   c.heads = 4;
-  REJECTED(luna_softmax_attention(q, two, two, &c), "luna_softmax_attention", "2");
-  REJECTED(luna_softmax_attention(q, narrow, cube, &c), "luna_softmax_attention", "30");
-  REJECTED(luna_softmax_attention(q, cube, short_, &c), "luna_softmax_attention", "17");
-  REJECTED(luna_softmax_attention(a, a, a, &c), "luna_softmax_attention", "37");
+  REFUSED(luna_softmax_attention(q, two, two, &c), "luna_softmax_attention", "2");
+  REFUSED(luna_softmax_attention(q, narrow, cube, &c), "luna_softmax_attention", "30");
+  REFUSED(luna_softmax_attention(q, cube, short_, &c), "luna_softmax_attention", "17");
+  REFUSED(luna_softmax_attention(a, a, a, &c), "luna_softmax_attention", "37");
   c.dropout = 1;
-  REJECTED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "");
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "");
   c.dropout = 0;
   c.lengths = lengths;
-  REJECTED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "42");
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), "luna_softmax_attention", "42");
   c.lengths = NULL;
   c.sequences = 3;
   c.query_offsets = good;
-  REJECTED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "");
+  REFUSED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "");
   c.key_offsets = offsets;
-  REJECTED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "4");
+  REFUSED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "4");
   c.key_offsets = beyond;
-  REJECTED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "2");
-  REJECTED(luna_causal_product(q, cube, cube, 4), "luna_causal_product", "41");
-  REJECTED(luna_causal_product(q, q, q, 5), "luna_causal_product", "5");
-  REJECTED(luna_pack(q, two, NULL, 0, NULL), "luna_pack", "2");
-  REJECTED(luna_pack(q, narrow, NULL, 0, NULL), "luna_pack", "30");
-  REJECTED(luna_pack(q, cube, lengths, 0, NULL), "luna_pack", "42");
-  REJECTED(luna_pack(q, cube, NULL, 2, NULL), "luna_pack", "");
-  REJECTED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), "luna_unpack", "41");
-  REJECTED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), "luna_feed_forward", "hidden");
-  REJECTED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "41");
-  REJECTED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "5");
-  REJECTED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_ACTIVATION_GELU, NULL, 0), "luna_causal_nested_attention", "");
-  REJECTED(luna_layer_norm(cube, d, a), "luna_layer_norm", "37");
+  REFUSED(luna_softmax_attention(flat, flat, flat, &c), "luna_softmax_attention", "2");
+  REFUSED(luna_causal_product(q, cube, cube, 4), "luna_causal_product", "41");
+  REFUSED(luna_causal_product(q, q, q, 5), "luna_causal_product", "5");
+  REFUSED(luna_pack(q, two, NULL, 0, NULL), "luna_pack", "2");
+  REFUSED(luna_pack(q, narrow, NULL, 0, NULL), "luna_pack", "30");
+  REFUSED(luna_pack(q, cube, lengths, 0, NULL), "luna_pack", "42");
+  REFUSED(luna_pack(q, cube, NULL, 2, NULL), "luna_pack", "");
+  REFUSED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), "luna_unpack", "41");
+  REFUSED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), "luna_feed_forward", "hidden");
+  REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "41");
+  REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "5");
+  REFUSED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_ACTIVATION_GELU, NULL, 0), "luna_causal_nested_attention", "");
+  REFUSED(luna_layer_norm(cube, d, a), "luna_layer_norm", "37");
 }
 
-static void check_rejections_layers(luna_ctx *ctx, luna_params *params) {
+static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   luna_nested_attention_layer attention;
   luna_encoder_layer encoder;
   luna_lm lm;
@@ -783,26 +783,26 @@ static void check_rejections_layers(luna_ctx *ctx, luna_params *params) {
   model.vocab = -1;
   luna_begin_step(ctx);
   CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_error(ctx)[0], "a vocabulary of -1: \"%s\"", luna_error(ctx));
-  CHECK(luna_params_tensor_count(params) == size, "rejected layers left %lld parameters in the set", (long long)(luna_params_tensor_count(params) - size));
-  config.pack_heads = 0; /* the first rejection stays until the same init succeeds */
+  CHECK(luna_params_tensor_count(params) == size, "refused layers left %lld parameters in the set", (long long)(luna_params_tensor_count(params) - size));
+  config.pack_heads = 0; /* the first refusal stays until the same init succeeds */
   CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) == LUNA_OK, "%s", luna_error(ctx));
 }
 
-static void check_rejections_null(luna_ctx *ctx, luna_params *params) {
+static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   luna_tensor *a = luna_params_find(params, "a"), *some[2] = {a, NULL}, *none = NULL;
-  luna_tensor *x = rejection_param(params, "nx", 2, 5, 36), *k = luna_reshape(rejection_param(params, "nk", 2, 12, 36), 4, (const int64_t[4]){2, 4, 3, 36});
-  luna_tensor *bias = rejection_param(params, "nbias", 2, 4, 3);
+  luna_tensor *x = refusal_param(params, "nx", 2, 5, 36), *k = luna_reshape(refusal_param(params, "nk", 2, 12, 36), 4, (const int64_t[4]){2, 4, 3, 36});
+  luna_tensor *bias = refusal_param(params, "nbias", 2, 4, 3);
   luna_encoder_layer layer = {0};
   luna_lm lm;
   const luna_layer_config config = {.dim = 36, .heads = 4};
   CHECK(luna_encoder_layer_init(&layer, params, "null.", &config) == LUNA_OK, "%s", luna_error(ctx));
-  REJECTED(luna_concat(some, 2, 0), "luna_concat", "null");
-  REJECTED(luna_permute(a, NULL), "luna_permute", "null");
-  REJECTED(luna_reshape(a, 2, NULL), "luna_reshape", "shape");
-  REJECTED(luna_add(a, NULL), "luna_add", "second");
-  REJECTED(luna_unpack(x, k, bias, NULL, NULL, NULL, 0), "luna_unpack", "v is null");
-  REJECTED(luna_causal_nested_attention(x, x, x, NULL, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "s is null");
-  REJECTED(luna_encoder_layer_forward(&layer, x, &none, NULL), "luna_encoder_layer_forward", "p is null");
+  REFUSED(luna_concat(some, 2, 0), "luna_concat", "null");
+  REFUSED(luna_permute(a, NULL), "luna_permute", "null");
+  REFUSED(luna_reshape(a, 2, NULL), "luna_reshape", "shape");
+  REFUSED(luna_add(a, NULL), "luna_add", "second");
+  REFUSED(luna_unpack(x, k, bias, NULL, NULL, NULL, 0), "luna_unpack", "v is null");
+  REFUSED(luna_causal_nested_attention(x, x, x, NULL, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), "luna_causal_nested_attention", "s is null");
+  REFUSED(luna_encoder_layer_forward(&layer, x, &none, NULL), "luna_encoder_layer_forward", "p is null");
   luna_begin_step(ctx);
   CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && strstr(luna_error(ctx), "luna_params_set"), "\"%s\"", luna_error(ctx));
   CHECK(luna_lm_init(NULL, params, NULL) != LUNA_OK && strstr(luna_error(ctx), "init"), "\"%s\"", luna_error(ctx));
@@ -810,7 +810,7 @@ static void check_rejections_null(luna_ctx *ctx, luna_params *params) {
   CHECK(luna_read(a, NULL) != LUNA_OK && strstr(luna_error(ctx), "luna_read"), "\"%s\"", luna_error(ctx));
 }
 
-static void check_sticky(luna_ctx *ctx, luna_params *params, rejection *r) {
+static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b");
   char first[400];
   luna_begin_step(ctx);
@@ -842,24 +842,24 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, rejection *r) {
   luna_close(other);
 }
 
-static void check_rejections(void) {
-  rejection r = {0};
+static void check_refusals(void) {
+  refusal r = {0};
   luna_options options = {0};
   options.threads = 1;
-  options.log = rejection_log;
+  options.log = refusal_log;
   options.log_user = &r;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
-  check_rejections_shapes(ctx, params);
-  check_rejections_rows(ctx, params);
-  check_rejections_attention(ctx, params);
-  check_rejections_layers(ctx, params);
-  check_rejections_null(ctx, params);
+  check_refusals_shapes(ctx, params);
+  check_refusals_rows(ctx, params);
+  check_refusals_attention(ctx, params);
+  check_refusals_layers(ctx, params);
+  check_refusals_null(ctx, params);
   check_sticky(ctx, params, &r);
   luna_begin_step(ctx); /* the last: what could not be made is reported by every begin */
   const int64_t huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
-  rejected(ctx, luna_param(params, "p", 2, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "p", "a huge parameter");
-  rejected(ctx, luna_param(params, "a", 1, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "a", "a name twice");
+  refused(ctx, luna_param(params, "p", 2, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "p", "a huge parameter");
+  refused(ctx, luna_param(params, "a", 1, huge, (luna_init){LUNA_INIT_ZEROS, 0}), "luna_param", "a", "a name twice");
   luna_close(ctx);
   luna_options bad = {0};
   bad.threads = -1;
@@ -1094,6 +1094,6 @@ int main(void) {
   check_views();
   check_items();
   check_gradients_kept();
-  check_rejections();
+  check_refusals();
   return test_report("ops");
 }

@@ -1,5 +1,5 @@
 /* Exact resume: a run stopped after any step, saved, loaded in a context of another seed and another number of threads, goes on with
-   the bits of the run that never stopped; what is no checkpoint of this run is rejected and changes nothing; a save that fails, or whose
+   the bits of the run that never stopped; what is no checkpoint of this run is refused and changes nothing; a save that fails, or whose
    process is killed, leaves the old file whole. */
 #define _FILE_OFFSET_BITS 64 /* for readdir on 32-bit machines */
 #include "test.h"
@@ -244,7 +244,7 @@ static void check_plain(bool classifies) {
   free(again.at), free(weights.at), free(training.at), free(expected), free(got);
 }
 
-/* ---- rejections ---- */
+/* ---- refusals ---- */
 static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
 typedef struct small {
   luna_ctx *ctx;
@@ -266,12 +266,12 @@ static void small_open(small *s, int kind, float momentum, uint64_t seed) {
           "%s", luna_error(s->ctx));
   }
 }
-static void small_rejects(small *s, const void *bytes, size_t size, luna_status want, const char *part, const char *what) {
+static void small_refuses(small *s, const void *bytes, size_t size, luna_status want, const char *part, const char *what) {
   const buffer before = saved(s->optimizer);
   const luna_status got = luna_load_training_bytes(s->optimizer, bytes, size);
   CHECK(got == want && luna_error(s->ctx)[0] && strstr(luna_error(s->ctx), part), "%s: %s, \"%s\", not %s with \"%s\"", what, luna_status_text(got), luna_error(s->ctx),
         luna_status_text(want), part);
-  CHECK(unchanged(s->optimizer, &before), "%s: rejected, but something has changed", what);
+  CHECK(unchanged(s->optimizer, &before), "%s: refused, but something has changed", what);
   free(before.at);
   luna_begin_inference(s->ctx);
 }
@@ -329,29 +329,29 @@ static const struct {
     {"\"first\":{\"dtype\":\"F32\"", "\"first\":{\"dtype\":\"U32\"", LUNA_MISMATCH, "first"},
     {"{\"__metadata__\"", "{\"__metadata__\":{},\"x\"", LUNA_BAD_FILE, ""},
 };
-static void check_rejections(void) {
+static void check_refusals(void) {
   small from, to;
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(from.optimizer, 0);
   const buffer file = saved(from.optimizer), weights = saved_params(from.params);
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) {
     small_open(&to, kind, 0.9f, 8);
-    if (kind != LUNA_OPTIMIZER_ADAMW) small_rejects(&to, file.at, file.size, LUNA_MISMATCH, "kind", "another kind of optimiser");
-    small_rejects(&to, weights.at, weights.size, LUNA_BAD_FILE, "luna.optimizer", "a checkpoint of a model alone");
-    small_rejects(&to, "", 0, LUNA_BAD_FILE, "not a safetensors", "an empty file");
-    small_rejects(&to, NULL, 0, LUNA_BAD_FILE, "not a safetensors", "no file");
+    if (kind != LUNA_OPTIMIZER_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, "kind", "another kind of optimiser");
+    small_refuses(&to, weights.at, weights.size, LUNA_BAD_FILE, "luna.optimizer", "a checkpoint of a model alone");
+    small_refuses(&to, "", 0, LUNA_BAD_FILE, "not a safetensors", "an empty file");
+    small_refuses(&to, NULL, 0, LUNA_BAD_FILE, "not a safetensors", "no file");
     luna_close(to.ctx);
   }
   small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
   for (size_t i = 0; i < sizeof claims / sizeof claims[0]; i++) {
     const buffer wrong = edited(&file, claims[i].from, claims[i].to);
-    small_rejects(&to, wrong.at, wrong.size, claims[i].status, claims[i].part, claims[i].to);
+    small_refuses(&to, wrong.at, wrong.size, claims[i].status, claims[i].part, claims[i].to);
     free(wrong.at);
   }
   for (size_t cut = 0; cut < file.size; cut++) {
     uint8_t *half = (uint8_t *)common_alloc(cut);
     memcpy(half, file.at, cut);
-    small_rejects(&to, half, cut, LUNA_BAD_FILE, "not a safetensors", "a file cut short");
+    small_refuses(&to, half, cut, LUNA_BAD_FILE, "not a safetensors", "a file cut short");
     free(half);
   }
   CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_OK && unchanged(to.optimizer, &file), "the file itself does not load: %s", luna_error(to.ctx));
@@ -367,7 +367,7 @@ static void check_rejections(void) {
     small other;
     small_open(&to, LUNA_OPTIMIZER_SGD, moving ? 0.9f : 0, 8), small_open(&other, LUNA_OPTIMIZER_SGD, moving ? 0 : 0.9f, 3);
     const buffer sgd = saved(other.optimizer);
-    small_rejects(&to, sgd.at, sgd.size, LUNA_MISMATCH, "moments", "SGD with momentum and without");
+    small_refuses(&to, sgd.at, sgd.size, LUNA_MISMATCH, "moments", "SGD with momentum and without");
     free(sgd.at);
     luna_close(to.ctx), luna_close(other.ctx);
   }
@@ -505,7 +505,7 @@ static void check_killed_saves(void) {
 static void check_pitfalls(void) {
   small s, other;
   luna_options options = {0};
-  /* a pair with the name of one of luna.h's own: rejected, or the file still loads */
+  /* a pair with the name of one of luna.h's own: refused, or the file still loads */
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_params_set(s.params, "luna.step", "7");
   buffer file = saved(s.optimizer);
@@ -563,7 +563,7 @@ int main(int argc, char **argv) {
   check_fixed();
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_resume(false, kind), check_resume(true, kind);
   check_plain(false), check_plain(true);
-  check_rejections();
+  check_refusals();
   if (common_little_endian()) check_borrowed();
   check_failed_saves();
 #ifdef HAS_FORK

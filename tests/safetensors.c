@@ -1,4 +1,4 @@
-/* The reader and writer of safetensors: every sentence of rejection, text and numbers, a round trip, a writer that fails at each byte,
+/* The reader and writer of safetensors: every sentence of refusal, text and numbers, a round trip, a writer that fails at each byte,
    files cut at every byte, every byte changed to every value, thousands of names in any order. What is read lies in an allocation of
    its own size. */
 #include "test.h"
@@ -88,7 +88,7 @@ static uint8_t *file_of(const char *json, size_t json_size, size_t data, size_t 
   *size = 8 + json_size + data;
   return file;
 }
-/* want: part of the sentence it must be rejected with; null: it must open */
+/* want: part of the sentence it must be refused with; null: it must open */
 static void expect(const char *json, size_t data, const char *want) {
   size_t size;
   uint8_t *file = file_of(json, strlen(json), data, &size);
@@ -97,7 +97,7 @@ static void expect(const char *json, size_t data, const char *want) {
   free(file);
 }
 
-/* ---- every rejection ---- */
+/* ---- every refusal ---- */
 #define T(name, dtype, shape, begin, end) \
   "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" #begin "," #end "]}"
 #define A8 T("a", "F32", "2", 0, 8)
@@ -333,14 +333,14 @@ static void check_unwritable(void) {
 /* ---- hostile files: whatever they say, nothing outside them is read. How many open is counted only to show that some do. ---- */
 static void check_mutations(const buffer *b) {
   uint8_t *copy = (uint8_t *)common_alloc(b->size);
-  long opened = 0, rejected = 0, sound = 0;
+  long opened = 0, refused = 0, sound = 0;
   for (size_t i = 0; i < b->size; i++) CHECK(open_copy(b->at, i) != NULL, "cut at byte %d, it opens", (int)i);
   for (size_t i = 0; i < b->size; i++)
     for (int v = 1; v < 256; v++) {
       memcpy(copy, b->at, b->size);
       copy[i] = (uint8_t)(copy[i] ^ v);
       const char *wrong = open_copy(copy, b->size);
-      *(wrong ? &rejected : &opened) += 1;
+      *(wrong ? &refused : &opened) += 1;
       sound += !(wrong && strncmp(wrong, "opened", 6) == 0);
     }
   for (size_t i = 8; i < b->size; i++) { /* a byte of the header dropped, its size mended */
@@ -348,11 +348,11 @@ static void check_mutations(const buffer *b) {
     memcpy(copy + i, b->at + i + 1, b->size - i - 1);
     for (int k = 0; k < 8 && copy[k]-- == 0;) k++;
     const char *wrong = open_copy(copy, b->size - 1);
-    *(wrong ? &rejected : &opened) += 1;
+    *(wrong ? &refused : &opened) += 1;
     sound += !(wrong && strncmp(wrong, "opened", 6) == 0);
   }
-  CHECK(opened > 1000 && rejected > 1000 && sound == opened + rejected, "of the changed files %ld open and %ld do not, %ld soundly", opened,
-        rejected, sound);
+  CHECK(opened > 1000 && refused > 1000 && sound == opened + refused, "of the changed files %ld open and %ld do not, %ld soundly", opened,
+        refused, sound);
   free(copy);
 }
 

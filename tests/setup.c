@@ -103,7 +103,7 @@ static bool bytes_write(void *user, const void *more, size_t size) {
   return true;
 }
 
-/* bad: 0, or one of two ways to be rejected; no_config: null for a config, or for the file */
+/* bad: 0, or one of two ways to be refused; no_config: null for a config, or for the file */
 static luna_status init(made_kind kind, made *m, luna_params *params, int bad, bool no_config) {
   const int64_t heads = bad == 1 ? 3 : 2, dim = bad == 2 ? -1 : DIM;
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
@@ -238,8 +238,8 @@ static void write_files(const char *folder) {
   }
 }
 
-/* ---- an init that is rejected ---- */
-static void check_rejected(made_kind kind, int bad) {
+/* ---- an init that is refused ---- */
+static void check_refused(made_kind kind, int bad) {
   made m;
   float last = 0;
   char sentence[400];
@@ -860,7 +860,7 @@ static void check_backward_missing(bool measure) {
   CHECK(luna_optimizer_advance(r.optimizer) == LUNA_OK && luna_optimizer_apply(r.optimizer) == LUNA_OK,
         "the halves look for a backward: %s", luna_error(ctx));
   if (!measure)
-    CHECK(luna_optimizer_steps(r.optimizer) == 3 && luna_optimizer_steps(second) == 1, "rejected steps count");
+    CHECK(luna_optimizer_steps(r.optimizer) == 3 && luna_optimizer_steps(second) == 1, "refused steps count");
   luna_close(ctx);
 }
 
@@ -948,7 +948,7 @@ static void check_late_memory(void) {
 int main(void) {
   write_files(getenv("BUILD") ? getenv("BUILD") : "build");
   for (int kind = 0; kind < KINDS; kind++) {
-    check_rejected((made_kind)kind, 1), check_rejected((made_kind)kind, 2);
+    check_refused((made_kind)kind, 1), check_refused((made_kind)kind, 2);
     check_nulls((made_kind)kind);
     check_memory((made_kind)kind);
   }

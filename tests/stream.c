@@ -1,5 +1,5 @@
 /* Streaming: against the training form, steps against chunks, 10^5 tokens, a state at t = 10^9, saving, copying, reordering, streams
-   opened from a checkpoint's bytes, what is rejected, sampling. */
+   opened from a checkpoint's bytes, what is refused, sampling. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -242,7 +242,7 @@ static void check_state(int kind) {
     CHECK(same_logits(y, kept + i * VOCAB, VOCAB), "sequence %d of a batch has other bits than alone", i);
   }
 
-  /* rejections leave the state */
+  /* refusals leave the state */
   const int64_t position = luna_stream_position(a);
   int32_t bad[BATCH] = {0, VOCAB, 0}, negative[BATCH] = {-1, 0, 0}, outside[BATCH] = {0, 3, 0};
   luna_stream_copy(b, a);
@@ -258,10 +258,10 @@ static void check_state(int kind) {
         "a state of another size");
   memset(state, 0xA5, size);
   CHECK(luna_stream_state_load(a, state, size) != LUNA_OK, "a state of noise is taken");
-  CHECK(luna_stream_position(a) == position, "rejected calls moved the position to %lld", (long long)luna_stream_position(a));
+  CHECK(luna_stream_position(a) == position, "refused calls moved the position to %lld", (long long)luna_stream_position(a));
   memcpy(kept, step_at(b, tokens, BATCH, N, 70), sizeof kept);
   CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0,
-        "rejected calls changed the state: %s", luna_stream_error(a));
+        "refused calls changed the state: %s", luna_stream_error(a));
 
   if (lm_open(&other, (kind + 1) % KINDS, LUNA_ISA_BEST)) {
     luna_stream *foreign = stream_open(&other, BATCH, 0, LUNA_ISA_BEST);

@@ -107,7 +107,7 @@ static void check_params(void) {
   luna_begin_step(ctx);
   CHECK(!luna_param(params, "w", 1, other, init_of(LUNA_INIT_ONES, 0)) && luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "w"),
         "a name twice: %s", luna_error(ctx));
-  CHECK(luna_params_tensor_count(params) == 2, "a rejected parameter is in the set");
+  CHECK(luna_params_tensor_count(params) == 2, "a refused parameter is in the set");
   luna_begin_step(ctx);
   CHECK(!luna_param(params, NULL, 1, other, init_of(LUNA_INIT_ONES, 0)), "a parameter without a name");
   luna_begin_step(ctx);
@@ -685,7 +685,7 @@ static void check_groups(void) {
     luna_close(ctx);
   }
 }
-static void check_groups_rejected(void) {
+static void check_groups_refused(void) {
   const luna_param_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
   fit f;
   fit_open(&f);
@@ -883,7 +883,7 @@ int main(void) {
   check_stored();
   check_apollo_large();
   check_groups();
-  check_groups_rejected();
+  check_groups_refused();
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_nonfinite(kind);
   check_nonfinite_rest();
   check_accumulation();
