@@ -46,6 +46,11 @@
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
+        Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
+              luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
+              int64_t shape[2] = { batch, 1 };
+              luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
+              luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
      4. Save it, use it.
             if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -89,7 +94,7 @@
 
    NUMBERS
      float32; long sums in double; FMA only where written, never inferred; exp, log, erf, sine and cosine are luna.h's
-     own. Causality is exact: a token, be it Inf or NaN, changes no bit of anything before it. Random numbers are
+     own. Causality is exact: a token, even Inf or NaN, changes no bit of anything before it. Random numbers are
      Philox4x32-10: initial values depend on seed and parameter name, dropout on seed, step and place, the same on
      every machine.
 
@@ -204,10 +209,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   LUNA_STREAM_ERRORS(X) \
   X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
-  X(NO_CONTEXT, BAD_ARGUMENT, "the context is null: luna_open had no memory, a small block, or contradictory options") \
+  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
+    "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
+    "unknown form, or a backend of another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
-  X(NO_ROW, UNSUPPORTED, "%s: this backend has no row %s") \
+  X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released when its scope ended; call luna_keep before") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
   X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
@@ -252,7 +259,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SMOOTHING, BAD_ARGUMENT, "luna_cross_entropy: smoothing is %f, outside 0..1") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
-  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when packed is %d: query_offsets and " \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s %d is %d; offsets start at 0, never fall, and end at the %d rows") \
   X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
@@ -402,7 +409,7 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 #define LUNA_SHARED (-1)             /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
-   k and v [batch, keys, heads, dim]; packed batches instead by row offsets. */
+   k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
@@ -412,7 +419,7 @@ typedef struct luna_attention_args {
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
   const int32_t *lengths;            /* [batch] real keys; the rest are never read. null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of packed sequences, or null */
+  const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i */
   float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
@@ -476,10 +483,11 @@ typedef struct luna_options {
   const luna_backend *backend;       /* 0 = this CPU */
 } luna_options;
 
-/* Null options: all defaults. Returns null when there is no memory, the block is too small or the options contradict themselves (a block and a
-   device, for instance). A backend whose device cannot be opened gives a context in which every call fails with the reason in luna_error. */
+/* Null options: all defaults. Returns null when out of memory, the block is too small or an option is invalid;
+   luna_error(NULL) lists what can be. A backend whose device cannot be opened gives a context in which every call fails
+   with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-/* Frees everything made from it; null is fine. At any time, and contexts in any order: what reads its parameters elsewhere
+/* Frees everything made from it; null is fine. Contexts close in any order: what reads a closed one's parameters
    (sets that share them, streams on the CPU) can afterwards only be closed. */
 LUNA_API void luna_close(luna_ctx *ctx);
 
@@ -568,7 +576,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);               
 LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
 LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* the axis goes */
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis */
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
@@ -587,9 +595,12 @@ LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) 
 LUNA_API luna_tensor *luna_elu1(luna_tensor *x);                    /* elu(x) + 1 [arXiv 2006.16236] */
 LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
-LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from lengths[b] on, whatever is there; x itself for null */
+LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
+                                                                               lengths[b] on, NaN included; x itself
+                                                                               for null */
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x);                   /* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
-LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient goes back */
+LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient
+                                                                       flows */
 /* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
    (e / 8, i, step) under key seed is below round(65536 p). */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
@@ -608,8 +619,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
   const int32_t *lengths;            /* [batch] real keys, or null */
-  const int32_t *query_offsets, *key_offsets; /* packed: q [rows, d], k, v [rows, d]; offsets [packed + 1] */
-  int64_t packed;                    /* number of packed sequences; 0 = padded */
+  const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
+  int64_t sequences;                 /* of a ragged batch; 0 = padded, the batch is an axis */
   bool causal;
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   float dropout;
@@ -621,8 +632,9 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
 /* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv 2212.14052] */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
-/* Folded Luna attention [eqs. 3-5, projections moved to the short side]. pack: weights [batch,r,d] and context [batch,m,d] -> softmax(weights context^T) context [batch,r,d].
-   unpack: softmax over each head's slots of (x k^T + bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
+/* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
+   [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
+   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums);
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout);
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
@@ -675,7 +687,7 @@ typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
   void *user;
-  uint64_t size;                     /* bytes there are to read */
+  uint64_t size;                     /* bytes that can be read */
 } luna_io;
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
@@ -691,7 +703,8 @@ typedef struct luna_load_report {
   void *user;
   int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
 } luna_load_report;
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match);
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
+                                              luna_load_report *report);
 /* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during the call. */
 typedef struct luna_file_tensor {
   const char *name, *dtype;          /* "F32", "I64", ... */
@@ -710,11 +723,11 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out); 
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 /* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
-   may save at once: the last counts. A symbolic link stays, and what it leads to is replaced or made; what is there and
-   not a regular file is refused. */
+   may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
+   is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match);
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -734,36 +747,42 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
 
 /* Luna attention, eqs. 3-5 */
-typedef struct luna_nested_attention_config {
-  int64_t dim;                       /* d */
-  int64_t heads;                     /* h, of the unpack; 0 = 1 */
+typedef struct luna_nested_attention_layer_config {
+  int64_t dim;                       /* d; 0 = 128 */
+  int64_t heads;                     /* h, of the unpack; 0 = 4 */
   int64_t pack_heads;                /* h_p; 0 = heads */
   luna_sharing sharing;              /* 0 = tied */
   float dropout;                     /* on both attention matrices */
   bool bert_init;                    /* N(0, 0.02) instead of Xavier */
-} luna_nested_attention_config;
+} luna_nested_attention_layer_config;
 typedef struct luna_nested_attention_layer {
-  luna_nested_attention_config config;
+  luna_nested_attention_layer_config config;
   luna_linear_layer pq, pk, pv, q, k, v, out; /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
 } luna_nested_attention_layer;
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config);
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_nested_attention_layer_config *config);
 /* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking memory slots j >= lengths[b] too
-   -> Y_X [batch,n,d]; *packed = Y_P [batch,l,d] (packed may be null) */
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed);
+   -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be null) */
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, luna_tensor *context, const int32_t *lengths,
+                                                          luna_tensor **packed_context);
 
 /* Causal Luna attention, section 3.3 */
-typedef struct luna_causal_attention_config {
-  int64_t dim, heads;                /* heads 0 = 1 */
+typedef struct luna_causal_attention_layer_config {
+  int64_t dim, heads;                /* 0 = 128, 4 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
   luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
-} luna_causal_attention_config;
+} luna_causal_attention_layer_config;
 typedef struct luna_causal_attention_layer {
-  luna_causal_attention_config config;
+  luna_causal_attention_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
 } luna_causal_attention_layer;
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config);
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_causal_attention_layer_config *config);
 /* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
@@ -780,8 +799,8 @@ typedef struct luna_linformer_config {
   luna_linformer_projection projection; /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
 } luna_linformer_config;
 typedef struct luna_attention_layer_config {
-  luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA */
-  int64_t dim, heads;                /* heads 0 = 1 */
+  luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA; softmax attention with a null config */
+  int64_t dim, heads;                /* 0 = 128, 4 */
   bool causal;                       /* softmax and linear attention */
   float dropout;                     /* on the attention matrix (softmax attention, Linformer) */
   bool bert_init;
@@ -790,7 +809,8 @@ typedef struct luna_attention_layer_config {
 typedef struct luna_attention_layer {
   luna_attention_layer_config config;
   luna_linear_layer q, k, v, out;
-  luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise. Layerwise: whoever shares sets both */
+  luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise.
+                                        Layerwise: the caller sets both */
 } luna_attention_layer;
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config);
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
@@ -809,7 +829,7 @@ typedef enum luna_recompute_kind { LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, 
 
 /* Encoder and decoder layers, eq. 6 */
 struct luna_layer_config {
-  int64_t dim, heads;                /* heads 0 = 1 */
+  int64_t dim, heads;                /* 0 = 128, 4 */
   int64_t pack_heads;                /* 0 = heads */
   int64_t ffn;                       /* 0 = 4 dim */
   luna_sharing sharing;
@@ -824,15 +844,16 @@ struct luna_layer_config {
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
   luna_linformer_config linformer;
   const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
-  int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the one that comes in (the paper's non-contextual P); 0 = none */
-  luna_recompute_kind recompute;        /* training: what backward computes again instead of keeping it */
+  int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the incoming one
+                                        (the paper's non-contextual P); 0 = none */
+  luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
 };
 
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear, Linformer */
-  void *hook_state;                      /* the hook's */
+  void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
   luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
   luna_linear_layer fc1, fc2;
@@ -852,7 +873,8 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
 /* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths);
 
-/* Decoder-only layer: causal attention (Luna's with a learned memory of its own), feed-forward */
+/* Decoder-only layer: causal attention (Luna's with a learned memory of its own, of `memory` slots, 0 = 16),
+   feed-forward */
 typedef struct luna_causal_layer {
   luna_layer_config config;
   luna_tensor *memory;               /* "projected_embeddings" [l,d]; Luna only */
@@ -860,7 +882,7 @@ typedef struct luna_causal_layer {
   luna_tensor *kernel_bias;          /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear */
-  void *hook_state;                      /* the hook's */
+  void *hook_state;                  /* the hook's */
   luna_norm_layer attention_norm, final_norm;
   luna_linear_layer fc1, fc2;
 } luna_causal_layer;
@@ -874,8 +896,9 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
   int64_t layers;                    /* 0 = 2 */
+  int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
-  luna_layer_config layer;           /* dim 0 = 128, heads 0 = 4; attention: Luna, softmax, linear, or a hook */
+  luna_layer_config layer;           /* everything else of the layers; attention: Luna, softmax, linear, or a hook */
   luna_positions positions;          /* 0 = none */
   int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
 } luna_lm_config;
@@ -890,7 +913,7 @@ typedef struct luna_lm {
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]. Nothing looks ahead: lengths count for nothing, give padding labels of -1 */
 
-/* Encoder: embeddings and encoder layers; the ground of the models below */
+/* Encoder: embeddings and encoder layers; part of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
 typedef struct luna_encoder_config {
   int64_t layers;                    /* 0 = 2 */
@@ -903,9 +926,10 @@ typedef struct luna_encoder_config {
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
-  bool keep_padding;                 /* leave what comes out of padded places (the authors' translation model); default: zeros */
-  luna_layer_config layer;           /* everything else of the layers; its dim, heads, ffn, own_memory and
-                                        linformer.max_length come from above: 0, or equal */
+  bool keep_padding;                 /* keep the outputs at padded places (the authors' translation model); default:
+                                        zeros */
+  luna_layer_config layer;           /* everything else of the layers; own_memory and linformer.max_length come from
+                                        above */
 } luna_encoder_config;
 typedef struct luna_encoder {
   luna_encoder_config config;
@@ -917,7 +941,8 @@ typedef struct luna_encoder {
   luna_encoder_layer *layers;        /* "layers.N." */
   luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
 } luna_encoder;
-LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config);
+LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab,
+                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes */
 /* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 /* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
@@ -926,10 +951,10 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const lu
 
 /* Classifier */
 typedef enum luna_pooling {
-  LUNA_POOLING_DEFAULT = 0,             /* the memory, or without one the mean */
-  LUNA_POOLING_CLS,                     /* X[0] */
-  LUNA_POOLING_MEAN,                    /* mean of X over real tokens */
-  LUNA_POOLING_MEMORY,                  /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
+  LUNA_POOLING_DEFAULT = 0,          /* the memory, or without one the mean */
+  LUNA_POOLING_CLS,                  /* X[0] */
+  LUNA_POOLING_MEAN,                 /* mean of X over real tokens */
+  LUNA_POOLING_MEMORY,               /* mean of P over each sequence's min(l, length) real slots [version 2, table 3] */
   LUNA_POOLING_MEMORY_BATCH             /* mean of P over the batch's min(l, longest) slots: the authors' */
 } luna_pooling;
 typedef struct luna_classifier_config {
@@ -973,11 +998,12 @@ LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const 
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels); /* labels [batch,n] */
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
-  int32_t mask, vocab;               /* the mask's token; random tokens are below vocab (0: below mask) */
+  int32_t mask, vocab;               /* the mask's token; random tokens are below vocab, 0 = below mask; both 0 = 256 */
   uint64_t seed, step;               /* the same again for the same seed, step and place */
 } luna_masking;
 /* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1 elsewhere
-   [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Returns how many were chosen. */
+   [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the defaults.
+   Returns how many were chosen. */
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels);
 
 /* Encoder-decoder */
@@ -1004,10 +1030,11 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 /* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
 
-/* What a checkpoint says it is: init and load in one; params must be empty. The file's sizes are believed only as far as its tensors bear them out. */
+/* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
+   checked against its tensors. */
 typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
 typedef struct luna_model {
-  luna_model_kind kind;              /* which of the others is there */
+  luna_model_kind kind;              /* which of the members below is initialised */
   luna_lm lm;
   luna_classifier classifier;
   luna_masked_lm masked_lm;
@@ -1043,19 +1070,21 @@ typedef struct luna_sgd_config {
   float momentum;
   bool nesterov;
   float weight_decay;                /* added to the gradient */
-  float clip;                        /* greatest global gradient norm; 0 = none */
+  float clip;                        /* max global gradient norm; 0 = none */
   luna_schedule schedule;
-  int64_t max_skips;                 /* in a row, from which on a step is LUNA_NOT_FINITE; 0 = 10, negative: never */
+  int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
+                                        never */
 } luna_sgd_config;
 typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float lr;                          /* 0 = 1e-3 */
   float beta1, beta2;                /* 0 = 0.9, 0.999 */
   float epsilon;                     /* 0 = 1e-8 */
   float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
-  float clip;                        /* greatest global gradient norm; 0 = none */
+  float clip;                        /* max global gradient norm; 0 = none */
   luna_schedule schedule;
   int64_t max_skips;                 /* 0 = 10 */
 } luna_adamw_config;
+typedef luna_adamw_config luna_adam_config;
 typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float lr;                          /* 0 = 1 */
   float beta;                        /* 0 = 0.9 */
@@ -1068,20 +1097,21 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
    with the context. Null config: defaults. */
 LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config);
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
    { .max_rank = 1 }: no decay on norms and biases. */
-typedef struct luna_group {
+typedef struct luna_param_group {
   const char *name;                  /* whose name has this in it; null = any */
-  int max_rank;                     /* and of at most so many axes; 0 = any */
+  int max_rank;                      /* and of at most so many axes; 0 = any */
   float lr;                          /* factor on the learning rate; 0 = 1 */
   float weight_decay;                /* in place of the config's; 0 = none */
   bool frozen;                       /* not trained at all; their gradients count for nothing */
-} luna_group;
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
+} luna_param_group;
+/* the last that fits a parameter counts */
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
 
 /* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no
    luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
@@ -1089,8 +1119,8 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
    options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
    until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, for who records a step on a device and replays it: advance sets the step's learning rate, apply
-   (which can be recorded) does the rest, with whatever gradients there are. */
+/* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
+   can be recorded) does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -1098,9 +1128,10 @@ LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
 
-/* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it goes on with the same bits.
-   The file is a checkpoint of the model as well. Where the data stood is the caller's to say: luna_params_set before, luna_params_get after. Call it
-   after luna_optimizer_step: gradients are not saved. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
+/* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
+   goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
+   caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
+   saved. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
@@ -1157,11 +1188,12 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
    and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
+/* beam 0 = 1 */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
   int64_t beam;                      /* 0 = 1, greedy */
-  int64_t max_length;                      /* tokens of a result, its end not counted; 0 = 2 n + 10 */
+  int64_t max_length;                /* tokens of a result, its end not counted; 0 = 2 n + 10 */
   float length_penalty;              /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
   bool exhaustive;                   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
 } luna_beam_config;
@@ -1249,7 +1281,7 @@ typedef struct luna_op {
   int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
-  int64_t position;                  /* where it is 0, the means are too, whatever is there */
+  int64_t position;                  /* where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
@@ -1305,7 +1337,7 @@ struct luna_backend {
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
-LUNA_API const char *luna_op_name(luna_op_kind row);
+LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
@@ -1321,7 +1353,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if (defined(LUNA_IMPLEMENTATION) && !defined(LUNAI_IMPLEMENTED)) || defined(LUNAI_PASS)
 
 #ifndef LUNAI_PASS
-/* >>base: what every chapter below stands on */
+/* >>base: shared by every chapter below */
 
 #ifdef __FAST_MATH__
 #error "luna.h promises exact results for NaN, Inf and rounding: compile without -ffast-math"
@@ -1378,7 +1410,7 @@ LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
 
-/* memcpy, but of nothing from or to anywhere, null too */
+/* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
 
 /* the next `count` floats of a scratch area, kept aligned; the area was sized by the same calls on a null pointer */
@@ -1395,35 +1427,37 @@ LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, i
   for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
 }
 
-/* A task runs once for each slot in [0, slots); it takes its share of the work by its number, and its own part of the
-   scratch. How work is shared out never changes a bit of the result. */
-typedef void (*lunai_task)(void *work, int64_t slot, int64_t slots);
-typedef struct lunai_parallel { luna_parallel_for run; void *user; int64_t slots; } lunai_parallel;
-typedef struct lunai_parallel_call { lunai_task task; void *work; int64_t slots; } lunai_parallel_call;
+/* A task runs once for each thread in [0, threads); it takes its share of the work by its number, and its own part
+   of the scratch. How work is shared out never changes a bit of the result. */
+typedef void (*lunai_task)(void *work, int64_t thread, int64_t threads);
+typedef struct lunai_parallel { luna_parallel_for run; void *user; int64_t threads; } lunai_parallel;
+typedef struct lunai_parallel_call { lunai_task task; void *work; int64_t threads; } lunai_parallel_call;
 LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
   lunai_parallel_call *c = (lunai_parallel_call *)call;
-  c->task(c->work, index, c->slots);
+  c->task(c->work, index, c->threads);
 }
 LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
   lunai_parallel_call call;
   call.task = task;
   call.work = work;
-  call.slots = parallel && parallel->run && parallel->slots > 1 ? parallel->slots : 1;
-  if (call.slots == 1) task(work, 0, 1);
-  else parallel->run(parallel->user, call.slots, lunai_parallel_one, &call);
+  call.threads = parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+  if (call.threads == 1) task(work, 0, 1);
+  else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
 }
-/* slot's contiguous share of `count` items */
-LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t slot, int64_t slots) { return slots == 1 ? count * slot : count / slots * slot + count % slots * slot / slots; }
+/* thread's contiguous share of `count` items */
+LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads) {
+  return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
+}
 
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step) under key
    `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no dropout. */
 typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats and
-   resolved; C's columns and those of `pre` (the pre-activation, may be null, C's layout) lie one float apart. */
+   resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
-  const float *b_packed;             /* what pack_weights made of b, for several products with it; or null */
+  const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
   float *c, *pre;
   int64_t m, n, k;
   int64_t a_row, a_column, b_row, b_column, c_row;
@@ -1435,8 +1469,9 @@ typedef struct lunai_gemm {
   bool dots;                         /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
 } lunai_gemm;
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0 shares.
-   Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i when packed. */
+/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
+   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
+   when ragged. */
 typedef struct lunai_attention {
   const float *q, *k, *v;
   float *out;
@@ -1445,7 +1480,7 @@ typedef struct lunai_attention {
   int64_t batch, heads, queries, keys, head_dim, value_dim;
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
   const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] packed rows; null: padded (both or none) */
+  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
   float scale;
   bool causal;                       /* query i sees keys j <= i */
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
@@ -1517,10 +1552,10 @@ typedef struct lunai_update {
 /* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does, R the rest. The pass
    below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so nothing refers to it. */
 #define LUNAI_KERNELS(K, R, T) \
-  K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t slots)) \
+  K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, packed_weights, (int64_t n, int64_t k)) \
-  R(void, pack_weights, (const lunai_gemm *g, const lunai_parallel *parallel, float *packed)) \
+  R(size_t, panels_bytes, (int64_t n, int64_t k)) \
+  R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, float *panels)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
@@ -1548,16 +1583,16 @@ typedef struct lunai_update {
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
   T(void, apollo, (const lunai_update *update)) \
-  R(size_t, attention_scratch, (const lunai_attention *a, int64_t slots, bool backward)) \
+  R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
   R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
   T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t slots, bool backward)) \
+  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t threads, bool backward)) \
   R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
   T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, causal_scratch, (const lunai_causal *c, int64_t slots, bool backward)) \
+  R(size_t, causal_scratch, (const lunai_causal *c, int64_t threads, bool backward)) \
   R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
   T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t slots, bool backward)) \
+  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t threads, bool backward)) \
   K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
   T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
 
@@ -1643,7 +1678,7 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0 */
-#if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside its plain ones */
+#if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
 #define VF 16
 #define vf __m512
 #define vm __mmask16
@@ -1950,7 +1985,7 @@ LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
 
 static const float LUNAI_K(lanes)[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* the vector at p of which `left` > 0 floats exist; the rest of it is 0, or `fill` */
+/* loads a vector of which `left` > 0 floats exist; the rest is 0, or `fill` */
 LUNAI_INLINE vf LUNAI_K(get)(const float *p, int64_t left) { return left >= VF ? vf_load(p) : vf_load_part(p, left); }
 LUNAI_INLINE vf LUNAI_K(get_filled)(const float *p, int64_t left, vf fill) {
   if (left >= VF) return vf_load(p);
@@ -2046,7 +2081,7 @@ LUNAI_INLINE vf vf_log(vf x) {
   const vf z = vf_sub(y, vf_select(tiny, vf_set(15.9423851f), vf_zero()));
   return vf_select(vf_le(x, vf_zero()), vf_set(-(float)INFINITY), vf_select(vf_lt(x, vf_set((float)INFINITY)), z, x));
 }
-/* ln(1 + x), 0 <= x <= 1: what the sum rounds away is put back to first order */
+/* ln(1 + x), 0 <= x <= 1, corrected to first order for the rounding of 1 + x */
 LUNAI_INLINE vf LUNAI_K(log1p)(vf x) {
   const vf one = vf_set(1.0f), u = vf_add(one, x);
   return vf_add(LUNAI_K(log_of)(u), vf_div(vf_sub(x, vf_sub(u, one)), u));
@@ -2084,8 +2119,8 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
 LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
 LUNAI_INLINE float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
-/* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 + 2^x),
-   the last two as max(x, 0) + log(1 + small), which never overflows. NaN goes through all of them. */
+/* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
+   2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
 LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
   const vf zero = vf_zero(), one = vf_set((float)1);
@@ -2116,9 +2151,10 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 
 /* ......................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
-   B is packed into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives in
-   registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an element, so its
-   bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another order. Guarded by tests/gemm.c.
+   B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
+   in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
+   element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
+   order. Guarded by tests/gemm.c.
    ...................................................................................................................... */
 #undef LUNAI_MR
 #undef LUNAI_TILES_ABREAST
@@ -2146,13 +2182,14 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
 #define LUNAI_NR (LUNAI_NV * VF)
 #define LUNAI_KC 512
 #define LUNAI_KA (LUNAI_KC + 16)               /* between gathered rows of A: no power of two, or they would share cache sets */
-#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B packed at a time */
+#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B in panels at a time */
 #define LUNAI_SUM_ROWS 256                     /* rows of C whose partial sums are kept apart */
 
-LUNAI_FN int64_t LUNAI_K(packed_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
+LUNAI_FN int64_t LUNAI_K(panels_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
 
-/* one panel, `columns` of it real; `ahead` columns of B follow in memory from the panel's first on */
-LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *to) {
+/* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
+LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
+                                  int64_t b_column, float *to) {
   int64_t j = 0, p;
   if (b_column == 1 && columns == LUNAI_NR) {
     for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
@@ -2162,7 +2199,7 @@ LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t ahead, int64_t k, con
     for (; j + 4 <= columns; j += 4) {
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
       for (p = 0; p + 4 <= k; p += 4) {
-        LUNAI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* a line of each of four columns every sixteen k */
+        LUNAI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* one cache line of each of four columns every sixteen k */
         LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j, LUNAI_NR);
       }
       for (; p < k; p++) {
@@ -2175,19 +2212,22 @@ LUNAI_FN void LUNAI_K(pack_panel)(int64_t columns, int64_t ahead, int64_t k, con
     for (i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
   }
 }
-LUNAI_FN void LUNAI_K(pack_b)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *packed) {
+LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
+                                   float *panels) {
   int64_t j = 0, p, i;
-  if (b_column == 1) /* four panels abreast: longer reads */
+  if (b_column == 1) /* four panels at a time: longer contiguous reads */
     for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
       for (p = 0; p < k; p++)
         for (i = 0; i < 4; i++)
-          memcpy(packed + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR, LUNAI_NR * sizeof(float));
+          memcpy(panels + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR,
+                 LUNAI_NR * sizeof(float));
   for (; j < n; j += LUNAI_NR)
-    LUNAI_K(pack_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, packed + j * k);
+    LUNAI_K(fill_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, panels + j * k);
 }
 
-/* `rows` <= MR rows of A where a tile likes them: as rows LUNAI_KA apart or, where A lies by columns, as [k][MR] */
-LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
+/* copies `rows` <= MR rows of A: LUNAI_KA floats apart or, where A is column-major, as [k][MR] */
+LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                   float *to) {
   int64_t i, p;
   if (a_column == 1)
     for (i = 0; i < rows; i++) memcpy(to + i * LUNAI_KA, a + i * a_row, (size_t)k * sizeof(float));
@@ -2195,25 +2235,31 @@ LUNAI_FN void LUNAI_K(pack_a)(int64_t rows, int64_t k, const float *a, int64_t a
     for (p = 0; p < k; p++)
       for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
-/* Several tiles of an A that lies by columns, at rows first[0], first[1], ...: so that a cache line is read once. Of a tile with fewer rows
-   than MR nobody looks at the last. */
+/* Copies several tiles of a column-major A, at rows first[0], first[1], ..., reading each cache line once. A tile
+   with fewer rows than MR leaves the rest unset; they are never read. */
 #define LUNAI_TILES_ABREAST 4
-LUNAI_FN void LUNAI_K(pack_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a, int64_t a_column, float *to) {
+LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a,
+                                      int64_t a_column, float *to) {
   int64_t t, p;
-  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* at the end there may be none to look at */
+  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* the last tile may lack rows in memory */
     tiles--;
-    LUNAI_K(pack_a)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
+    LUNAI_K(gather_rows)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
   }
   for (p = 0; p < k; p++, a += a_column)
     for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
 }
 
-/* What becomes of a tile: c = max(lowest, alpha A B + from + bias), columns one float apart; from, bias null: none */
-typedef struct LUNAI_K(ending) { const float *bias, *from; float *c; int64_t from_row, c_row; float alpha, lowest; } LUNAI_K(ending);
+/* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; from, bias null: none */
+typedef struct LUNAI_K(epilogue) {
+  const float *bias, *from;
+  float *c;
+  int64_t from_row, c_row;
+  float alpha, lowest;
+} LUNAI_K(epilogue);
 
-/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in every case below.
-   Rows of A are reached from every third one, for an x86 address adds a stride once or twice for nothing. A narrow tile is half a panel wide
-   and has rows i and i + MR where a wide one has row i. */
+/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
+   every case below. Rows of A are addressed from every third one: an x86 address holds a base plus one or two
+   strides at no cost. A narrow tile is half a panel wide and has rows i and i + MR where a wide one has row i. */
 #undef LUNAI_ROWS
 #undef LUNAI_TILE_ZERO
 #undef LUNAI_TILE_STEP
@@ -2247,13 +2293,13 @@ typedef struct LUNAI_K(ending) { const float *bias, *from; float *c; int64_t fro
     else if (i < LUNAI_MR && a_row == LUNAI_KA && a_column == 1 && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, LUNAI_KA, 1, b, LUNAI_NR, e); \
     else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
     break;
-LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const LUNAI_K(ending) *e, int i, int j) {
+LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const LUNAI_K(epilogue) *e, int i, int j) {
   vf v = vf_mul(scale, sum);
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
   vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
 }
 LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                     const LUNAI_K(ending) *e) {
+                                     const LUNAI_K(epilogue) *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *at[5];
   vf sum[14][4], panel[4], bias[4];
@@ -2291,7 +2337,7 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
     LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
   }
 LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                   const LUNAI_K(ending) *e) {
+                                   const LUNAI_K(epilogue) *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
   const int rows = LUNAI_MR;
   const float *at[5];
@@ -2315,21 +2361,22 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
   LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
 LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                            const LUNAI_K(ending) *e) {
+                            const LUNAI_K(epilogue) *e) {
   switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
 }
 
-/* Where a block of columns goes: partial sums over k to `sum` (C itself where that does no harm), the finished ones to C */
+/* Where a block of columns is written: partial sums over k to `sum` (C itself where that is safe), finished ones to
+   C */
 typedef struct LUNAI_K(target) {
   float *sum, *c, *pre;
-  const float *bias, *from;          /* from: what is added, in rows of from_row; null: nothing */
+  const float *bias, *from;          /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
   float alpha;
   int activation;
-  bool finish, late;                 /* this is the last block over k and has an epilogue; which adds C at the end */
+  bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
 } LUNAI_K(target);
 
-/* what a tile cannot do at its end: edges, other activations than ReLU, two results */
+/* epilogues that a tile cannot do: edges, activations other than ReLU, two results */
 LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t j, int64_t rows, int64_t columns, const float *tile) {
   int64_t r, l;
   for (r = 0; r < rows; r++)
@@ -2350,9 +2397,9 @@ LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t 
     }
 }
 
-/* how a tile at (row, column j) ends where it goes straight to C, or (`edge`) first to a place of its own */
-LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t row, int64_t j, float *edge) {
-  LUNAI_K(ending) e;
+/* the epilogue of the tile at (row, column j), written to C or (`edge`) to a buffer first */
+LUNAI_FN LUNAI_K(epilogue) LUNAI_K(epilogue_of)(const LUNAI_K(target) *t, int64_t row, int64_t j, float *edge) {
+  LUNAI_K(epilogue) e;
   e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
   e.c = edge ? edge : t->sum + row * t->sum_row + j;
   e.c_row = edge ? LUNAI_NR : t->sum_row;
@@ -2363,18 +2410,20 @@ LUNAI_FN LUNAI_K(ending) LUNAI_K(ending_at)(const LUNAI_K(target) *t, int64_t ro
   return e;
 }
 
-/* m rows of A by the panels of a block; a_packed, room for a tile's rows of A, or null: where they are gathered first. The tile's
-   rows stay in L1 while the panels stream by from L2, the next tile's are fetched meanwhile, and C is met row by row. */
-LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *a_packed,
+/* m rows of A by the panels of a block; a_gathered: a buffer that a tile's rows of A are copied to first, or null.
+   The tile's rows stay in L1 while the panels stream from L2 and the next tile's rows are prefetched; C is accessed
+   row by row. */
+LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                              float *a_gathered,
                               const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
   const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
   const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
   float edge[2 * LUNAI_MR * LUNAI_NR];
-  LUNAI_K(ending) e;
+  LUNAI_K(epilogue) e;
   int64_t i, j, p, x, first[LUNAI_TILES_ABREAST];
   for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
-    e = LUNAI_K(ending_at)(t, i, 0, simple && n == VF ? NULL : edge);
+    e = LUNAI_K(epilogue_of)(t, i, 0, simple && n == VF ? NULL : edge);
     LUNAI_K(tile_narrow)(k, a + i * a_row, a_row, a_column, panel, b_row, &e);
     if (e.c == edge) LUNAI_K(finish_tile)(t, i, 0, 2 * LUNAI_MR, n, edge);
   }
@@ -2383,32 +2432,33 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     const float *at = a + row * a_row, *b = panel, *next = at + rows * a_row;
     const int64_t coming = lunai_min(rows, m - row - rows);
     int64_t at_row = a_row, at_column = a_column;
-    if (a_packed && a_row == 1 && a_column != 1) {
+    if (a_gathered && a_row == 1 && a_column != 1) {
       if (i % LUNAI_TILES_ABREAST == 0) {
         for (j = 0; j < LUNAI_TILES_ABREAST && i + j < tiles; j++) first[j] = narrow + lunai_share(m - narrow, i + j, tiles);
-        LUNAI_K(pack_columns)(j, first, m, k, a, a_column, a_packed);
+        LUNAI_K(gather_columns)(j, first, m, k, a, a_column, a_gathered);
       }
-      at = a_packed + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
+      at = a_gathered + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
       at_column = LUNAI_MR;
-    } else if (a_packed) {
-      LUNAI_K(pack_a)(rows, k, at, a_row, a_column, a_packed);
+    } else if (a_gathered) {
+      LUNAI_K(gather_rows)(rows, k, at, a_row, a_column, a_gathered);
       at_row = a_column == 1 ? LUNAI_KA : 1;
       at_column = a_column == 1 ? 1 : LUNAI_MR;
-      at = a_packed;
+      at = a_gathered;
     }
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (a_column == 1)
         for (p = j / LUNAI_NR; p < coming; p += all)
           for (x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
-      e = LUNAI_K(ending_at)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
+      e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
     }
   }
 }
 
-/* C = alpha A B (+ C) with n columns of B in panels: packed ones (b_row NR), or B's own columns where n is a multiple of NR */
+/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a
+   multiple of NR */
 LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *panel,
                                       int64_t panel_step, int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
   LUNAI_K(target) t;
@@ -2424,23 +2474,24 @@ LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const flo
     p += LUNAI_KC;
   } while (p < k);
 }
-LUNAI_FN void LUNAI_K(product_packed)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *packed,
+LUNAI_FN void LUNAI_K(product_of_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
+                                         int64_t a_column, const float *panels,
                                       float alpha, float *c, int64_t c_row, bool accumulate) {
-  LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, packed, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
+  LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, panels, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
 }
 LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
                                int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate,
-                               float *packed_scratch) {
-  /* packing pays when a panel is read more than twice */
+                               float *panels) {
+  /* copying pays when a panel is read more than twice */
   const int64_t whole = b_column == 1 && m <= 2 * LUNAI_MR ? n / LUNAI_NR * LUNAI_NR : 0;
   if (whole) LUNAI_K(product_panels)(m, whole, k, a, a_row, a_column, b, LUNAI_NR, b_row, alpha, c, c_row, accumulate);
   if (whole == n) return;
-  LUNAI_K(pack_b)(n - whole, k, b + whole * b_column, b_row, b_column, packed_scratch);
-  LUNAI_K(product_packed)(m, n - whole, k, a, a_row, a_column, packed_scratch, alpha, c + whole, c_row, accumulate);
+  LUNAI_K(fill_panels)(n - whole, k, b + whole * b_column, b_row, b_column, panels);
+  LUNAI_K(product_of_panels)(m, n - whole, k, a, a_row, a_column, panels, alpha, c + whole, c_row, accumulate);
 }
 
-/* Few rows by the transpose of a matrix that lies by rows, as a linear layer's weight does when one token at a time is decoded: each element is a
-   dot product by lanes, so that the matrix is read once and in order, at the memory's pace. */
+/* Few rows by the transpose of a row-major matrix, as a linear layer's weight in decoding: each element is a dot
+   product by lanes, so that the matrix is read once and in order, at memory bandwidth. */
 LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float *b) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   int64_t p = 0;
@@ -2453,7 +2504,7 @@ LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const 
   for (; p < k && !whole; p += VF) sum0 = vf_fma(LUNAI_K(get)(a + p, k - p), LUNAI_K(get)(b + p, k - p), sum0);
   return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
 }
-/* by n <= NR columns from b on; in a loop, for what fetches memory ahead goes by the address of the load */
+/* by n <= NR columns from b on; a loop, as hardware prefetchers go by the load instruction's address */
 LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column, float alpha, float *out) {
   vf dot[LUNAI_NR];
   int64_t i;
@@ -2481,8 +2532,9 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
     }
 }
 
-/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with its own packing, so that slots never
-   wait for each other; and the scratch of a slot. `late`: C is added after the activation, so partial sums need their own place. */
+/* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
+   threads never wait for each other; and the scratch of a thread. `late`: C is added after the activation, so
+   partial sums need their own place. */
 typedef struct LUNAI_K(gemm_plan) {
   const lunai_gemm *g;
   char *scratch;
@@ -2491,13 +2543,13 @@ typedef struct LUNAI_K(gemm_plan) {
   bool late, dots;
 } LUNAI_K(gemm_plan);
 
-LUNAI_FN int64_t LUNAI_K(gemm_plan_slot)(const LUNAI_K(gemm_plan) *p) {
+LUNAI_FN int64_t LUNAI_K(gemm_plan_bytes)(const LUNAI_K(gemm_plan) *p) {
   return lunai_floats(p->a_size) + lunai_floats(p->b_size) + lunai_floats(p->sum_size);
 }
-LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t slots) {
+LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t threads) {
   const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC);
   const int64_t tiles = lunai_max(lunai_divide_up(g->m, LUNAI_MR), 1), panels = lunai_max(lunai_divide_up(g->n, LUNAI_NR), 1);
-  const int64_t parts = batch % slots == 0 || batch >= 4 * slots ? 1 : slots;
+  const int64_t parts = batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
   LUNAI_K(gemm_plan) p;
   memset(&p, 0, sizeof p);
   p.g = g;
@@ -2512,43 +2564,47 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t s
   p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
   p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: panels are read at once, so keep them in the cache */
   p.columns = lunai_min(p.columns, panels * LUNAI_NR);
-  p.b_size = g->b_packed ? 0 : p.columns * block_k;
+  p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
 
-/* a slot's own memory, and which block of B it holds packed: batch items often share B */
-typedef struct LUNAI_K(gemm_slot) {
+/* a thread's own memory, and the block of B whose panels it holds: batch items often share B */
+typedef struct LUNAI_K(gemm_thread) {
   float *a, *b, *sum;
   const float *held;
   int64_t held_n, held_k;
-} LUNAI_K(gemm_slot);
+} LUNAI_K(gemm_thread);
 
-/* all of a B that several products read: for each block of k its panels */
-typedef struct LUNAI_K(packing) { const lunai_gemm *g; float *packed; } LUNAI_K(packing);
-LUNAI_FN int64_t LUNAI_K(packed_at)(const lunai_gemm *g, int64_t column, int64_t p) {
-  return LUNAI_K(packed_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
+/* the panels of a B that several products read, block of k after block of k */
+typedef struct LUNAI_K(panels_work) { const lunai_gemm *g; float *panels; } LUNAI_K(panels_work);
+LUNAI_FN int64_t LUNAI_K(panels_at)(const lunai_gemm *g, int64_t column, int64_t p) {
+  return LUNAI_K(panels_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
-LUNAI_FN void LUNAI_K(packing_task)(void *work, int64_t slot, int64_t slots) {
-  const LUNAI_K(packing) *w = (const LUNAI_K(packing) *)work;
+LUNAI_FN void LUNAI_K(panels_task)(void *work, int64_t thread, int64_t threads) {
+  const LUNAI_K(panels_work) *w = (const LUNAI_K(panels_work) *)work;
   const lunai_gemm *g = w->g;
-  const int64_t panels = lunai_divide_up(g->n, LUNAI_NR), column = lunai_share(panels, slot, slots) * LUNAI_NR;
-  const int64_t n = lunai_min(g->n, lunai_share(panels, slot + 1, slots) * LUNAI_NR) - column;
+  const int64_t panels = lunai_divide_up(g->n, LUNAI_NR), column = lunai_share(panels, thread, threads) * LUNAI_NR;
+  const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * LUNAI_NR) - column;
   int64_t p;
   for (p = 0; n > 0 && p < g->k; p += LUNAI_KC)
-    LUNAI_K(pack_b)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row, g->b_column, w->packed + LUNAI_K(packed_at)(g, column, p));
+    LUNAI_K(fill_panels)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
+                         g->b_column, w->panels + LUNAI_K(panels_at)(g, column, p));
 }
-LUNAI_FN size_t LUNAI_K(packed_weights)(int64_t n, int64_t k) { return lunai_round((size_t)LUNAI_K(packed_size)(n, k) * sizeof(float)); }
-LUNAI_FN void LUNAI_K(pack_weights)(const lunai_gemm *g, const lunai_parallel *parallel, float *packed) {
-  LUNAI_K(packing) w;
+LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) {
+  return lunai_round((size_t)LUNAI_K(panels_size)(n, k) * sizeof(float));
+}
+LUNAI_FN void LUNAI_K(make_panels)(const lunai_gemm *g, const lunai_parallel *parallel, float *panels) {
+  LUNAI_K(panels_work) w;
   w.g = g;
-  w.packed = packed;
-  lunai_run(parallel, LUNAI_K(packing_task), &w);
+  w.panels = panels;
+  lunai_run(parallel, LUNAI_K(panels_task), &w);
 }
 
 /* m rows by the n columns of a block from `column` on, over all of k */
-LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t m, int64_t n, int64_t column, const float *a,
+LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t m, int64_t n,
+                                  int64_t column, const float *a,
                                   const float *b, LUNAI_K(target) *t) {
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
@@ -2563,13 +2619,16 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
-    const float *from = b + p * g->b_row, *panels = g->b_packed ? g->b_packed + LUNAI_K(packed_at)(g, column, p) : slot->b;
-    if (panels == slot->b && (slot->held != from || slot->held_n != n || slot->held_k != k)) LUNAI_K(pack_b)(n, k, from, g->b_row, g->b_column, slot->b);
-    slot->held = from;
-    slot->held_n = n;
-    slot->held_k = k;
+    const float *from = b + p * g->b_row,
+                *panels = g->b_panels ? g->b_panels + LUNAI_K(panels_at)(g, column, p) : thread->b;
+    if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k))
+      LUNAI_K(fill_panels)(n, k, from, g->b_row, g->b_column, thread->b);
+    thread->held = from;
+    thread->held_n = n;
+    thread->held_k = k;
     t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late);
-    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? slot->a : NULL, panels, LUNAI_NR * k, LUNAI_NR, t);
+    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
+                    LUNAI_NR * k, LUNAI_NR, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
     p += LUNAI_KC;
@@ -2577,7 +2636,8 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_s
 }
 
 /* rows [row, row_end) by columns [column, column_end) of one batch item */
-LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_slot) *slot, int64_t item, int64_t row, int64_t row_end,
+LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t item,
+                                 int64_t row, int64_t row_end,
                                  int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
   const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
@@ -2595,27 +2655,28 @@ LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_sl
       t.c = g->c + at;
       t.pre = g->pre ? g->pre + at : NULL;
       t.bias = g->bias ? g->bias + j : NULL;
-      t.sum = plan->sum_size ? slot->sum : plan->late && t.pre ? t.pre : t.c;
+      t.sum = plan->sum_size ? thread->sum : plan->late && t.pre ? t.pre : t.c;
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
       t.from = g->residual ? g->residual + at : NULL;
       t.from_row = g->c_row;
-      LUNAI_K(gemm_block)(plan, slot, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j, a + row * g->a_row,
+      LUNAI_K(gemm_block)(plan, thread, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j,
+                          a + row * g->a_row,
                           b + j * g->b_column, &t);
     }
 }
-LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(gemm_plan) *p = (const LUNAI_K(gemm_plan) *)work;
   const lunai_gemm *g = p->g;
   const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
   const int64_t tiles = lunai_divide_up(g->m, LUNAI_MR), panels = lunai_divide_up(g->n, LUNAI_NR);
-  char *scratch = p->scratch + slot * LUNAI_K(gemm_plan_slot)(p);
-  LUNAI_K(gemm_slot) own;
-  int64_t unit, end = lunai_share(units, slot + 1, slots);
+  char *scratch = p->scratch + thread * LUNAI_K(gemm_plan_bytes)(p);
+  LUNAI_K(gemm_thread) own;
+  int64_t unit, end = lunai_share(units, thread + 1, threads);
   memset(&own, 0, sizeof own);
   own.a = lunai_take(&scratch, p->a_size);
   own.b = lunai_take(&scratch, p->b_size);
   own.sum = lunai_take(&scratch, p->sum_size);
-  for (unit = lunai_share(units, slot, slots); unit < end; unit++) {
+  for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
     const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
     const int64_t row = lunai_share(tiles, r, p->row_parts) * LUNAI_MR, row_end = lunai_share(tiles, r + 1, p->row_parts) * LUNAI_MR;
     const int64_t column = lunai_share(panels, c, p->column_parts) * LUNAI_NR;
@@ -2623,19 +2684,19 @@ LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t slot, int64_t slots) {
     LUNAI_K(gemm_part)(p, &own, unit / parts, row, lunai_min(g->m, row_end), column, lunai_min(g->n, column_end));
   }
 }
-LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t slots) {
-  const LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, lunai_max(slots, 1));
-  return (size_t)(LUNAI_K(gemm_plan_slot)(&p) * lunai_max(slots, 1));
+LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
+  const LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, lunai_max(threads, 1));
+  return (size_t)(LUNAI_K(gemm_plan_bytes)(&p) * lunai_max(threads, 1));
 }
 LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
-  LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->slots, 1) : 1);
+  LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->threads, 1) : 1);
   p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (g->m > 0 && g->n > 0) lunai_run(parallel, LUNAI_K(gemm_task), &p);
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
-   All arrays dense, of any size and alignment; a map's result may lie where an argument lies.
+   All arrays dense, of any size and alignment; a map may be computed in place.
    Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
    not depend on which columns are computed with it. Guarded by tests/elementwise.c
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -2675,7 +2736,7 @@ LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_
 #define LUNAI_MOMENTS 3            /* d and d^2, where d = a - shift */
 #define LUNAI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
 
-/* p += and q += the terms of the vector at i, of which `left` floats exist: what is missing adds 0 */
+/* p += and q += the terms of the vector at i, of which `left` floats exist; the others add 0 */
 LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c, vf shift, vf factor,
                                 vf *p, vf *q) {
   if (kind == LUNAI_SUM) *p = vf_add(*p, LUNAI_K(get)(a + i, left));
@@ -2694,7 +2755,8 @@ LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *
   }
 }
 
-/* the first sum; *second gets the other one of a kind that has two. Four chains of sixteen float terms, then double */
+/* returns the first sum; *second gets the other of a kind that has two. Four chains of sixteen float terms, then
+   double */
 LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift, float factor,
                                     double *second) {
   const vf s = vf_set(shift), f = vf_set(factor);
@@ -2725,7 +2787,7 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
-/* what to subtract before exp: the largest x, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
+/* the shift before exp: the maximum, or 0 where that is -Inf. A NaN may be missed here; the sum of exp is then NaN */
 LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x) {
   vf max = vf_set((float)-INFINITY);
   float largest;
@@ -2742,7 +2804,7 @@ LUNAI_FN void LUNAI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y
     double sum;
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, vf_exp(vf_sub(LUNAI_GET(x), shift)));
     sum = LUNAI_K(sum)(n, y);
-    LUNAI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* an empty row stays 0, a NaN spreads */
+    LUNAI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* an empty row is 0, NaN propagates */
   }
 }
 
@@ -2759,7 +2821,7 @@ LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const
                                   float *mean, float *rstd) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    /* the second pass also finds by how much the rounded mean is off */
+    /* the second pass also computes the rounding error of the mean */
     const float center = (float)(LUNAI_K(sum)(n, x) / (double)n);
     double squares, off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
     const double variance = squares / (double)n - off * off;
@@ -2802,7 +2864,7 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float 
 #define LUNAI_COLUMN(i) \
   if (vectors > i) sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
-/* part = the sums of up to SUM_ROWS rows, `left` columns of which are there */
+/* part = the sums of up to SUM_ROWS rows, of which `left` columns exist */
 LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row, const float *b, int64_t b_row,
                                        const float *mean, const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
@@ -2934,7 +2996,7 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
                                                  const float *dy, float *dweight, float *dbias) {
   int64_t i;
   for (i = 0; dweight && i < width; i++) {
-    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no partner */
+    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no such term */
     LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1, dweight + first * width + i,
                          width);
   }
@@ -2980,7 +3042,7 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
 #define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
 #define vu __m512i
 #define vu_set(x) _mm512_set1_epi64((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm512_maskz_, name)(0xFF, a, b) /* the plain forms make g++ 12 warn */
+#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm512_maskz_, name)(0xFF, a, b) /* the unmasked forms make g++ 12 warn */
 #define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm512_, name), _si512)
 #else
 #define VU 1
@@ -3159,10 +3221,11 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #if LUNAI_PASS == LUNAI_ISA_SCALAR /* what all passes share */
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
-#define LUNAI_FEW_KEYS 128         /* so few are worth packing, to read the queries as they lie */
+#define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
 
-/* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query lie side by
-   side, the keys are packed and the queries read as they lie; otherwise the scores of a key, and the converse. Same bits. */
+/* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query are
+   contiguous, the keys are in panels and the queries read in place; otherwise the scores of a key, and the converse.
+   Same bits. */
 typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
@@ -3171,13 +3234,13 @@ typedef struct lunai_head {
 typedef struct lunai_tile {
   int64_t query, key, width, depth;     /* first query and key; how many */
   int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
-  int64_t lines, length, step;          /* the same as it lies in memory: lines of `length` scores, `step` apart */
+  int64_t lines, length, step;          /* the same as memory layout: lines of `length` scores, `step` apart */
 } lunai_tile;
 
 typedef struct lunai_attention_work {
   const lunai_attention *a;
-  char *scratch;                        /* the slots' parts, then `partial` */
-  size_t slot_bytes;
+  char *scratch;                        /* the threads' parts, then `partial` */
+  size_t thread_bytes;
   int64_t queries, keys;                /* the maximum over the batch */
   int64_t pairs, blocks, run;           /* (batch row, head) pairs; key blocks of a pair; queries of an item */
   int64_t query_blocks, wave, first, last; /* backward: units (pair, key block) at a time, and those of this wave */
@@ -3187,8 +3250,9 @@ typedef struct lunai_attention_work {
   bool split, backward;                 /* split: blocks of a tile go to several threads */
 } lunai_attention_work;
 
-typedef struct lunai_attention_space {  /* a slot's part of the scratch; see LUNAI_K(attention_space) */
-  float *scores, *slopes, *mask, *mask_row, *clean, *sides, *other_sides, *values, *product, *own, *part, *stats, *state;
+typedef struct lunai_attention_space {  /* a thread's part of the scratch; see LUNAI_K(attention_space) */
+  float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
+  float *own, *part, *stats, *state;
 } lunai_attention_space;
 
 LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
@@ -3231,15 +3295,15 @@ LUNAI_FN void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
     for (j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
 }
 
-/* the keys after each query */
+/* masks the keys after each query */
 LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
   int64_t i, j;
   for (i = 0; i < t->width; i++)
     for (j = lunai_max(t->query + i + 1 - t->key, 0); j < t->depth; j++) x[i * t->q_step + j * t->k_step] = value;
 }
 
-/* The largest sizes, and how to share the work among `slots`: which way never changes a bit. */
-LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attention *a, int64_t slots, bool backward) {
+/* The largest sizes, and how to share the work among `threads`, which never changes a bit. */
+LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attention *a, int64_t threads, bool backward) {
   int64_t b, tiles;
   memset(w, 0, sizeof *w);
   w->a = a;
@@ -3257,11 +3321,11 @@ LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attentio
   if (a->causal) w->keys = lunai_min(w->keys, w->queries);
   w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
   tiles = lunai_divide_up(w->queries, LUNAI_TILE);
-  w->split = !backward && slots > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * slots;
+  w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
   w->run = LUNAI_RUN;
-  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * slots) w->run /= 2;
+  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
   w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
-  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * slots, lunai_max(w->query_blocks, 1)));
+  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * threads, lunai_max(w->query_blocks, 1)));
   if (!backward) w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
   else w->unit = w->queries * a->head_dim;
   if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
@@ -3279,7 +3343,7 @@ LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, in
   return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
 }
 
-/* whether a unit's gradients of keys need not wait for others: nothing else adds to that place */
+/* whether this unit alone writes its keys' gradients */
 LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
 
 /* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each query block */
@@ -3288,26 +3352,28 @@ LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int
          query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
 }
 
-LUNAI_INLINE int64_t lunai_slots(const lunai_parallel *parallel) {
-  return parallel && parallel->run && parallel->slots > 1 ? parallel->slots : 1;
+LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
+  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
 #endif
 
-/* a slot's part of the scratch, from `scratch` on; returns its end */
+/* a thread's part of the scratch, from `scratch` on; returns its end */
 LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t dropped = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
-  m->mask = lunai_take(&scratch, dropped * scores);
-  m->mask_row = lunai_take(&scratch, dropped * depth);
+  m->mask = lunai_take(&scratch, masked * scores);
+  m->mask_row = lunai_take(&scratch, masked * depth);
   m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
-  m->sides = lunai_take(&scratch, lunai_max(LUNAI_K(packed_size)(few, d), tiles * LUNAI_K(packed_size)(LUNAI_TILE, d)));
-  m->other_sides = lunai_take(&scratch, back * lunai_max(LUNAI_K(packed_size)(few, dv), LUNAI_K(packed_size)(LUNAI_TILE, dv)));
-  m->values = lunai_take(&scratch, LUNAI_K(packed_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
-  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(lunai_max(d, dv), LUNAI_TILE));
+  m->score_panels = lunai_take(&scratch,
+                               lunai_max(LUNAI_K(panels_size)(few, d), tiles * LUNAI_K(panels_size)(LUNAI_TILE, d)));
+  m->slope_panels = lunai_take(&scratch,
+                               back * lunai_max(LUNAI_K(panels_size)(few, dv), LUNAI_K(panels_size)(LUNAI_TILE, dv)));
+  m->values = lunai_take(&scratch, LUNAI_K(panels_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
+  m->product = lunai_take(&scratch, back * LUNAI_K(panels_size)(lunai_max(d, dv), LUNAI_TILE));
   m->own = lunai_take(&scratch, back * depth * (d + dv));
   m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
   m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);
@@ -3315,36 +3381,40 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   return scratch;
 }
 
-LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t slots, bool backward, void *scratch) {
+LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t threads,
+                                         bool backward, void *scratch) {
   lunai_attention_space space;
   char *zero = (char *)w; /* only distances count */
   int64_t units;
-  lunai_attention_plan(w, a, slots, backward);
-  w->slot_bytes = (size_t)(LUNAI_K(attention_space)(w, zero, &space) - zero);
+  lunai_attention_plan(w, a, threads, backward);
+  w->thread_bytes = (size_t)(LUNAI_K(attention_space)(w, zero, &space) - zero);
   units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   w->scratch = (char *)scratch;
-  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)slots * w->slot_bytes);
-  return (size_t)slots * w->slot_bytes + (size_t)lunai_floats(units * w->unit);
+  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
+  return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
-LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t threads, bool backward) {
   lunai_attention_work w;
-  return LUNAI_K(attention_start)(&w, a, lunai_max(slots, 1), backward, NULL);
+  return LUNAI_K(attention_start)(&w, a, lunai_max(threads, 1), backward, NULL);
 }
 
-/* s = factor x y^T for the tile's queries x and keys y; `packed` holds y (across) or x */
+/* s = factor x y^T for the tile's queries x and keys y; `panels` holds y (across) or x */
 LUNAI_FN void LUNAI_K(tile_product)(const lunai_tile *t, int64_t dim, const float *x, int64_t x_row, const float *y, int64_t y_row,
-                                    const float *packed, float factor, float *s) {
-  if (t->k_step == 1) LUNAI_K(product_packed)(t->width, t->depth, dim, x, x_row, 1, packed, factor, s, t->step, false);
-  else LUNAI_K(product_packed)(t->depth, t->width, dim, y, y_row, 1, packed, factor, s, t->step, false);
+                                    const float *panels, float factor, float *s) {
+  if (t->k_step == 1) LUNAI_K(product_of_panels)(t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step,
+                                                 false);
+  else LUNAI_K(product_of_panels)(t->depth, t->width, dim, y, y_row, 1, panels, factor, s, t->step, false);
   lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
 }
 
-/* c = factor s y [width, n] for the keys' rows y; `packed` holds them, or is room to do so where no other tile needs it (`once`) */
+/* c = factor s y [width, n] for the keys' rows y; `panels` holds them, or is room for them where no other tile needs
+   them (`once`) */
 LUNAI_FN void LUNAI_K(tile_rows_of_keys)(const lunai_tile *t, int64_t n, const float *s, const float *y, int64_t y_row, bool once,
-                                         float *packed, float factor, float *c, int64_t c_row) {
-  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false, packed);
-  else LUNAI_K(product_packed)(t->width, n, t->depth, s, t->q_step, t->k_step, packed, factor, c, c_row, false);
+                                         float *panels, float factor, float *c, int64_t c_row) {
+  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false,
+                             panels);
+  else LUNAI_K(product_of_panels)(t->width, n, t->depth, s, t->q_step, t->k_step, panels, factor, c, c_row, false);
 }
 
 /* keep or 0 for each score of the tile */
@@ -3408,22 +3478,23 @@ LUNAI_FN void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *
   }
 }
 
-/* y = x with 0 for NaN and Inf; whether there were any. So a weight of 0 hides them, as it must: 0 * NaN is NaN. */
+/* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
+   be NaN. */
 LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
   const vf max = vf_set(INFINITY);
-  vf odd = vf_zero();
+  vf nonfinite = vf_zero();
   int64_t i, j;
   for (i = 0; i < rows; i++)
     for (j = 0; j < n; j += VF) {
       const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
       const vm finite = vf_lt(vf_abs(v), max);
       LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
-      odd = vf_select(finite, odd, vf_set(1));
+      nonfinite = vf_select(finite, nonfinite, vf_set(1));
     }
-  return vf_hmax(odd) > 0;
+  return vf_hmax(nonfinite) > 0;
 }
 
-/* adds what finite_copy left out, where it is seen */
+/* adds what finite_copy left out to the queries that see it */
 LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row, float *part,
                                     int64_t part_row) {
   int64_t i, j, c;
@@ -3434,7 +3505,7 @@ LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t
           part[i * part_row + c] += s[i * t->q_step + j * t->k_step] * v[j * v_row + c];
 }
 
-/* takes a block's partial result into that of the blocks before it */
+/* merges a block's partial result into that of the blocks before it */
 LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out,
                                        int64_t out_row) {
   int64_t i, j;
@@ -3451,7 +3522,7 @@ LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *
   }
 }
 
-/* divides by the sums; without a key all is 0 */
+/* divides by the sums; without keys the result is 0 */
 LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_head *head, int64_t query, const float *state) {
   const int64_t width = lunai_min(LUNAI_TILE, head->queries - query), n = a->value_dim;
   int64_t i, j;
@@ -3470,33 +3541,34 @@ LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_he
 LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai_attention_space *m, const lunai_head *head, int64_t first,
                                       int64_t last, int64_t block, int64_t end, float *partial) {
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, side = head->across ? 0 : LUNAI_K(packed_size)(LUNAI_TILE, d);
+  const int64_t d = a->head_dim, dv = a->value_dim,
+                panels_step = head->across ? 0 : LUNAI_K(panels_size)(LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *sides;
+  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
   int64_t query, depth;
-  for (query = first, sides = m->sides; side && query < last; query += LUNAI_TILE, sides += side)
-    LUNAI_K(pack_b)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, sides);
+  for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
+    LUNAI_K(fill_panels)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
   for (; block < end && (depth = lunai_depth(a, head, block, last)) > 0; block++) {
     const int64_t key = block * LUNAI_KEY_BLOCK;
     const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
     const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
-    const bool odd = edge && LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
-    if (!once) LUNAI_K(pack_b)(dv, depth, v, a->v_row, 1, m->values);
-    if (head->across) LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
-    for (query = first, sides = m->sides; query < last; query += LUNAI_TILE, sides += side) {
+    const bool nonfinite = edge && LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
+    if (!once) LUNAI_K(fill_panels)(dv, depth, v, a->v_row, 1, m->values);
+    if (head->across) LUNAI_K(fill_panels)(depth, d, k, 1, a->k_row, m->score_panels);
+    for (query = first, panels = m->score_panels; query < last; query += LUNAI_TILE, panels += panels_step) {
       const lunai_tile t = lunai_tile_at(a, head, query, last, key, depth);
       const bool merge = !partial && block > 0;
       float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - first);
       float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
       float *part = partial ? partial + query * dv : merge ? m->part : out;
       const int64_t part_row = part == out ? a->out_row : dv;
-      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row, sides, a->scale, m->scores);
+      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row, panels, a->scale, m->scores);
       if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
       if (mask) LUNAI_K(tile_mask)(a, head, &t, m->mask_row, mask);
       if (head->across) LUNAI_K(softmax_across)(&t, m->scores, mask, stats);
       else LUNAI_K(softmax_down)(&t, m->scores, mask, stats);
       LUNAI_K(tile_rows_of_keys)(&t, dv, m->scores, edge ? m->clean : v, edge ? dv : a->v_row, once, m->values, 1, part, part_row);
-      if (odd) LUNAI_K(add_infinite)(&t, m->scores, dv, v, a->v_row, part, part_row);
+      if (nonfinite) LUNAI_K(add_infinite)(&t, m->scores, dv, v, a->v_row, part, part_row);
       if (merge) LUNAI_K(attention_merge)(t.width, dv, stats, part, state, out, a->out_row);
     }
   }
@@ -3504,14 +3576,15 @@ LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai
     LUNAI_K(attention_finish)(a, head, query, m->state + 3 * (query - first));
 }
 
-/* items (pair, run of queries), or (pair, run of queries, key block); every slots-th one, for under `causal` the later have more to do */
-LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t slot, int64_t slots) {
+/* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
+   ones cost more */
+LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1, items = w->pairs * runs * blocks;
   lunai_attention_space space;
   int64_t item;
-  LUNAI_K(attention_space)(w, w->scratch + (size_t)slot * w->slot_bytes, &space);
-  for (item = slot; item < items; item += slots) {
+  LUNAI_K(attention_space)(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (item = thread; item < items; item += threads) {
     const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
     const lunai_head head = lunai_head_at(w->a, pair);
     const int64_t last = lunai_min(first + w->run, head.queries);
@@ -3522,12 +3595,12 @@ LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t slot, int64_t slots) {
 }
 
 /* merges what the split left, by tiles */
-LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
   const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE), dv = a->value_dim;
   int64_t item, block, i;
-  for (item = slot; item < w->pairs * tiles; item += slots) {
+  for (item = thread; item < w->pairs * tiles; item += threads) {
     const int64_t pair = item / tiles, query = item % tiles * LUNAI_TILE;
     const lunai_head head = lunai_head_at(a, pair);
     const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
@@ -3545,7 +3618,7 @@ LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t slot, int64_t sl
 
 LUNAI_FN void LUNAI_K(attention)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  LUNAI_K(attention_start)(&w, a, lunai_slots(parallel), false, scratch);
+  LUNAI_K(attention_start)(&w, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, LUNAI_K(attention_task), &w);
   if (w.split) lunai_run(parallel, LUNAI_K(attention_merge_task), &w);
 }
@@ -3572,12 +3645,14 @@ LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slop
 }
 
 /* c (+)= factor s^T x [depth, n] for the queries' rows x */
-LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x, int64_t x_row, float *packed,
+LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x,
+                                            int64_t x_row, float *panels,
                                             float factor, float *c, bool accumulate) {
-  LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, packed);
+  LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
 }
 
-/* What each query of a tile brings: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that vary) */
+/* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes
+   that vary) */
 LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *lse, float *delta,
                                       float *add) {
   int64_t i;
@@ -3619,21 +3694,21 @@ LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, co
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
   }
   if (edge) LUNAI_K(finite_copy)(depth, d, k, a->k_row, m->clean);
-  if (!once) LUNAI_K(pack_b)(d, depth, k, a->k_row, 1, m->values);
+  if (!once) LUNAI_K(fill_panels)(d, depth, k, a->k_row, 1, m->values);
   if (head.across) {
-    LUNAI_K(pack_b)(depth, d, k, 1, a->k_row, m->sides);
-    LUNAI_K(pack_b)(depth, dv, v, 1, a->v_row, m->other_sides);
+    LUNAI_K(fill_panels)(depth, d, k, 1, a->k_row, m->score_panels);
+    LUNAI_K(fill_panels)(depth, dv, v, 1, a->v_row, m->slope_panels);
   }
   for (query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
     const bool more = query > first || a->causal;
     const float *q = a->q + head.q + query * a->q_row, *grad = a->grad_out + head.out + query * a->out_row;
     if (!head.across) {
-      LUNAI_K(pack_b)(t.width, d, q, 1, a->q_row, m->sides);
-      LUNAI_K(pack_b)(t.width, dv, grad, 1, a->out_row, m->other_sides);
+      LUNAI_K(fill_panels)(t.width, d, q, 1, a->q_row, m->score_panels);
+      LUNAI_K(fill_panels)(t.width, dv, grad, 1, a->out_row, m->slope_panels);
     }
-    LUNAI_K(tile_product)(&t, d, q, a->q_row, k, a->k_row, m->sides, a->scale, m->scores);
-    LUNAI_K(tile_product)(&t, dv, grad, a->out_row, v, a->v_row, m->other_sides, 1, m->slopes);
+    LUNAI_K(tile_product)(&t, d, q, a->q_row, k, a->k_row, m->score_panels, a->scale, m->scores);
+    LUNAI_K(tile_product)(&t, dv, grad, a->out_row, v, a->v_row, m->slope_panels, 1, m->slopes);
     LUNAI_K(attention_rows)(a, &head, &t, lse, delta, add);
     if (mask) LUNAI_K(tile_mask)(a, &head, &t, m->mask_row, mask);
     LUNAI_K(softmax_slopes)(&t, m->scores, m->slopes, mask, lse, delta, add);
@@ -3648,13 +3723,13 @@ LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, co
   if (a->grad_v && v_direct) LUNAI_K(add_rows)(depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
 }
 
-LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
   int64_t item;
-  LUNAI_K(attention_space)(w, w->scratch + (size_t)slot * w->slot_bytes, &space);
-  for (item = slot; item < items; item += slots)
+  LUNAI_K(attention_space)(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (item = thread; item < items; item += threads)
     LUNAI_K(attention_backward_item)(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
@@ -3674,15 +3749,15 @@ LUNAI_FN void LUNAI_K(attention_merge_keys)(const lunai_attention_work *w, int64
   }
 }
 
-/* Adds this wave's partial gradients, in the order of its units whatever the wave: a tensor that the batch shares gets its sum
-   in batch order. Items: each unit's keys, and each tile of queries; the first of those that share a place does all. */
-LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t slots) {
+/* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
+   batch order. Items: each unit's keys, and each tile of queries; the first of those with one destination adds all. */
+LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
   const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE), same = a->heads * w->blocks;
   const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
   int64_t item, unit;
-  for (item = slot; item < units; item += slots) {
+  for (item = thread; item < units; item += threads) {
     const bool opens = item < same; /* no unit before it in this wave has its head and key block */
     for (unit = w->first + item; unit < w->last; unit += same) {
       const bool own = unit == w->first + item;
@@ -3690,7 +3765,7 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t s
       if (a->grad_v && (w->v_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, false);
     }
   }
-  for (item = slot; a->grad_q && item < groups * tiles; item += slots)
+  for (item = thread; a->grad_q && item < groups * tiles; item += threads)
     for (unit = w->first; unit < w->last; unit++) {
       const int64_t pair = unit / w->blocks, query = item % tiles * LUNAI_TILE;
       const lunai_head head = lunai_head_at(a, pair);
@@ -3704,7 +3779,7 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t slot, int64_t s
 
 LUNAI_FN void LUNAI_K(attention_backward)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  LUNAI_K(attention_start)(&w, a, lunai_slots(parallel), true, scratch);
+  LUNAI_K(attention_start)(&w, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
     lunai_run(parallel, LUNAI_K(attention_backward_task), &w);
@@ -3717,59 +3792,60 @@ LUNAI_FN void LUNAI_K(attention_backward)(const lunai_attention *a, const lunai_
 typedef struct lunai_unpack_work {
   const lunai_unpack *u;
   char *scratch;
-  size_t slot_bytes;
+  size_t thread_bytes;
   int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
   float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
 } lunai_unpack_work;
 
-/* One batch row's side of the products, its real slots close together; each slot of the work packs for itself. */
-typedef struct lunai_unpack_side {
+/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
+typedef struct lunai_unpack_space {
   int64_t slots, n;                     /* real slots; heads of them */
-  float *k, *v, *bias, *packed_k, *packed_v, *keys, *values; /* packed_: for scores and for out; keys, values: for dX and dP */
+  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-} lunai_unpack_side;
+} lunai_unpack_space;
 
 LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
   return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
 }
 #endif
 
-LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char *scratch, lunai_unpack_side *m) {
+LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char *scratch, lunai_unpack_space *m) {
   const int64_t n = u->heads * u->slots, back = backward ? 1 : 0;
   m->k = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
   m->v = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
   m->bias = lunai_take(&scratch, n);
-  m->packed_k = lunai_take(&scratch, LUNAI_K(packed_size)(n, u->dim));
-  m->packed_v = lunai_take(&scratch, back ? 0 : LUNAI_K(packed_size)(u->dim, n));
-  m->keys = lunai_take(&scratch, back * LUNAI_K(packed_size)(u->dim, n));
-  m->values = lunai_take(&scratch, back * LUNAI_K(packed_size)(n, u->dim));
+  m->score_panels = lunai_take(&scratch, LUNAI_K(panels_size)(n, u->dim));
+  m->out_panels = lunai_take(&scratch, back ? 0 : LUNAI_K(panels_size)(u->dim, n));
+  m->dx_panels = lunai_take(&scratch, back * LUNAI_K(panels_size)(u->dim, n));
+  m->slope_panels = lunai_take(&scratch, back * LUNAI_K(panels_size)(n, u->dim));
   m->scores = lunai_take(&scratch, LUNAI_TILE * n);
   m->slopes = lunai_take(&scratch, back * LUNAI_TILE * n);
   m->mask = lunai_take(&scratch, u->dropout.threshold ? u->slots : 0);
-  m->product = lunai_take(&scratch, back * LUNAI_K(packed_size)(u->dim, LUNAI_TILE));
+  m->product = lunai_take(&scratch, back * LUNAI_K(panels_size)(u->dim, LUNAI_TILE));
   m->grad = lunai_take(&scratch, u->last.threshold ? back * LUNAI_TILE * u->dim : 0);
   return scratch;
 }
 
-LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t slots, bool backward, void *scratch) {
-  lunai_unpack_side side;
+LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t threads, bool backward,
+                                      void *scratch) {
+  lunai_unpack_space space;
   char *zero = (char *)w; /* only distances count */
   memset(w, 0, sizeof *w);
   w->u = u;
   w->scratch = (char *)scratch;
-  w->slot_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &side) - zero);
+  w->thread_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &space) - zero);
   w->blocks = lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
   w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
-  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)slots * w->slot_bytes);
-  return (size_t)slots * w->slot_bytes + (size_t)lunai_floats(2 * slots * w->unit);
+  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
+  return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(2 * threads * w->unit);
 }
 
-LUNAI_FN size_t LUNAI_K(unpack_scratch)(const lunai_unpack *u, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(unpack_scratch)(const lunai_unpack *u, int64_t threads, bool backward) {
   lunai_unpack_work w;
-  return LUNAI_K(unpack_start)(&w, u, lunai_max(slots, 1), backward, NULL);
+  return LUNAI_K(unpack_start)(&w, u, lunai_max(threads, 1), backward, NULL);
 }
 
-LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool backward, lunai_unpack_side *m) {
+LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool backward, lunai_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
   const float *k = u->k + at * d, *v = u->v + at * d;
   int64_t h;
@@ -3784,11 +3860,11 @@ LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool bac
     k = m->k;
     v = m->v;
   }
-  LUNAI_K(pack_b)(m->n, d, k, 1, d, m->packed_k);
-  if (!backward) LUNAI_K(pack_b)(d, m->n, v, d, 1, m->packed_v);
+  LUNAI_K(fill_panels)(m->n, d, k, 1, d, m->score_panels);
+  if (!backward) LUNAI_K(fill_panels)(d, m->n, v, d, 1, m->out_panels);
   else {
-    LUNAI_K(pack_b)(d, m->n, k, d, 1, m->keys);
-    LUNAI_K(pack_b)(m->n, d, v, 1, d, m->values);
+    LUNAI_K(fill_panels)(d, m->n, k, d, 1, m->dx_panels);
+    LUNAI_K(fill_panels)(m->n, d, v, 1, d, m->slope_panels);
   }
 }
 
@@ -3810,11 +3886,12 @@ LUNAI_FN float LUNAI_K(unpack_softmax)(int64_t n, const float *bias, float *s) {
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows) {
+LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b, int64_t first,
+                                    int64_t rows) {
   const int64_t d = u->dim, row = b * u->rows + first;
   float *out = u->out + row * d;
   int64_t i, h, j;
-  LUNAI_K(product_packed)(rows, m->n, d, u->x + row * d, d, 1, m->packed_k, 1, m->scores, m->n, false);
+  LUNAI_K(product_of_panels)(rows, m->n, d, u->x + row * d, d, 1, m->score_panels, 1, m->scores, m->n, false);
   for (i = 0; i < rows; i++)
     for (h = 0; h < u->heads; h++) {
       float *s = m->scores + i * m->n + h * m->slots;
@@ -3829,29 +3906,31 @@ LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_si
     if (residual && u->out_bias) LUNAI_K(add)(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
   }
-  LUNAI_K(product_packed)(rows, d, m->n, m->scores, m->n, 1, m->packed_v, 1, out, d, u->out_bias || (u->residual && !u->last.threshold));
+  LUNAI_K(product_of_panels)(rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias ||
+                             (u->residual && !u->last.threshold));
   if (!u->last.threshold) return;
   LUNAI_K(dropout)(&u->last, row * d, rows * d, out, out, false);
   if (u->residual) LUNAI_K(add)(rows * d, u->residual + row * d, out, out);
 }
 
-LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), last = lunai_share(u->batch * panels, slot + 1, slots);
-  lunai_unpack_side side;
-  int64_t item = lunai_share(u->batch * panels, slot, slots), prepared = -1;
-  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)slot * w->slot_bytes, &side);
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
+  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
+  lunai_unpack_space space;
+  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
+  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; item < last; item++) {
     const int64_t first = item % panels * LUNAI_TILE;
-    if (item / panels != prepared) LUNAI_K(unpack_prepare)(u, prepared = item / panels, false, &side);
-    LUNAI_K(unpack_panel)(u, &side, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+    if (item / panels != prepared) LUNAI_K(unpack_prepare)(u, prepared = item / panels, false, &space);
+    LUNAI_K(unpack_panel)(u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
   }
 }
 
 LUNAI_FN void LUNAI_K(unpack)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
   lunai_unpack_work w;
-  LUNAI_K(unpack_start)(&w, u, lunai_slots(parallel), false, scratch);
+  LUNAI_K(unpack_start)(&w, u, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, LUNAI_K(unpack_task), &w);
 }
 
@@ -3876,7 +3955,8 @@ LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t n, const float *bias, const float *
 }
 
 /* a panel's dX, and its share of the unit's partial gradients */
-LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_side *m, int64_t b, int64_t first, int64_t rows,
+LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b,
+                                             int64_t first, int64_t rows,
                                              float *part) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
   const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
@@ -3886,8 +3966,8 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
     LUNAI_K(dropout)(&u->last, row * d, rows * d, grad, m->grad, false);
     grad = m->grad;
   }
-  LUNAI_K(product_packed)(rows, n, d, x, d, 1, m->packed_k, 1, m->scores, n, false);
-  LUNAI_K(product_packed)(rows, n, d, grad, d, 1, m->values, 1, m->slopes, n, false);
+  LUNAI_K(product_of_panels)(rows, n, d, x, d, 1, m->score_panels, 1, m->scores, n, false);
+  LUNAI_K(product_of_panels)(rows, n, d, grad, d, 1, m->slope_panels, 1, m->slopes, n, false);
   for (i = 0; i < rows; i++) {
     for (h = 0; h < u->heads; h++) {
       const int64_t at = i * n + h * m->slots;
@@ -3899,33 +3979,34 @@ LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_
   }
   if (u->grad_k) LUNAI_K(product)(n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
   if (u->grad_v) LUNAI_K(product)(n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
-  if (u->grad_x) LUNAI_K(product_packed)(rows, d, n, m->slopes, n, 1, m->keys, 1, u->grad_x + row * d, d, true); /* last: it may be grad_out */
+  /* last: it may be grad_out */
+  if (u->grad_x) LUNAI_K(product_of_panels)(rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d, true);
 }
 
-LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
-  const int64_t last = w->first + lunai_share(w->last - w->first, slot + 1, slots);
-  lunai_unpack_side side;
-  int64_t unit = w->first + lunai_share(w->last - w->first, slot, slots), prepared = -1, row;
-  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)slot * w->slot_bytes, &side);
+  const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
+  lunai_unpack_space space;
+  int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
+  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; unit < last; unit++) {
     const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK, end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
-    if (b != prepared) LUNAI_K(unpack_prepare)(u, prepared = b, true, &side);
+    if (b != prepared) LUNAI_K(unpack_prepare)(u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
     for (row = first; row < end; row += LUNAI_TILE)
-      LUNAI_K(unpack_backward_panel)(u, &side, b, row, lunai_min(LUNAI_TILE, end - row), part);
+      LUNAI_K(unpack_backward_panel)(u, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
   }
 }
 
 /* adds this wave's partial gradients in order; items: each memory slot of each head, and dout_bias */
-LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
   const lunai_unpack *u = w->u;
   const int64_t d = u->dim, items = u->heads * u->slots;
   int64_t item, unit;
-  for (item = slot; item <= items; item += slots)
+  for (item = thread; item <= items; item += threads)
     for (unit = w->first; unit < w->last; unit++) {
       const int64_t b = unit / w->blocks, real = lunai_unpack_slots(u, b), n = u->heads * real, at = b * items + item;
       const float *part = w->partial + (unit - w->first) * w->unit;
@@ -3941,11 +4022,11 @@ LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t slot, int64_t slot
 }
 
 LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
-  const int64_t slots = lunai_slots(parallel), units = u->batch * lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
+  const int64_t threads = lunai_threads(parallel), units = u->batch * lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
   lunai_unpack_work w;
-  LUNAI_K(unpack_start)(&w, u, slots, true, scratch);
+  LUNAI_K(unpack_start)(&w, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
-    w.last = lunai_min(w.first + 2 * slots, units);
+    w.last = lunai_min(w.first + 2 * threads, units);
     lunai_run(parallel, LUNAI_K(unpack_backward_task), &w);
     lunai_run(parallel, LUNAI_K(unpack_gather_task), &w);
   }
@@ -3954,19 +4035,20 @@ LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parall
 /* ----------------------------------------------------------------------------------------------------------------------
    >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [section 3.3]
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
-   What passes from chunk to chunk is double: S going up, as the running mean M = S / t, and R coming down; inside a chunk all is
-   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order, so the
-   bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
+   The state between chunks is double: S forward, as the running mean M = S / t, and R in reverse; inside a chunk all is
+   float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
+   so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ---------------------------------------------------------------------------------------------------------------------- */
 
-/* one chunk of one (batch, head), and the room to work on it */
+/* one chunk of one (batch, head), and its buffers */
 typedef struct LUNAI_K(chunk) {
   int64_t item, first, rows;
   double before;                     /* tokens before the first row */
-  bool begins, last;                 /* the state before it is empty; the state after it is not wanted */
-  float *state, *kept;               /* `sum` leaves the chunk's own sum in state, and what it likes in kept; `output` finds there the
-                                        state before the chunk, and kept as it was */
-  float *scores, *packed, *room[3];  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
+  bool begins, last;                 /* the state before it is empty; the state after it is unused */
+  float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
+                                        reads the state before the chunk, and kept */
+  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
+  float *scores, *panels, *buffer[3];
 } LUNAI_K(chunk);
 
 typedef struct LUNAI_K(sweep) {
@@ -3977,10 +4059,11 @@ typedef struct LUNAI_K(sweep) {
   int64_t items, heads, rows, position, dim, value_dim;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
-  bool reverse;                      /* from the last chunk to the first, with plain sums for means */
-  int64_t chunks, window, start;     /* chunks of every item in flight between two barriers; 1: none, each slot sweeps items of its own */
-  int64_t slot_bytes, state_bytes, record_bytes;
-  char *slot_at, *state_at, *record_at;
+  bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
+  /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
+  int64_t chunks, window, start;
+  int64_t thread_bytes, state_bytes, record_bytes;
+  char *threads_at, *state_at, *record_at;
 } LUNAI_K(sweep);
 
 LUNAI_INLINE int64_t LUNAI_K(real_slots)(const int32_t *lengths, int64_t b, int64_t slots) {
@@ -3992,37 +4075,39 @@ LUNAI_INLINE const lunai_parallel *LUNAI_K(worth)(const lunai_parallel *parallel
   return products >= (int64_t)1 << 18 ? parallel : NULL;
 }
 
-/* room for any product between a chunk's rows, dim and value_dim */
-LUNAI_FN int64_t LUNAI_K(chunk_packed)(int64_t dim, int64_t value_dim) {
+/* floats of panels for any product between a chunk's rows, dim and value_dim */
+LUNAI_FN int64_t LUNAI_K(chunk_panels)(int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
-  int64_t max = LUNAI_K(packed_size)(LUNAI_CHUNK, LUNAI_CHUNK);
+  int64_t max = LUNAI_K(panels_size)(LUNAI_CHUNK, LUNAI_CHUNK);
   int i, j;
   for (i = 0; i < 3; i++)
     for (j = 0; j < 3; j++)
-      if (i != j) max = lunai_max(max, LUNAI_K(packed_size)(size[i], size[j]));
+      if (i != j) max = lunai_max(max, LUNAI_K(panels_size)(size[i], size[j]));
   return max;
 }
 
-/* the bytes a sweep needs; with a null memory that is all */
-LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t slots, void *memory) {
+/* lays the sweep out in `memory` (null: only counts); returns its bytes */
+LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t threads, void *memory) {
   const int64_t wide = lunai_max(s->dim, s->value_dim), state = s->unit * s->slots;
   int64_t states, records;
   s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
   s->window = 1;
-  if (s->chunks > 1 && s->items > 0 && s->items % slots != 0 && s->items < 8 * slots) /* else whole items keep the slots busy */
-    s->window = lunai_min(s->chunks, lunai_divide_up(16 * slots, s->items));
-  states = s->window > 1 ? s->items : slots;
-  records = s->window > 1 ? s->items * s->window : slots;
-  s->slot_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) + lunai_floats(LUNAI_K(chunk_packed)(s->dim, s->value_dim)) +
+  /* else whole items keep the threads busy */
+  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads)
+    s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
+  states = s->window > 1 ? s->items : threads;
+  records = s->window > 1 ? s->items * s->window : threads;
+  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) +
+                    lunai_floats(LUNAI_K(chunk_panels)(s->dim, s->value_dim)) +
                   3 * lunai_floats(LUNAI_CHUNK * wide);
   s->state_bytes = (int64_t)lunai_round((size_t)state * sizeof(double));
   s->record_bytes = lunai_floats(state) + lunai_floats(s->kept);
   if (memory) {
-    s->slot_at = (char *)memory;
-    s->state_at = s->slot_at + slots * s->slot_bytes;
+    s->threads_at = (char *)memory;
+    s->state_at = s->threads_at + threads * s->thread_bytes;
     s->record_at = s->state_at + states * s->state_bytes;
   }
-  return (size_t)(slots * s->slot_bytes + states * s->state_bytes + records * s->record_bytes);
+  return (size_t)(threads * s->thread_bytes + states * s->state_bytes + records * s->record_bytes);
 }
 
 LUNAI_INLINE int64_t LUNAI_K(sweep_state)(const LUNAI_K(sweep) *s, int64_t item) {
@@ -4032,10 +4117,11 @@ LUNAI_INLINE double *LUNAI_K(sweep_carried)(const LUNAI_K(sweep) *s, int64_t pla
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
-/* the k-th chunk of an item in the sweep's order, with the record at `place` and the room of `slot` */
-LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place, int64_t slot) {
+/* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
+LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place,
+                                             int64_t thread) {
   const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
-  char *record = s->record_at + place * s->record_bytes, *room = s->slot_at + slot * s->slot_bytes;
+  char *record = s->record_at + place * s->record_bytes, *buffer = s->threads_at + thread * s->thread_bytes;
   LUNAI_K(chunk) c;
   int i;
   c.item = item;
@@ -4046,14 +4132,14 @@ LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t it
   c.last = k == s->chunks - 1 && !s->exchange;
   c.state = lunai_take(&record, s->unit * s->slots);
   c.kept = lunai_take(&record, s->kept);
-  c.scores = lunai_take(&room, LUNAI_CHUNK * LUNAI_CHUNK);
-  c.packed = lunai_take(&room, LUNAI_K(chunk_packed)(s->dim, s->value_dim));
-  for (i = 0; i < 3; i++) c.room[i] = lunai_take(&room, wide);
+  c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
+  c.panels = lunai_take(&buffer, LUNAI_K(chunk_panels)(s->dim, s->value_dim));
+  for (i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
   return c;
 }
 
-/* The state before the chunk takes the place of the chunk's sum, which joins the state. In strips of a constant length, and one
-   operation a loop: so compilers make vectors of it, also at -O2 */
+/* The state before the chunk replaces the chunk's sum, which is added to the state. Strips of constant length and
+   one operation a loop let compilers vectorise this at -O2. */
 #undef LUNAI_STRIP
 #define LUNAI_STRIP 64
 LUNAI_INLINE void LUNAI_K(scan_strip)(int64_t n, double joins, double leaves, float *state, double *carried) {
@@ -4077,16 +4163,16 @@ LUNAI_FN void LUNAI_K(sweep_start)(const LUNAI_K(sweep) *s, int64_t item, double
   else memset(carried, 0, (size_t)LUNAI_K(sweep_state)(s, item) * sizeof(double));
 }
 
-/* each slot sweeps whole items */
-LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t slot, int64_t slots) {
+/* each thread sweeps whole items */
+LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
-  const int64_t end = lunai_share(s->items, slot + 1, slots);
-  double *carried = LUNAI_K(sweep_carried)(s, slot);
+  const int64_t end = lunai_share(s->items, thread + 1, threads);
+  double *carried = LUNAI_K(sweep_carried)(s, thread);
   int64_t item, k;
-  for (item = lunai_share(s->items, slot, slots); item < end; item++) {
+  for (item = lunai_share(s->items, thread, threads); item < end; item++) {
     LUNAI_K(sweep_start)(s, item, carried);
     for (k = 0; k < s->chunks; k++) {
-      const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, k, slot, slot);
+      const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, k, thread, thread);
       s->sum(s->args, &c);
       LUNAI_K(sweep_scan)(s, &c, carried, 0, LUNAI_K(sweep_state)(s, item));
       s->output(s->args, &c);
@@ -4095,30 +4181,33 @@ LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t slot, int64_t slots) {
   }
 }
 
-/* or the slots share a window of chunks: their sums, the scan (each slot its elements of every state), their outputs */
-LUNAI_INLINE void LUNAI_K(sweep_window)(const LUNAI_K(sweep) *s, int64_t slot, int64_t slots, bool output) {
-  const int64_t window = lunai_min(s->window, s->chunks - s->start), end = lunai_share(s->items * window, slot + 1, slots);
+/* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their
+   outputs */
+LUNAI_INLINE void LUNAI_K(sweep_window)(const LUNAI_K(sweep) *s, int64_t thread, int64_t threads, bool output) {
+  const int64_t window = lunai_min(s->window, s->chunks - s->start);
+  const int64_t end = lunai_share(s->items * window, thread + 1, threads);
   int64_t i;
-  for (i = lunai_share(s->items * window, slot, slots); i < end; i++) {
-    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, i / window, s->start + i % window, i, slot);
+  for (i = lunai_share(s->items * window, thread, threads); i < end; i++) {
+    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, i / window, s->start + i % window, i, thread);
     if (output) s->output(s->args, &c);
     else s->sum(s->args, &c);
   }
 }
-LUNAI_FN void LUNAI_K(sweep_sums)(void *work, int64_t slot, int64_t slots) {
-  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, slot, slots, false);
+LUNAI_FN void LUNAI_K(sweep_sums)(void *work, int64_t thread, int64_t threads) {
+  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, thread, threads, false);
 }
-LUNAI_FN void LUNAI_K(sweep_outputs)(void *work, int64_t slot, int64_t slots) {
-  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, slot, slots, true);
+LUNAI_FN void LUNAI_K(sweep_outputs)(void *work, int64_t thread, int64_t threads) {
+  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, thread, threads, true);
 }
-LUNAI_FN void LUNAI_K(sweep_scans)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(sweep_scans)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
   const int64_t window = lunai_min(s->window, s->chunks - s->start);
   int64_t i;
   for (i = 0; i < s->items * window; i++) {
     const int64_t item = i / window, n = LUNAI_K(sweep_state)(s, item);
-    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, s->start + i % window, i, slot);
-    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, slot, slots), lunai_share(n, slot + 1, slots));
+    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, s->start + i % window, i, thread);
+    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, thread, threads),
+                        lunai_share(n, thread + 1, threads));
   }
 }
 
@@ -4126,7 +4215,7 @@ LUNAI_FN void LUNAI_K(sweep_run)(LUNAI_K(sweep) *s, const lunai_parallel *parall
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
   int64_t item;
   parallel = LUNAI_K(worth)(parallel, work);
-  (void)LUNAI_K(sweep_plan)(s, parallel && parallel->run ? lunai_max(1, parallel->slots) : 1, scratch);
+  (void)LUNAI_K(sweep_plan)(s, parallel && parallel->run ? lunai_max(1, parallel->threads) : 1, scratch);
   if (s->window == 1) {
     lunai_run(parallel, LUNAI_K(sweep_items), s);
     return;
@@ -4140,7 +4229,7 @@ LUNAI_FN void LUNAI_K(sweep_run)(LUNAI_K(sweep) *s, const lunai_parallel *parall
   for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, LUNAI_K(sweep_carried)(s, item), true);
 }
 
-/* ---- what a chunk is computed with ---- */
+/* ---- parts of a chunk ---- */
 
 /* the triangle is computed as two triangles of half a chunk and the square below them */
 #undef LUNAI_HALF
@@ -4151,10 +4240,11 @@ LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, con
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
   float *below = c->scores + head * LUNAI_CHUNK;
   int64_t t, end;
-  LUNAI_K(pack_b)(c->rows, depth, y, 1, y_row, c->packed);
-  LUNAI_K(product_packed)(head, head, depth, x, x_row, 1, c->packed, 1, c->scores, LUNAI_CHUNK, false);
+  LUNAI_K(fill_panels)(c->rows, depth, y, 1, y_row, c->panels);
+  LUNAI_K(product_of_panels)(head, head, depth, x, x_row, 1, c->panels, 1, c->scores, LUNAI_CHUNK, false);
   if (tail > 0)
-    LUNAI_K(product_packed)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->packed, 1, below, LUNAI_CHUNK, false);
+    LUNAI_K(product_of_panels)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK,
+                               false);
   for (t = 0; t < c->rows; t++) {
     end = t < head ? head : c->rows;
     memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
@@ -4165,20 +4255,21 @@ LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, con
 LUNAI_FN void LUNAI_K(causal_apply)(const LUNAI_K(chunk) *c, int64_t n, float alpha, const float *z, int64_t z_row, float *out,
                                     int64_t out_row, bool accumulate) {
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate, c->packed);
+  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate,
+                   c->panels);
   if (tail > 0)
     LUNAI_K(product)(tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row, z_row, 1, alpha,
-                     out + head * out_row, out_row, true, c->packed);
+                     out + head * out_row, out_row, true, c->panels);
 }
 
 /* out += scores^T X */
 LUNAI_FN void LUNAI_K(causal_apply_transposed)(const LUNAI_K(chunk) *c, int64_t n, const float *x, int64_t x_row, float *out,
                                                int64_t out_row) {
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  LUNAI_K(product)(head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->packed);
+  LUNAI_K(product)(head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->panels);
   if (tail > 0)
     LUNAI_K(product)(c->rows, n, tail, c->scores + head * LUNAI_CHUNK, 1, LUNAI_CHUNK, x + head * x_row, x_row, 1, 1, out, out_row, true,
-                     c->packed);
+                     c->panels);
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
@@ -4192,15 +4283,16 @@ LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64
 /* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
    but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
 LUNAI_FN void LUNAI_K(causal_mix)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, float factor, const float *x, int64_t x_row,
-                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row, float *room) {
+                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row,
+                                  float *buffer) {
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
   const bool clean = LUNAI_K(all_finite)(c->rows, n, z, z_row);
-  const float *finite = clean ? z : room;
+  const float *finite = clean ? z : buffer;
   int64_t t, i, j;
   if (!clean)
     for (t = 0; t < c->rows; t++)
-      for (i = 0; i < n; i++) room[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
-  if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->packed);
+      for (i = 0; i < n; i++) buffer[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
+  if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->panels);
   LUNAI_K(causal_apply)(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
   if (!clean)
     for (j = 0; j < c->rows; j++)
@@ -4231,7 +4323,8 @@ LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_
 LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *g, int64_t g_row, const float *mean,
                                      const float *y, int64_t y_row, float *grad, int64_t grad_row, bool accumulate) {
   if (!c->begins)
-    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate, c->packed);
+    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate,
+                     c->panels);
   LUNAI_K(causal_apply)(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
 }
 
@@ -4239,14 +4332,15 @@ LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t
    (A = Y, B = R, X = G) */
 LUNAI_FN void LUNAI_K(causal_grad_yz)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *a, int64_t a_row, const float *b,
                                       int64_t b_row, int64_t b_column, const float *x, int64_t x_row, float *grad, int64_t grad_row) {
-  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true, c->packed);
+  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true,
+                                   c->panels);
   LUNAI_K(causal_apply_transposed)(c, n, x, x_row, grad, grad_row);
 }
 
 /* state = Y^T Z */
 LUNAI_FN void LUNAI_K(causal_sum)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, const float *y, int64_t y_row, const float *z,
                                   int64_t z_row, float *state) {
-  if (!c->last) LUNAI_K(product)(dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->packed);
+  if (!c->last) LUNAI_K(product)(dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->panels);
 }
 
 /* ---- the causal product ---- */
@@ -4267,19 +4361,20 @@ LUNAI_FN void LUNAI_K(causal_out)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c);
   LUNAI_K(causal_scores)(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-  LUNAI_K(causal_mix)(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z, a->z_row, c->room[0]);
+  LUNAI_K(causal_mix)(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z,
+                      a->z_row, c->buffer[0]);
 }
 
 LUNAI_FN void LUNAI_K(causal_out_x)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c), n = a->value_dim;
-  float *g = c->room[0];
+  float *g = c->buffer[0];
   LUNAI_K(causal_divide)(c, n, 1, a->grad_out + z, a->z_row, g);
   LUNAI_K(causal_scores)(c, n, g, n, a->z + z, a->z_row);
   LUNAI_K(causal_grad_x)(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
 }
 
-/* down: kept = G, the state is R */
+/* reverse: kept = G, the state is R */
 LUNAI_FN void LUNAI_K(causal_sum_xg)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   LUNAI_K(causal_divide)(c, a->value_dim, 1, a->grad_out + LUNAI_K(causal_z)(a, c), a->z_row, c->kept);
@@ -4313,10 +4408,10 @@ LUNAI_FN void LUNAI_K(causal_sweep)(LUNAI_K(sweep) *s, const lunai_causal *a, bo
   s->reverse = reverse;
 }
 
-LUNAI_FN size_t LUNAI_K(causal_scratch)(const lunai_causal *a, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(causal_scratch)(const lunai_causal *a, int64_t threads, bool backward) {
   LUNAI_K(sweep) s;
-  LUNAI_K(causal_sweep)(&s, a, backward); /* coming down takes more than going up */
-  return LUNAI_K(sweep_plan)(&s, lunai_max(1, slots), NULL);
+  LUNAI_K(causal_sweep)(&s, a, backward); /* the reverse sweep needs more */
+  return LUNAI_K(sweep_plan)(&s, lunai_max(1, threads), NULL);
 }
 
 LUNAI_FN void LUNAI_K(causal)(const lunai_causal *a, const lunai_parallel *parallel, void *scratch) {
@@ -4343,9 +4438,9 @@ LUNAI_FN void LUNAI_K(causal_backward)(const lunai_causal *a, const lunai_parall
   }
 }
 
-/* ---- causal Luna: masked slots are left out of every product, so nothing of theirs is read ---- */
+/* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
-/* a chunk's place in q, k, v, out (wide), in s and w (narrow), and its real slots */
+/* a chunk's offset in q, k, v, out (wide), in s and w (narrow), and its real slots */
 typedef struct LUNAI_K(luna_place) { int64_t wide, wide_row, narrow, narrow_row, slots; } LUNAI_K(luna_place);
 LUNAI_FN LUNAI_K(luna_place) LUNAI_K(luna_at)(const lunai_causal_luna *a, const LUNAI_K(chunk) *c) {
   const int64_t b = c->item / a->heads, head = c->item % a->heads, row = (b * a->rows + c->first) * a->heads + head;
@@ -4373,16 +4468,16 @@ LUNAI_FN void LUNAI_K(luna_out)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
   const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *w = c->room[0];
+  float *w = c->buffer[0];
   int64_t t;
   LUNAI_K(causal_scores)(c, d, a->q + p.wide, row, a->k + p.wide, row);
-  LUNAI_K(causal_mix)(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->room[1]);
+  LUNAI_K(causal_mix)(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
   LUNAI_K(softmax)(c->rows, l, w, w);
   if (a->w) LUNAI_K(copy_rows)(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
   for (t = 0; a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
   LUNAI_K(causal_scores)(c, l, w, l, c->kept, l);
-  LUNAI_K(causal_mix)(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->room[1]);
+  LUNAI_K(causal_mix)(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->buffer[1]);
 }
 
 LUNAI_FN void LUNAI_K(luna_exchange)(const void *args, int64_t item, double *state, bool store) {
@@ -4391,8 +4486,8 @@ LUNAI_FN void LUNAI_K(luna_exchange)(const void *args, int64_t item, double *sta
   double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
   int64_t i;
   for (i = 0; i < d; i++) {
-    double *mine = state + i * l, *theirs = ka + i * a->slots;
-    memcpy(store ? theirs : mine, store ? mine : theirs, (size_t)l * sizeof(double));
+    double *own = state + i * l, *callers = ka + i * a->slots;
+    memcpy(store ? callers : own, store ? own : callers, (size_t)l * sizeof(double));
   }
   memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
@@ -4424,16 +4519,16 @@ LUNAI_INLINE int64_t LUNAI_K(step_bytes)(const lunai_causal_luna *a) {
 }
 
 /* one row: no chunk */
-LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t thread, int64_t threads) {
   const LUNAI_K(luna_steps) *s = (const LUNAI_K(luna_steps) *)work;
   const lunai_causal_luna *a = s->args;
-  const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, slot + 1, slots);
+  const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
   const double share = 1 / (double)(a->position + 1);
-  char *scratch = s->scratch + slot * LUNAI_K(step_bytes)(a);
+  char *scratch = s->scratch + thread * LUNAI_K(step_bytes)(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   int64_t item, i;
-  for (item = lunai_share(items, slot, slots); item < end; item++) {
+  for (item = lunai_share(items, thread, threads); item < end; item++) {
     const int64_t l = LUNAI_K(real_slots)(a->lengths, item / a->heads, a->slots), wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
@@ -4451,7 +4546,7 @@ LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t slot, int64_t slots) {
 }
 
 /* ---- causal Luna, backward ----
-   G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the sweep up leaves for the sweep down. */
+   G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the forward sweep leaves for the reverse one. */
 typedef struct LUNAI_K(luna_grads) { const lunai_causal_luna *args; float *h; } LUNAI_K(luna_grads);
 LUNAI_INLINE float *LUNAI_K(luna_h)(const LUNAI_K(luna_grads) *g, const LUNAI_K(chunk) *c) {
   return g->h + (c->item * g->args->rows + c->first) * g->args->slots;
@@ -4466,7 +4561,7 @@ LUNAI_FN void LUNAI_K(luna_out_up)(const void *args, const LUNAI_K(chunk) *c) {
   const lunai_causal_luna *a = grads->args;
   const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
   const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *g = c->room[0], *w = c->room[0], *dw = c->room[1], *du = c->room[2], *h = LUNAI_K(luna_h)(grads, c);
+  float *g = c->buffer[0], *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2], *h = LUNAI_K(luna_h)(grads, c);
   LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, row, g);
   LUNAI_K(causal_scores)(c, d, g, d, a->v + p.wide, row);
   LUNAI_K(causal_grad_x)(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
@@ -4509,7 +4604,7 @@ LUNAI_FN void LUNAI_K(luna_out_down)(const void *args, const LUNAI_K(chunk) *c) 
     LUNAI_K(causal_grad_yz)(c, d, l, omega, l, r2, d, 1, g, d, a->grad_v + p.wide, row);
   }
   if (a->grad_s) {
-    float *domega = c->room[0], *s = c->room[1], *ds = c->room[2];
+    float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
     LUNAI_K(causal_scores)(c, d, q, row, k, row);
     LUNAI_K(causal_grad_yz)(c, l, d, k, row, r, l, 1, h, l, domega, l);
@@ -4536,12 +4631,12 @@ LUNAI_FN void LUNAI_K(luna_sweep)(LUNAI_K(sweep) *s, const lunai_causal_luna *a,
   s->reverse = reverse;
 }
 
-LUNAI_FN size_t LUNAI_K(causal_luna_scratch)(const lunai_causal_luna *a, int64_t slots, bool backward) {
+LUNAI_FN size_t LUNAI_K(causal_luna_scratch)(const lunai_causal_luna *a, int64_t threads, bool backward) {
   LUNAI_K(sweep) s;
-  slots = lunai_max(1, slots);
-  if (a->mean_ka && a->rows == 1) return (size_t)(slots * LUNAI_K(step_bytes)(a));
+  threads = lunai_max(1, threads);
+  if (a->mean_ka && a->rows == 1) return (size_t)(threads * LUNAI_K(step_bytes)(a));
   LUNAI_K(luna_sweep)(&s, a, backward);
-  return LUNAI_K(sweep_plan)(&s, slots, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
+  return LUNAI_K(sweep_plan)(&s, threads, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
 }
 
 LUNAI_FN void LUNAI_K(causal_luna)(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
@@ -4685,7 +4780,8 @@ static const lunai_kernels LUNAI_K(kernels) = {
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(part));
 }
-/* what the processor has and the operating system saves: xgetbv says whether the wide registers survive a task switch */
+/* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
+   context switch */
 LUNAI_FN int lunai_isa_detect(void) {
   uint32_t r[4], low, high;
   lunai_cpuid(0, 0, r);
@@ -4726,7 +4822,7 @@ LUNA_API luna_isa luna_isa_best(void) {
 #endif
 }
 
-/* the kernels of an instruction set; null when this build or this machine lacks it. LUNA_ISA_BEST: the best there is */
+/* the kernels of an instruction set, LUNA_ISA_BEST: the best available; null when this build or machine lacks it */
 LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
   const luna_isa best = luna_isa_best();
   if (isa == LUNA_ISA_BEST) isa = best;
@@ -4788,7 +4884,7 @@ static const uint8_t lunai_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LUNAI_ER
 #undef LUNAI_ERROR
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the context-free calls
-   Each has a plain form of a few loops, which is the reference and what runs without scratch, and the kernel. Guarded by tests/ops.c.
+   Each has a reference of a few loops, which also runs without scratch, and the kernel. Guarded by tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { if (counter && out) lunai_philox(counter, key, out); }
 
@@ -4796,7 +4892,7 @@ LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
   lunai_parallel p;
   p.run = run->parallel_for;
   p.user = run->parallel_user;
-  p.slots = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
+  p.threads = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
   return p;
 }
 
@@ -4813,7 +4909,7 @@ LUNAI_FN int64_t lunai_extent(int64_t extent, int64_t count, int64_t given, int6
   const int64_t last = lunai_checked(lunai_max(count, 1) - 1, *stride = given ? given : dense);
   return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LUNAI_MAX_COUNT - last ? -1 : extent + last;
 }
-/* the same for the batch of what is read, which may share one part */
+/* the same for the batch of an input, which may share one part */
 LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   if (given != LUNA_SHARED) return lunai_extent(extent, count, given, dense, stride);
   *stride = 0;
@@ -4895,7 +4991,7 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   lunai_gemm g;
   if (!kernels || lunai_gemm_of(args, &g) != LUNA_OK) return 0;
-  return kernels->gemm_scratch(&g, lunai_parallel_of(&args->run).slots) + LUNAI_ALIGN;
+  return kernels->gemm_scratch(&g, lunai_parallel_of(&args->run).threads) + LUNAI_ALIGN;
 }
 
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
@@ -4909,25 +5005,25 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (g.m == 0 || g.n == 0) return LUNA_OK;
   if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.slots));
+  scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.threads));
   if (scratch) kernels->gemm(&g, &parallel, scratch);
   else lunai_gemm_without_scratch(kernels, &g);
   return LUNA_OK;
 }
 
 /* --- softmax attention --- */
-/* rows of a packed batch; -1 when the offsets fall, or start below 0 */
-LUNAI_FN int64_t lunai_packed_rows(const int32_t *offsets, int64_t batch) {
+/* rows of a ragged batch; -1 when the offsets fall, or start below 0 */
+LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   int64_t b;
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, packed, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool packed, bool shared,
+/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
                              const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
   int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
   extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (packed) *batch_stride = 0;
+  if (ragged) *batch_stride = 0;
   else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
   else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
   return extent >= 0;
@@ -4938,23 +5034,23 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
   const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
   const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
-  const bool packed = args->query_offsets != NULL;
+  const bool ragged = args->query_offsets != NULL;
   int64_t b, queries = args->queries, keys = args->keys;
   memset(a, 0, sizeof *a);
   if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
   if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
   if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (packed != (args->key_offsets != NULL) || (packed && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (packed) {
-    queries = lunai_packed_rows(args->query_offsets, args->batch);
-    keys = lunai_packed_rows(args->key_offsets, args->batch);
+  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
+  if (ragged) {
+    queries = lunai_ragged_rows(args->query_offsets, args->batch);
+    keys = lunai_ragged_rows(args->key_offsets, args->batch);
   }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, packed, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, packed, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, packed, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, packed, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
-  /* dropout counts the scores */
+  /* dropout numbers the scores */
   if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
@@ -4970,7 +5066,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   return LUNA_OK;
 }
 
-/* where row i of batch row b and head h lies, and how many keys it sees */
+/* offset of row i of batch row b and head h, and how many keys it sees */
 typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
 LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
   const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
@@ -5047,13 +5143,13 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
 
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  int64_t slots;
+  int64_t threads;
   lunai_attention a;
   size_t forward, backward;
   if (!kernels || lunai_attention_of(args, &a) != LUNA_OK) return 0;
-  slots = lunai_parallel_of(&args->run).slots;
-  forward = kernels->attention_scratch(&a, slots, false);
-  backward = kernels->attention_scratch(&a, slots, true);
+  threads = lunai_parallel_of(&args->run).threads;
+  forward = kernels->attention_scratch(&a, threads, false);
+  backward = kernels->attention_scratch(&a, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
@@ -5064,15 +5160,15 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   int64_t queries, keys;
   void *scratch;
   if (!args || lunai_attention_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  queries = a.query_offsets ? lunai_packed_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
-  keys = a.key_offsets ? lunai_packed_rows(a.key_offsets, a.batch) : a.keys;
+  queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
+  keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
   if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.slots, backward));
+  scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
   return LUNA_OK;
@@ -5128,13 +5224,13 @@ LUNAI_FN void lunai_causal_without_scratch(const lunai_kernels *kernels, const l
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  int64_t slots;
+  int64_t threads;
   lunai_causal c;
   size_t forward, backward;
   if (!kernels || lunai_causal_of(args, &c) != LUNA_OK) return 0;
-  slots = lunai_parallel_of(&args->run).slots;
-  forward = kernels->causal_scratch(&c, slots, false);
-  backward = kernels->causal_scratch(&c, slots, true);
+  threads = lunai_parallel_of(&args->run).threads;
+  forward = kernels->causal_scratch(&c, threads, false);
+  backward = kernels->causal_scratch(&c, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
@@ -5148,7 +5244,7 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   if (!kernels) return LUNA_UNSUPPORTED;
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.slots, backward));
+  scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.threads, backward));
   if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
   else lunai_causal_without_scratch(kernels, &c, backward);
   return LUNA_OK;
@@ -5163,9 +5259,9 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
    >>safetensors: reading and writing files of tensors, without allocation or stdio
    8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype": "F32",
    "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without holes.
-   lunai_st_open checks a stranger's bytes once; the functions after it walk the same header and cannot leave it.
-   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
-   Guarded by tests/safetensors.c.
+   lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
+   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n. Guarded
+   by tests/safetensors.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
@@ -5176,8 +5272,8 @@ typedef struct lunai_st {
   const char *header;
   size_t size, data_size, header_size;
   size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
-  size_t tensors, pairs;                         /* how many there are */
-  bool contiguous;                               /* each tensor's data begins where that of the one before ends */
+  size_t tensors, pairs;                         /* their number */
+  bool contiguous;                               /* each tensor's data begins where the one before ends */
   uint64_t *names, *keys;                        /* the index: hash << 32 | where it opens in the header, sorted */
 } lunai_st;
 
@@ -5325,7 +5421,7 @@ LUNAI_FN uint64_t lunai_st_item(const lunai_st *st, lunai_st_text text) {
   while (at < end) hash = lunai_hash_bytes(hash, utf8, lunai_st_encode(lunai_st_character(&at, end), utf8));
   return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
 }
-/* the order of two items: by hash, then by character, so that chosen names of one hash only take longer */
+/* the order of two items: by hash, then by character, so that colliding names are only slower */
 LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
   const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
   if (a >> 32 != b >> 32) return a < b ? -1 : 1;
@@ -5339,19 +5435,19 @@ LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
   }
 }
 
-/* The JSON of a header. Its grammar nests three deep and no other key or value is taken, so that nothing here recurses. */
+/* The JSON of a header. The grammar nests three deep and rejects other keys and values, so nothing recurses. */
 typedef struct lunai_st_json {
   const char *at, *end;
-  const char *wrong;                             /* the first complaint, or null */
-  const char *meta;                              /* where __metadata__ was met */
-  size_t pairs;                                  /* that it has */
+  const char *wrong;                             /* the first error, or null */
+  const char *meta;                              /* where __metadata__ starts */
+  size_t pairs;                                  /* in __metadata__ */
 } lunai_st_json;
 
 LUNAI_FN bool lunai_st_fail(lunai_st_json *j, const char *wrong) {
   if (!j->wrong) j->wrong = wrong;
   return false;
 }
-/* is c what follows after white space? */
+/* whether c is next after white space */
 LUNAI_FN bool lunai_st_next_is(lunai_st_json *j, char c) {
   while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
   return j->at < j->end && *j->at == c;
@@ -5485,7 +5581,7 @@ LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor 
   return true;
 }
 
-/* reads on after the quote that opens `name` in the sorted items; false when it is not there */
+/* moves the reader after the opening quote of `name`, found in the sorted items; false when absent */
 LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t count, const char *name,
                             lunai_st_json *j) {
   const uint64_t hash = lunai_hash(name) >> 32;
@@ -5533,7 +5629,7 @@ LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *
   return false;
 }
 
-/* Heapsort of numbers, or of an index's items: in place, and n log n whatever a stranger makes of it. */
+/* Heapsort of numbers, or of an index's items: in place, and n log n for any input. */
 LUNAI_FN int lunai_st_item_compare(const lunai_st *st, bool texts, uint64_t a, uint64_t b) {
   return texts ? lunai_st_compare(st, a, b) : (a > b) - (a < b);
 }
@@ -5555,9 +5651,9 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, siz
   }
 }
 
-/* Do the tensors' data, which are as many bytes as there are, cover them all? They do when the beginnings are distinct
-   and every end is a beginning or the data's end: none then ends before the next begins, so that with their sum they
-   cannot end after it. */
+/* Whether tensors whose sizes add up to the data's size cover it without overlap. They do when the beginnings are
+   distinct and every end is a beginning or the data's end: then none ends before the next begins, and by the sum
+   none ends after it. */
 LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   lunai_st_tensor t;
   size_t cursor = 0, count = 0, i;
@@ -5579,7 +5675,7 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   return true;
 }
 
-/* sorted, are they unique? */
+/* whether sorted items are unique */
 LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
   size_t i;
   lunai_st_sort(st, true, items, count);
@@ -5605,8 +5701,8 @@ LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *key
   return NULL;
 }
 
-/* Opens a file that lies in memory, which must stay; returns null, or a sentence that says what is wrong with it.
-   Whether names are unique and data overlap only lunai_st_index can say. */
+/* Opens a file in memory, which must outlive it; returns null, or a sentence that says what is wrong. Whether names
+   are unique and data overlap only lunai_st_index can say. */
 LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size) {
   lunai_st_json j;
   lunai_st_tensor t;
@@ -5689,7 +5785,7 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   return true;
 }
 
-/* the tensor's data where it lies, when this machine can read it as float there; else null */
+/* the tensor's data in place where this machine can read it as float, else null */
 LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
   const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
   return fits ? (const float *)(const void *)t->data : NULL;
@@ -5698,7 +5794,8 @@ LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
 typedef struct lunai_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
-  bool (*fetch)(void *user, float *out, const float *from, int64_t count); /* tensors' elements; null: they are read where they lie */
+  bool (*fetch)(void *user, float *out, const float *from, int64_t count); /* copies a tensor's elements to the host;
+                                                                              null: they are read in place */
   void *user;
   uint64_t written;
   bool failed;
@@ -5729,26 +5826,26 @@ LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size
   lunai_st_write_bytes(w, bytes, (size_t)size);
 }
 
-/* a UTF-8 string as JSON; invalid UTF-8 fails, for nobody could read it back */
+/* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
 LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
   static const char hex[] = "0123456789abcdef";
-  const char *at = string, *end = string + strlen(string), *other_attention = string;
+  const char *at = string, *end = string + strlen(string), *start = string;
   char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
   lunai_st_write_text(w, "\"");
   while (at < end) {
-    const char *here = at;
+    const char *character = at;
     const uint32_t code = lunai_st_utf8(&at, end);
     if (code == LUNAI_ST_BAD) w->failed = true;
     if (w->failed) return;
     if (code >= 0x20 && code != '"' && code != '\\') continue;
-    lunai_st_write_bytes(w, other_attention, (size_t)(here - other_attention));
+    lunai_st_write_bytes(w, start, (size_t)(character - start));
     escape[4] = hex[code >> 4];
     escape[5] = hex[code & 15];
     if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
     else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
-    other_attention = at;
+    start = at;
   }
-  lunai_st_write_bytes(w, other_attention, (size_t)(end - other_attention));
+  lunai_st_write_bytes(w, start, (size_t)(end - start));
   lunai_st_write_text(w, "\"");
 }
 
@@ -5825,8 +5922,8 @@ LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *met
   lunai_st_write_text(w, "}");
 }
 
-/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used where it lies.
-   Names and keys must be unique; neither they nor anything else is written when the header cannot be. */
+/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used in
+   place. Names and keys must be unique; neither they nor anything else is written when the header cannot be. */
 LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
                              const lunai_st_source *tensors, int64_t tensor_count) {
   lunai_st_writer counter;
@@ -5930,7 +6027,7 @@ LUNAI_FN int lunai_cores(void) {
 
 LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(__atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST) >> 32); }
 
-/* takes and runs what is left of a call: task and work stay as they are until all that was taken is done */
+/* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
   uint64_t ticket = __atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST);
   while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < __atomic_load_n(&pool->count, __ATOMIC_SEQ_CST)) {
@@ -5972,15 +6069,17 @@ LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->th
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
 #endif
 
-/* False in a child of fork: no worker comes, and mutex and condition may be in any state. The process id is compared only
-   where sleepers are woken or threads joined: a call's own thread takes all shares that no other does. */
+/* False in a child of fork, where there are no workers, and mutex and condition may be in any state. The process id
+   is compared only where sleepers are woken or threads joined: a call's own thread runs every share that no other
+   takes. */
 LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */
 LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   const uint32_t call = lunai_pool_call(pool) + 1;
   __atomic_store_n(&pool->done, 0, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST); /* nobody reads the new count for the old call */
+  /* so that no thread pairs the new count with the old call */
+  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST);
   __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
   __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
@@ -6013,7 +6112,7 @@ LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   lunai_mutex_close(&pool->mutex);
 }
 
-/* memory for pool and workers is the caller's; as many threads as the system gives */
+/* the caller owns the memory of pool and workers; if the system gives too few threads the pool has none */
 LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t workers) {
   int64_t i;
   memset(pool, 0, sizeof *pool);
@@ -6027,7 +6126,7 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
     if (!lunai_thread_start(&worker[i])) break;
   }
   if (i == workers) return;
-  pool->workers = i;                 /* too few: close those there are, and go on without */
+  pool->workers = i;
   lunai_pool_close(pool);
   pool->workers = 0;
 }
@@ -6053,14 +6152,14 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
 
 #define LUNAI_HUGE_PAGE ((size_t)2 << 20)
 
-typedef struct lunai_chunk {         /* the head of one allocation; the memory follows, aligned, or lies on the device */
+typedef struct lunai_chunk {         /* header of one allocation; its memory follows, aligned, or is on the device */
   struct lunai_chunk *next;
   size_t raw_size;
   char *start;
   size_t size, used;                 /* step blocks */
   bool remote;                       /* on the device */
 } lunai_chunk;
-typedef struct lunai_arena {         /* what lies in one kind of memory */
+typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
@@ -6106,7 +6205,7 @@ struct luna_ctx {
   bool differentiated;               /* luna_backward has succeeded since begin */
   luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
   bool stepped;                      /* an optimiser has made its step since begin */
-  uint64_t told;                     /* skipped steps that options.log has heard of */
+  uint64_t reported;                 /* skipped steps that options.log has had */
   luna_status status, last_status;       /* the first failure since begin; that of the last call which returned a status */
   luna_status open_status;                /* the device could not be opened: every call says so */
   luna_error_id error_id;            /* of: */
@@ -6118,7 +6217,7 @@ struct luna_ctx {
   lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
   luna_optimizer *optimizers;        /* newest first */
-  bool look;                         /* an optimiser on a device has made a step that the host has not looked at */
+  bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
 };
 
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
@@ -6235,7 +6334,7 @@ LUNAI_FN luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char 
   lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence);
   return NULL;
 }
-/* what a call of the backend returned, for `return`: its own sentence, if it gave one, stays */
+/* reports what a backend call returned, for `return`; the backend's own sentence stays */
 LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
   if (status == LUNA_OK) return LUNA_OK;
   if (ctx->status != LUNA_OK) return ctx->last_status = ctx->status;
@@ -6286,9 +6385,9 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
   else LUNA_FREE(at);
 }
 
-/* numbers lie where the host cannot read them */
+/* values are in memory that the host cannot read */
 LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
-/* otherwise data pointers may be null and only sizes count */
+/* false: data pointers may be null, only sizes are used */
 LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
@@ -6323,7 +6422,7 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t 
 #endif
   return chunk;
 }
-/* Releases the first of a list. What else it needs is given, for the chunk may hold the context itself. */
+/* Releases the first chunk of a list; all it needs is passed, as the chunk may hold the context itself. */
 LUNAI_FN void lunai_chunk_close(lunai_chunk **list, luna_allocator allocator, const luna_backend *backend, void *self) {
   lunai_chunk *chunk = *list;
   *list = chunk->next;
@@ -6449,7 +6548,8 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
-/* Sees to it that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, for one that follows holds them all. */
+/* Ensures that the step can grow by `size` bytes in any pieces: they need not end a chunk exactly, as a following
+   one holds them all. */
 LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
   if (!lunai_room(ctx, size)) return false;
   if (size == 0 || ctx->options.measure || ctx->options.block || (remote && LUNAI_SEPARATE)) return true;
@@ -6575,7 +6675,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
-  for (i = 0; i < 2 && !ctx->options.measure; i++) { /* what a context that measures counts it does not have */
+  for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
@@ -6587,7 +6687,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
   luna_memory_usage use;
   use.current = use.peak = 0;
   if (!ctx) return use;
-  use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may start anywhere */
+  use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may have any alignment */
   use.peak = ctx->peak + (LUNAI_ALIGN - 1);
   return use;
 }
@@ -6622,11 +6722,11 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
   ctx->parallel.run = o->parallel_for;
   ctx->parallel.user = o->parallel_user;
-  ctx->parallel.slots = threads;
+  ctx->parallel.threads = threads;
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
   (void)memory;
-  ctx->parallel.slots = 1;
+  ctx->parallel.threads = 1;
 #else
   if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false, &memory)) return false;
   if (o->measure) return true;
@@ -6725,7 +6825,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
   if (ctx) lunai_report(ctx, false, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
-/* the state as it is now: waits for the device */
+/* reads the state; waits for the device */
 LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state) {
   luna_step_state now;
   memset(&now, 0, sizeof now);
@@ -6734,7 +6834,7 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>backend: the CPU's rows. A row unpacks its op into kernel arguments, in forward order: query, forward, backward.
+   >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the scalar reference) and tests/gradients.c (finite differences).
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
@@ -6745,10 +6845,11 @@ typedef struct lunai_split_work {
   void (*body)(luna_op *op, int64_t first, int64_t last);
   int64_t count, unit;
 } lunai_split_work;
-LUNAI_FN void lunai_split_task(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const lunai_split_work *w = (const lunai_split_work *)work;
   const int64_t units = lunai_divide_up(w->count, w->unit);
-  const int64_t first = lunai_share(units, slot, slots) * w->unit, last = lunai_min(lunai_share(units, slot + 1, slots) * w->unit, w->count);
+  const int64_t first = lunai_share(units, thread, threads) * w->unit;
+  const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
   if (first < last) w->body(w->op, first, last);
 }
 LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body)(luna_op *op, int64_t first, int64_t last)) {
@@ -6800,7 +6901,7 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
 LUNAI_FN luna_status lunai_permute_forward(luna_op *op) { lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK; }
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) { lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK; }
 
-/* a part of an axis lies in rows of `width` floats; whole: the tensor with the full axis. size: axis, start */
+/* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows, int64_t *width, int64_t *stride) {
   int64_t inner = 1;
   int a;
@@ -7106,7 +7207,7 @@ LUNAI_FN void lunai_matmul_query(luna_op *op) {
   for (which = 0; which < 3; which++) {
     size_t need;
     lunai_matmul_product(op, which, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -7158,7 +7259,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   for (which = 0; which < 3; which++) {
     size_t need;
     lunai_linear_product(op, which, NULL, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots) + (which ? slope : 0);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -7191,7 +7292,7 @@ LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const int64_t out = lunai_last(op->out[0]);
   lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
 }
-/* a residual input's gradient, where it is not out[0]'s very own */
+/* a residual input's gradient, unless it shares out[0]'s */
 LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
   float *to = op->in[op->inputs - 1]->grad + first;
   lunai_k(op)->add(last - first, to, op->out[0]->grad + first, to);
@@ -7216,8 +7317,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows, so that the hidden layer of
-   one stays near; flag: keep nothing of it. kept: what ReLU makes of it, or what another activation is given --- */
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
+   blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
+   ReLU's output, or another activation's input --- */
 #define LUNAI_FFN_ROWS 392          /* whole tiles of AVX-512, and an even number */
 #define LUNAI_FFN_PARTS 8           /* of a block, where it is not multiplied */
 typedef struct lunai_ffn_work {
@@ -7226,7 +7328,8 @@ typedef struct lunai_ffn_work {
   float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
-  float *packed[6];                  /* the weights, packed once for all blocks of rows, by the product that reads them */
+  /* of the weights, made once for all blocks of rows, by the product that reads them */
+  float *panels[6];
   void *scratch;
 } lunai_ffn_work;
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
@@ -7248,16 +7351,16 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
   }
   if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
-  g->b_packed = w->packed[which];
+  g->b_panels = w->panels[which];
 }
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
   lunai_ffn_product(w, which, &g);
   if (g.c) lunai_k(w->op)->gemm(&g, &w->op->ctx->parallel, w->scratch);
 }
-/* The sizes, and where a block's parts lie in the workspace; the bytes of them */
+/* Sets the sizes and a block's layout in the workspace; returns its bytes */
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
-  char *at = workspace ? (char *)workspace : (char *)w; /* without one only distances count */
+  char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   lunai_gemm g;
@@ -7279,11 +7382,12 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   for (which = 0; which < 6 && w->rows < lunai_rows(op->in[0]); which++) {
     const bool second = which == 1 || which == 3;
     if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
-    w->packed[which] = (float *)(void *)at;
-    at += lunai_k(op)->packed_weights(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in, which == 0 ? w->in : which == 3 ? w->out : w->hidden);
+    w->panels[which] = (float *)(void *)at;
+    at += lunai_k(op)->panels_bytes(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in,
+                                    which == 0 ? w->in : which == 3 ? w->out : w->hidden);
     if (!workspace) continue;
     lunai_ffn_product(w, which, &g);
-    lunai_k(op)->pack_weights(&g, &op->ctx->parallel, w->packed[which]);
+    lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
   }
   w->scratch = at;
   return (size_t)(at - start);
@@ -7316,28 +7420,29 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   for (which = 0; which < 6; which++) {
     size_t need;
     lunai_ffn_product(&w, which, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.slots);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
     if (need > gemm) gemm = need;
   }
   op->workspace_size += gemm;
   op->backward_workspace_size += gemm;
 }
-/* what lies between the products of a block, in shares: n from first on */
-LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t slot, int64_t slots, int64_t *first, int64_t *n) {
-  *first = lunai_share(w->rows, slot, slots) * width;
-  *n = lunai_share(w->rows, slot + 1, slots) * width - *first;
+/* a thread's share of a block's elementwise work: n elements from `first` on */
+LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thread, int64_t threads, int64_t *first,
+                             int64_t *n) {
+  *first = lunai_share(w->rows, thread, threads) * width;
+  *n = lunai_share(w->rows, thread + 1, threads) * width - *first;
 }
-LUNAI_FN void lunai_ffn_drop(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_drop(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const lunai_dropout d = lunai_op_dropout(w->op);
   int64_t at, n;
-  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
   lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
 }
-LUNAI_FN void lunai_ffn_result(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_result(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   int64_t at, n;
-  lunai_ffn_part(w, w->out, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->out, thread, threads, &at, &n);
   at += w->first * w->out;
   lunai_drop_and_add(w->op, at, at + n);
 }
@@ -7356,26 +7461,26 @@ LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
 }
 #ifndef LUNA_NO_TRAIN
 /* before the products of the gradients: a and dy */
-LUNAI_FN void lunai_ffn_before(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_before(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const lunai_dropout d = lunai_op_last_dropout(op);
   int64_t at, n;
-  lunai_ffn_part(w, w->hidden, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
   if (op->kept_size && w->given != w->active) lunai_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
-  if (op->dropout > 0) lunai_ffn_drop(work, slot, slots);
+  if (op->dropout > 0) lunai_ffn_drop(work, thread, threads);
   if (!(op->last_dropout > 0)) return;
-  lunai_ffn_part(w, w->out, slot, slots, &at, &n);
+  lunai_ffn_part(w, w->out, thread, threads, &at, &n);
   lunai_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
 /* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the biases */
-LUNAI_FN void lunai_ffn_slope(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
   const lunai_dropout d = lunai_op_dropout(op);
-  int64_t part = lunai_share(LUNAI_FFN_PARTS, slot, slots);
-  for (; part < lunai_share(LUNAI_FFN_PARTS, slot + 1, slots); part++) {
+  int64_t part = lunai_share(LUNAI_FFN_PARTS, thread, threads);
+  for (; part < lunai_share(LUNAI_FFN_PARTS, thread + 1, threads); part++) {
     float *sums = w->sums + part * (f + out), *dh;
     int64_t row, rows, at, n;
     lunai_ffn_part(w, 1, part, LUNAI_FFN_PARTS, &row, &rows);
@@ -7432,8 +7537,8 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK; }
 
-/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a block's sums of columns are
-   made while it is near, and go to the workspace [blocks, 2, n] --- */
+/* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
+   block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
 #define LUNAI_NORM_ROWS 64
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
   op->set = 1;
@@ -7493,7 +7598,8 @@ LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
 
-/* --- cross-entropy: in logits; index: labels (-1: ignored); number: smoothing, factor. kept: log-sum-exp of each row --- */
+/* --- cross-entropy: in logits; index: labels (-1: ignored); arg: smoothing, factor. kept: log-sum-exp of each row
+   --- */
 LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
   const size_t rows = (size_t)lunai_rows(op->in[0]) * sizeof(float);
   if (op->training) op->kept_size = rows;
@@ -7521,14 +7627,15 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* A row that is one kernel with arguments of its own: query, forward and backward from lunai_<name>_args. kept: floats kept for backward */
-#define LUNAI_KERNEL_ROW(name, kept_floats) \
+/* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
+   for backward */
+#define LUNAI_KERNEL_OP(name, kept_floats) \
   LUNAI_FN void lunai_##name##_query(luna_op *op) { \
     lunai_##name a; \
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
     lunai_##name##_args(op, &a); \
-    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.slots, false); \
-    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.slots, true); \
+    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
+    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
   } \
   LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
     lunai_##name a; \
@@ -7543,10 +7650,10 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
     return LUNA_OK; \
   }
 
-/* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
-   pack is the same with in weights, context; one head, scale 1, keys = values --- */
+/* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
+   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
-  const bool pack = op->kind == LUNA_OP_PACK, packed = op->query_offsets != NULL;
+  const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
@@ -7557,10 +7664,10 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
   a->out_row = a->v_row;
-  a->q_batch = packed || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
-  a->k_batch = packed || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
-  a->v_batch = packed || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
-  a->out_batch = packed ? 0 : a->queries * a->out_row;
+  a->q_batch = ragged || q->shape[0] != a->batch ? 0 : a->queries * a->q_row;
+  a->k_batch = ragged || k->shape[0] != a->batch ? 0 : a->keys * a->k_row;
+  a->v_batch = ragged || v->shape[0] != a->batch ? 0 : a->keys * a->v_row;
+  a->out_batch = ragged ? 0 : a->queries * a->out_row;
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
@@ -7569,7 +7676,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
 }
-LUNAI_KERNEL_ROW(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -7585,7 +7692,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
 }
-LUNAI_KERNEL_ROW(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
+LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
 LUNAI_FN void lunai_unpack_residual_query(luna_op *op) {
   op->take = 1 << 5;
   lunai_unpack_query(op);
@@ -7595,7 +7702,7 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   return lunai_unpack_backward(op);
 }
 
-/* --- causal product: in x, y, z; size heads --- */
+/* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   const luna_tensor *x = op->in[0], *z = op->in[2];
   memset(c, 0, sizeof *c);
@@ -7609,9 +7716,10 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
 }
-LUNAI_KERNEL_ROW(causal, 0)
+LUNAI_KERNEL_OP(causal, 0)
 
-/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega; of a stream: mean_ka, mean_av, position. kept: W --- */
+/* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
+   kept: W --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   const luna_tensor *q = op->in[0];
   memset(c, 0, sizeof *c);
@@ -7629,7 +7737,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
-LUNAI_KERNEL_ROW(causal_luna, luna_count(op->in[3]))
+LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -7703,10 +7811,10 @@ LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, lun
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LUNAI_SUM_BLOCK 65536
 typedef struct lunai_norm_work { const lunai_kernels *kernels; const float *x; int64_t count; double partial[64]; } lunai_norm_work;
-LUNAI_FN void lunai_norm_task(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   lunai_norm_work *w = (lunai_norm_work *)work;
   int64_t i;
-  for (i = slot; i * LUNAI_SUM_BLOCK < w->count; i += slots)
+  for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
     w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
 }
 LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
@@ -7743,17 +7851,18 @@ LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first
   u.count = last - first;
   return u;
 }
-LUNAI_FN void lunai_update_task(void *work, int64_t slot, int64_t slots) {
+LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const lunai_update_work *w = (const lunai_update_work *)work;
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
-  const int64_t first = lunai_share(units, slot, slots) * LUNAI_SPLIT, last = lunai_min(lunai_share(units, slot + 1, slots) * LUNAI_SPLIT, w->update.count);
+  const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT;
+  const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * LUNAI_SPLIT, w->update.count);
   const lunai_update u = lunai_update_part(&w->update, first, last);
   if (first < last) (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
 }
-LUNAI_FN void lunai_apollo_task(void *work, int64_t slot, int64_t slots) { /* of a part of at most 64 blocks */
+LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /* of a part of at most 64 blocks */
   lunai_update_work *w = (lunai_update_work *)work;
   int64_t i;
-  for (i = slot; i * LUNAI_SUM_BLOCK < w->update.count; i += slots) {
+  for (i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
     const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK, lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
     w->kernels->apollo_sums(&u, w->partial[i]);
   }
@@ -7836,19 +7945,20 @@ static const luna_backend lunai_cpu = {
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
-LUNA_API const char *luna_op_name(luna_op_kind row) {
+LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
     LUNA_OPS(LUNAI_OP_KIND)
 #undef LUNAI_OP_KIND
   };
-  return (unsigned)row < LUNA_OP_COUNT ? names[row] : "unknown";
+  return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
    An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the step (lunai_finish), the
-   backend's row runs it, and it joins the tape when a gradient may be wanted. A failure takes everything back. Guarded by tests/ops.c.
+   backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes everything. Guarded by
+   tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
 
@@ -7960,10 +8070,10 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
 LUNAI_FN luna_tensor *lunai_result(luna_scope scope, luna_tensor *x) { return luna_scope_end(scope, &x, 1); }
 /* x, beside which p stays, where there is one */
 LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tensor *p) {
-  luna_tensor *both[2];
-  both[0] = x;
-  both[1] = p;
-  return luna_scope_end(scope, both, 2);
+  luna_tensor *results[2];
+  results[0] = x;
+  results[1] = p;
+  return luna_scope_end(scope, results, 2);
 }
 /* whether a tensor's data were released: then that is the failure */
 LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
@@ -8004,19 +8114,19 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
-/* What the optimisers found out without the host. A device is asked only when it is read anyway, and for each optimiser
-   only when steps were skipped. */
+/* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
+   optimiser only when steps were skipped. */
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
   luna_step_state now;
   bool skipped;
-  if (!ctx->options.log && !ctx->look) return;
+  if (!ctx->options.log && !ctx->unread) return;
   now = lunai_state_of(ctx, ctx->state);
-  skipped = now.skipped != ctx->told;
+  skipped = now.skipped != ctx->reported;
   lunai_look_at_optimizers(ctx, skipped);
-  ctx->told = now.skipped;
-  ctx->look = false;
+  ctx->reported = now.skipped;
+  ctx->unread = false;
   if (!skipped || !ctx->options.log) return;
   lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
               (int64_t)now.skipped, (int64_t)now.step);
@@ -8065,14 +8175,15 @@ LUNA_API float luna_item(const luna_tensor *t) {
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 /* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, int inputs, luna_tensor *a, luna_tensor *b, luna_tensor *c) {
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
+                          luna_tensor *b, luna_tensor *c) {
   luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
   int i;
   memset(s, 0, sizeof *s);
   if (!ctx) return false;
   s->name = name;
   s->mark = lunai_step_mark(ctx);
-  s->op.kind = row;
+  s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.inputs = inputs;
   s->op.in[0] = a;
@@ -8084,7 +8195,8 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind row, const char *name, in
     else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
-/* Whether an array's inputs are all there. When not, or when they are too many, the context of the first that is there fails. */
+/* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
+   not null fails. */
 LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
   int i, missing = 0;
@@ -8100,7 +8212,7 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
 /* one more input, which may be null */
 LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
-/* Host whole numbers into the step; null: no memory, or the backend failed */
+/* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
@@ -8148,14 +8260,14 @@ LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) &
 /* what an op of this step keeps for backward, or null when it could not be had */
 LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
   luna_ctx *ctx = op->ctx;
-  const luna_op_functions *row = &ctx->backend->op[op->kind];
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
   lunai_mark mark;
   luna_status status = LUNA_OK;
-  if (!lunai_is_empty(op)) row->query(op);
+  if (!lunai_is_empty(op)) functions->query(op);
   if (!lunai_step(ctx, op->kept_size, true, &op->kept)) return NULL;
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return NULL;
-  if (lunai_is_run(op)) status = row->forward(op);
+  if (lunai_is_run(op)) status = functions->forward(op);
   lunai_step_rewind(ctx, mark);
   if (status == LUNA_OK) return op;
   lunai_fail_backend(ctx, false, s->name, status);
@@ -8171,7 +8283,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   size_t result;
   int i;
   if (!ctx->backend->op[op->kind].forward) {
-    lunai_fail(ctx, LUNA_ERROR_NO_ROW, s->name, luna_op_name(op->kind));
+    lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(op->kind));
     return lunai_abandon(s);
   }
   for (i = 0; i < op->inputs; i++) {
@@ -8510,8 +8622,8 @@ struct luna_params {
   const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
 };
 
-/* What a call that makes something came to. The first failure is remembered until the same call succeeds, in that set
-   or in one opened since; what happens inside an init is the init's. */
+/* Records the outcome of a call that makes something. The first failure is remembered until the same call succeeds,
+   in that set or in one opened since; failures inside an init are the init's. */
 LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t hash, luna_status status) {
   lunai_failure *f = &ctx->failure;
   const bool same = f->hash == hash && (f->set == set || (set && set->number >= f->sets));
@@ -8605,7 +8717,9 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
   if (params->ctx->open_status != LUNA_OK) return params->ctx->open_status;
-  status = params->ctx->options.measure ? LUNA_OK : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true); /* nonfinite was of a loss whose gradients these were */
+  /* nonfinite came from the loss of these gradients */
+  status = params->ctx->options.measure ? LUNA_OK
+      : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
@@ -8658,7 +8772,7 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   return status;
 }
 
-/* where the values of a parameter that is borrowed lie: null, and why not */
+/* the address of a borrowed parameter's values; null, and *wrong says why */
 LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like,
                                      const lunai_st *st, luna_error_id *wrong) {
   lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
@@ -8813,7 +8927,8 @@ typedef struct lunai_setup {
   lunai_meta *last_meta, *replaced;
   int64_t count;
 } lunai_setup;
-/* False when there can be nothing, with a sentence where there is a context. lunai_setup_end must follow either way. */
+/* Begins an init; false, with a sentence where there is a context, when it cannot succeed. lunai_setup_end must
+   follow either way. */
 LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *params, const char *prefix, void *made,
                                 size_t size) {
   memset(s, 0, sizeof *s);
@@ -8919,7 +9034,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>ops: shape checks, then a row of the backend
+   >>ops: shape checks, then a call of the backend
    ---------------------------------------------------------------------------------------------------------------------- */
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
@@ -9033,9 +9148,9 @@ LUNAI_FN bool lunai_suffix(const luna_tensor *a, const luna_tensor *b) {
   for (i = 1; i <= b->rank; i++) if (a->shape[a->rank - i] != b->shape[b->rank - i]) return false;
   return true;
 }
-LUNAI_FN luna_tensor *lunai_binary(luna_op_kind row, const char *name, luna_tensor *a, luna_tensor *b) {
+LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
-  if (!lunai_start(&s, row, name, 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, 2, a, b, NULL)) return NULL;
   if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_ERROR_SUFFIX, name, a, b);
   s.op.arg.binary.period = luna_count(b);
   return lunai_finish_like(&s, a);
@@ -9080,11 +9195,11 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 }
 
 /* --- reductions --- */
-LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind row, int axis, bool mean, const char *name) {
+LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
-  if (!lunai_start(&s, row, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
@@ -9305,7 +9420,7 @@ LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
                     s->op.arg.attention.heads);
 }
 
-/* offsets of packed sequences: from 0 up, never down, to the number of rows */
+/* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what, bool *failed) {
   int64_t i;
   const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
@@ -9322,20 +9437,22 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool packed) {
+LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
   const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = packed ? 0 : 1;
+  const int axis = ragged ? 0 : 1;
   int64_t batch, longest = 0, b;
   s->op.arg.attention.heads = heads;
   if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k)) return false;
   if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
   if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (packed) {
-    for (b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->packed;
+  if (ragged) {
+    for (b = 0; b < c->sequences; b++)
+      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
+    s->op.arg.attention.batch = c->sequences;
     s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->packed; b++) longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
+    for (longest = 0, b = 0; b < c->sequences; b++)
+      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
     s->op.arg.attention.keys = longest;
     return true;
   }
@@ -9351,34 +9468,34 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
-  const bool packed = c->packed > 0;
+  const bool ragged = c->sequences > 0;
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
-  if (lunai_checked(c->packed, 1) < 0)
-    return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "packed", c->packed, (int64_t)0,
+  if (lunai_checked(c->sequences, 1) < 0)
+    return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
-  if (packed && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
-  if (packed && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
-  if (packed && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->packed);
-  if (!lunai_attention_shapes(&s, c, packed)) return lunai_attention_wrong(&s);
+  if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
+  if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
+  if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
+  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
-  if (packed) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->packed, q->shape[0], "query offset", &failed);
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->packed, k->shape[0], "key offset", &failed);
+  if (ragged) {
+    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query offset", &failed);
+    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key offset", &failed);
   }
   if (failed) return lunai_abandon(&s);
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
-  shape[0] = packed ? q->shape[0] : s.op.arg.attention.batch;
-  shape[1] = packed ? lunai_last(v) : q->shape[1];
+  shape[0] = ragged ? q->shape[0] : s.op.arg.attention.batch;
+  shape[1] = ragged ? lunai_last(v) : q->shape[1];
   shape[2] = lunai_last(v);
   sums[0] = shape[0];
-  sums[1] = packed ? s.op.arg.attention.heads : q->shape[1];
+  sums[1] = ragged ? s.op.arg.attention.heads : q->shape[1];
   sums[2] = s.op.arg.attention.heads;
-  return lunai_finish_two(&s, packed ? 2 : 3, shape, c->sums, packed ? 2 : 3, sums);
+  return lunai_finish_two(&s, ragged ? 2 : 3, shape, c->sums, ragged ? 2 : 3, sums);
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
@@ -9404,7 +9521,9 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
   return lunai_finish_like(&s, x);
 }
 
-LUNAI_FN bool lunai_has_row(const luna_tensor *t, luna_op_kind row) { return t->ctx->backend->op[row].forward != NULL; }
+LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
+  return t->ctx->backend->op[kind].forward != NULL;
+}
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
   int64_t sums_shape[3];
@@ -9413,7 +9532,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
   if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
     return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
-  if (!lunai_has_row(weights, LUNA_OP_PACK)) {
+  if (!lunai_has_op(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
     c.lengths = lengths;
@@ -9445,7 +9564,8 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
   s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(bias, 2, rows)), swap);
   s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
-  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first); /* the fused row's order of elements */
+  /* the fused op's order of elements */
+  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first);
   grouped[2] = h * l;
   s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(v, 3, flat), false, false);
   return out_bias ? luna_add(s, out_bias) : s;
@@ -9463,7 +9583,7 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
   if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
   if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
-  if (!lunai_has_row(x, LUNA_OP_UNPACK)) {
+  if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
@@ -9507,7 +9627,8 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!lunai_has_row(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)) return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
+  if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training))
+    return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
   build.op.arg.causal.heads = heads;
@@ -9536,7 +9657,7 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
 /* Outputs made by the block itself, the second before the first, and no views, stay where they are put; with `copy` they may be anything. */
 LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second, bool copy) {
   luna_ctx *ctx = in[0]->ctx;
-  luna_tensor *both[2] = { NULL, NULL };
+  luna_tensor *outputs[2] = { NULL, NULL };
   lunai_recompute *again;
   luna_op *op;
   luna_scope scope;
@@ -9560,16 +9681,16 @@ LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state,
   for (op->inputs = 0; op->inputs < count; op->inputs++) op->in[op->inputs] = in[op->inputs];
   scope = luna_scope_begin(ctx);
   ctx->paused = true;
-  both[1] = block(state, in, second ? &both[0] : NULL);
-  if (copy && both[1] && second) both[0] = luna_scale(both[0], 1);
-  if (copy && both[1]) both[1] = luna_scale(both[1], 1);
-  if (both[1]) (void)lunai_results(scope, both[1], both[0]);
+  outputs[1] = block(state, in, second ? &outputs[0] : NULL);
+  if (copy && outputs[1] && second) outputs[0] = luna_scale(outputs[0], 1);
+  if (copy && outputs[1]) outputs[1] = luna_scale(outputs[1], 1);
+  if (outputs[1]) (void)lunai_results(scope, outputs[1], outputs[0]);
   ctx->paused = false;
-  if (!both[1] || (second && !both[0])) return lunai_fail_null(ctx, "luna_recompute", "a result of the block");
-  op->out[0] = both[1];
-  op->out[1] = both[0];
+  if (!outputs[1] || (second && !outputs[0])) return lunai_fail_null(ctx, "luna_recompute", "a result of the block");
+  op->out[0] = outputs[1];
+  op->out[1] = outputs[0];
   lunai_op_saves(op);
-  if (second) *second = both[0];
+  if (second) *second = outputs[0];
   for (i = 0; i < op->outputs; i++) {
     op->out[i]->needs_grad = true;
     op->out[i]->maker = op;
@@ -9637,7 +9758,7 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]
   return out;
 }
 
-/* whether a forward has its input and a layer whose init succeeded; `made`: what no such layer lacks */
+/* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
   if (x && !made)
     lunai_fail(x->ctx, LUNA_ERROR_NOT_INITIALIZED, name);
@@ -9667,6 +9788,12 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
   return luna_layer_norm(x, layer->weight, layer->bias);
 }
 
+/* what every config's dim and heads are by default */
+LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
+  if (*dim == 0) *dim = 128;
+  if (*heads == 0) *heads = 4;
+}
+
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
@@ -9687,8 +9814,10 @@ LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix, const luna_nested_attention_config *config) {
-  luna_nested_attention_config c;
+LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_nested_attention_layer_config *config) {
+  luna_nested_attention_layer_config c;
   const luna_linear_layer none = { NULL, NULL };
   luna_init init;
   lunai_setup s;
@@ -9697,7 +9826,7 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
     return lunai_setup_end(&s, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
-  if (c.heads == 0) c.heads = 1;
+  lunai_default_sizes(&c.dim, &c.heads);
   if (c.pack_heads == 0) c.pack_heads = c.heads;
   if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
       !lunai_divides(params->ctx, "pack_heads", c.pack_heads, c.dim) ||
@@ -9774,10 +9903,14 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
 }
 
 /* Folded unpack: K'_h = scale k_h Wq_h with bias scale k_h bq_h, V'_h = v_h Wo_h^T */
-LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed, luna_tensor *residual, float dropout, const int32_t *lengths) {
-  const int64_t d = layer->config.dim, h = layer->config.heads, b = packed->shape[0], l = packed->shape[1];
-  luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed), (float)(1.0 / sqrt((double)(d / h)))), h);
-  luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed), h);
+LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                          luna_tensor *packed_context, luna_tensor *residual, float dropout,
+                                          const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.heads;
+  const int64_t b = packed_context->shape[0], l = packed_context->shape[1];
+  luna_tensor *k = lunai_split_heads(luna_scale(lunai_project(&layer->k, packed_context),
+                                                (float)(1.0 / sqrt((double)(d / h)))), h);
+  luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed_context), h);
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
   k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
@@ -9793,7 +9926,7 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
 
 /* the first half: Y_P */
 LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context, const int32_t *lengths) {
-  const luna_nested_attention_config *c = &layer->config;
+  const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
   luna_attention_config a;
@@ -9807,8 +9940,10 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 }
 
 /* Y_X + residual, or null, after a dropout */
-LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed) {
-  const luna_nested_attention_config *c;
+LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
+                                             luna_tensor *context, luna_tensor *residual, float dropout,
+                                             const int32_t *lengths, luna_tensor **packed_context) {
+  const luna_nested_attention_layer_config *c;
   luna_attention_config a;
   luna_tensor *y, *y_p, *k, *v;
   luna_scope scope;
@@ -9838,16 +9973,20 @@ LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *
     k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
     y = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
   }
-  if (packed) *packed = y_p;
-  return lunai_results(scope, y, packed ? y_p : NULL);
+  if (packed_context) *packed_context = y_p;
+  return lunai_results(scope, y, packed_context ? y_p : NULL);
 }
-LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
-  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed);
+LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, luna_tensor *context, const int32_t *lengths,
+                                                          luna_tensor **packed_context) {
+  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed_context);
 }
 
 /* --- causal Luna attention, section 3.3 --- */
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix, const luna_causal_attention_config *config) {
-  luna_causal_attention_config c;
+LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
+                                                      const char *prefix,
+                                                      const luna_causal_attention_layer_config *config) {
+  luna_causal_attention_layer_config c;
   luna_init init;
   lunai_setup s;
   bool good;
@@ -9855,7 +9994,7 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
     return lunai_setup_end(&s, false);
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
-  if (c.heads == 0) c.heads = 1;
+  lunai_default_sizes(&c.dim, &c.heads);
   if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
   if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
       !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
@@ -9907,7 +10046,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
 }
 
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, float dropout, const int32_t *lengths) {
-  const luna_causal_attention_config *c;
+  const luna_causal_attention_layer_config *c;
   luna_tensor *s, *q, *k, *v;
   luna_scope scope;
   bool failed = false;
@@ -9968,9 +10107,10 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   bool good;
   if (!lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer))
     return lunai_setup_end(&s, false);
+  memset(&c, 0, sizeof c);
+  c.kind = LUNA_ATTENTION_SOFTMAX;
   if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (c.heads == 0) c.heads = 1;
+  lunai_default_sizes(&c.dim, &c.heads);
   if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
       !lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)c.kind, LUNA_ATTENTION_SOFTMAX,
                 LUNA_ATTENTION_LINFORMER))
@@ -9998,13 +10138,13 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1], divided by its last column */
 LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal, const int32_t *lengths) {
-  luna_tensor *both[2], *y;
+  luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
   shape[0] = v->shape[0]; shape[1] = v->shape[1]; shape[2] = heads; shape[3] = 1;
-  both[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
-  both[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
-  v = luna_mask(lunai_reshape(luna_concat(both, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
+  parts[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
+  parts[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
+  v = luna_mask(lunai_reshape(luna_concat(parts, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
   q = luna_elu1(q);
   k = luna_mask(luna_elu1(k), lengths);
   if (causal) {
@@ -10031,7 +10171,7 @@ LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengt
 LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k, const int32_t *lengths) {
   const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k), windows = lunai_divide_up(n, w);
   const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
-  luna_tensor *both[2];
+  luna_tensor *parts[2];
   int64_t shape[3];
   if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) {
     x = luna_matmul(luna_mask(x, lengths), luna_slice(luna_slice(e, 0, 0, k), 1, 0, n), true, true);
@@ -10039,9 +10179,9 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
   }
   if (windows * w > n) {
     shape[0] = batch; shape[1] = windows * w - n; shape[2] = width;
-    both[0] = x;
-    both[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
-    x = luna_concat(both, 2, 1);
+    parts[0] = x;
+    parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
+    x = luna_concat(parts, 2, 1);
   }
   if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL) return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
@@ -10070,7 +10210,7 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
 }
 LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  luna_tensor *both[2] = { NULL, NULL };
+  luna_tensor *parts[2] = { NULL, NULL };
   int64_t h;
   if (!q || !k || !v) return NULL;
   if (k->shape[1] > c->max_length)
@@ -10079,10 +10219,10 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
-    both[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
-    both[0] = h == 0 ? both[1] : luna_concat(both, 2, 2);
+    parts[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
+    parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
-  return both[0];
+  return parts[0];
 }
 
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths) {
@@ -10111,13 +10251,13 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
 LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
-/* Refuses a number of a config that says otherwise than what it is taken from; 0 says nothing */
+/* Rejects a config's number that contradicts the one it derives from; 0 = unset */
 LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
   if (value == 0 || value == expected) return true;
   return lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, name, value, from, expected) == LUNA_OK;
 }
-/* What this kind of layer does not have; fields of an attention that is not chosen may stand, so that configs can be
-   compared by changing the attention alone */
+/* Rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
+   `attention` alone compares them. */
 typedef enum lunai_layer_kind { LUNAI_ENCODER_LAYER, LUNAI_DECODER_LAYER, LUNAI_CAUSAL_LAYER } lunai_layer_kind;
 LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, lunai_layer_kind kind) {
   const bool causal = kind == LUNAI_CAUSAL_LAYER, encoder = kind == LUNAI_ENCODER_LAYER;
@@ -10127,13 +10267,23 @@ LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, luna
          (encoder || lunai_agrees(ctx, "layer.own_memory", c->own_memory, "a causal or decoder layer's", 0)) &&
          (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_SHARING_TIED));
 }
+/* The layers' sizes, which a model's config has in two places: where one is 0 the other counts */
+LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna_layer_config *layer) {
+  if (*dim == 0) *dim = layer->dim;
+  if (*heads == 0) *heads = layer->heads;
+  if (*ffn == 0) *ffn = layer->ffn;
+  lunai_default_sizes(dim, heads);
+  layer->dim = *dim;
+  layer->heads = *heads;
+  layer->ffn = *ffn;
+}
 /* fills in the defaults; false with a sentence when the config is invalid */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (!lunai_layer_agrees(ctx, c, kind)) return false;
-  if (c->heads == 0) c->heads = 1;
+  lunai_default_sizes(&c->dim, &c->heads);
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
@@ -10150,8 +10300,8 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
          lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                         !c->hook || (c->hook->init && c->hook->forward));
 }
-LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_config *c) {
-  luna_nested_attention_config a;
+LUNAI_FN luna_nested_attention_layer_config lunai_nested_config(const luna_layer_config *c) {
+  luna_nested_attention_layer_config a;
   a.dim = c->dim;
   a.heads = c->heads;
   a.pack_heads = c->pack_heads;
@@ -10160,8 +10310,8 @@ LUNAI_FN luna_nested_attention_config lunai_nested_config(const luna_layer_confi
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN luna_causal_attention_config lunai_causal_config(const luna_layer_config *c) {
-  luna_causal_attention_config a;
+LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer_config *c) {
+  luna_causal_attention_layer_config a;
   a.dim = c->dim;
   a.heads = c->heads;
   a.sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
@@ -10242,7 +10392,7 @@ LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix,
 
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_config attention;
+  luna_nested_attention_layer_config attention;
   lunai_setup s;
   bool good, is_luna;
   if (!lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer))
@@ -10303,8 +10453,8 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_config cross;
-  luna_causal_attention_config self;
+  luna_nested_attention_layer_config cross;
+  luna_causal_attention_layer_config self;
   lunai_setup s;
   bool good;
   if (!lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer))
@@ -10357,12 +10507,13 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
-  luna_causal_attention_config attention;
+  luna_causal_attention_layer_config attention;
   lunai_setup s;
   bool good, is_luna;
   if (!lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer))
     return lunai_setup_end(&s, false);
   is_luna = !config || lunai_is_luna(config);
+  if (memory == 0) memory = 16;
   if (is_luna && !lunai_in(params->ctx, params->ctx->call, "memory", memory, 1, LUNAI_MAX_COUNT))
     return lunai_setup_end(&s, false);
   memset(layer, 0, sizeof *layer);
@@ -10405,8 +10556,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by tests/golden.c and tests/models.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-/* What a checkpoint's __metadata__ says of a model: a row a field, from which writing, reading and checking derive. least and most: what is
-   allowed; a field that may be 0 may be missing. */
+/* The fields of a model's config in a checkpoint's __metadata__, F(name, min, max), for writing, reading and
+   checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
   F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
@@ -10423,10 +10574,10 @@ static const lunai_field lunai_lm_fields[] = {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
-#define LUNAI_ROWS_OF(table) ((int)(sizeof(table) / sizeof((table)[0])))
+#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
 
-/* the first field that a file's metadata lacks or has out of range, or null */
+/* returns the first field that a file's metadata lacks or has out of range, or null */
 LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
   lunai_st_text value;
   size_t i;
@@ -10462,7 +10613,8 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
   return lunai_st_find(st, name, &t) && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns;
 }
 
-/* Sizes in a file's metadata are only claims: before anything is made by them, the file's tensors must be as many and as large. */
+/* Sizes in a file's metadata are untrusted: before anything is allocated by them, the file's tensors must be as many
+   and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
   if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0))
@@ -10475,12 +10627,12 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
   return NULL;
 }
 
-/* the model a checkpoint describes; null, or what is wrong */
+/* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND))
     return "it holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
@@ -10583,7 +10735,7 @@ LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, i
   }
   return good;
 }
-/* Dropout is no size, but training goes on with it: in parts of 10^9, which give the same float again. */
+/* Dropout is stored for further training, in units of 10^-9, which give the same float again. */
 #define LUNAI_DROPOUT_FIELDS(F) F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
 typedef struct lunai_dropouts {
 #define LUNAI_FIELD(name, min, max) int64_t name;
@@ -10597,7 +10749,7 @@ static const lunai_field lunai_dropout_fields[] = {
 };
 LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *c) {
   lunai_dropouts d;
-  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
+  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
   if (wrong) return wrong;
 #define LUNAI_FIELD(name, min, max) c->name = (float)((double)d.name * 1e-9);
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
@@ -10607,12 +10759,12 @@ LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *
 /* the model's pairs: its kind, its sizes, its dropouts */
 LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c, const lunai_field *fields, int count, void *sizes) {
   lunai_dropouts d;
-  if (c->hook) return true;          /* nothing that a file could bring back */
+  if (c->hook) return true;          /* a hook cannot be stored */
 #define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
   return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
-         lunai_fields_put(params, lunai_dropout_fields, LUNAI_ROWS_OF(lunai_dropout_fields), &d);
+         lunai_fields_put(params, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
 }
 /* memory for a model's layers, zeroed */
 LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
@@ -10646,12 +10798,16 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  if (c->layer.dim == 0) c->layer.dim = 128;
-  if (c->layer.heads == 0) c->layer.heads = 4;
   layer = c->layer;
-  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &c->layer)) return false;
+  lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
+  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) ||
+      !lunai_agrees(ctx, "layer.dim", c->layer.dim, "dim", layer.dim) ||
+      !lunai_agrees(ctx, "layer.heads", c->layer.heads, "heads", layer.heads) ||
+      !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
+  c->layer = layer;
+  c->ffn = layer.ffn;
   lunai_lm_to_sizes(c, &s);
-  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &s);
+  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &s);
 }
 
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
@@ -10677,7 +10833,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
   lunai_lm_to_sizes(&c, &sizes);
-  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_ROWS_OF(lunai_lm_fields), &sizes);
+  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
+                                       &sizes);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&s, good);
@@ -10751,10 +10908,10 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
 }
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
-  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s);
+  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
 }
 LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
-  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), s);
+  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
 }
 
 /* --- encoder --- */
@@ -10763,16 +10920,12 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (c->layers == 0) c->layers = 2;
-  if (c->dim == 0) c->dim = 128;
-  if (c->heads == 0) c->heads = 4;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE : LUNA_EMBEDDING_SCALE_SQRT_DIM;
   layer = c->layer;
-  layer.dim = c->dim;
-  layer.heads = c->heads;
-  layer.ffn = c->ffn;
+  lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
   layer.linformer.max_length = c->max_length;
   if (!lunai_layer_config(ctx, &layer, LUNAI_ENCODER_LAYER, &layer)) return false;
@@ -10826,6 +10979,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
     return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
+  if (vocab == 0) vocab = 256;
   lunai_encoder_to_sizes(&c, &s);
   s.vocab = vocab;
   if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
@@ -11061,27 +11215,34 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
-  const double p = masking && masking->probability != 0 ? (double)masking->probability : 0.15;
+  luna_masking m;
+  double p;
   int64_t b, i, count = 0;
-  if (!masking || !input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) || lunai_checked(input->batch, input->n) <= 0)
+  memset(&m, 0, sizeof m);
+  if (masking) m = *masking;
+  if (m.mask == 0 && m.vocab == 0) m.mask = 256;
+  if (m.vocab <= 0) m.vocab = m.mask;
+  p = m.probability != 0 ? (double)m.probability : 0.15;
+  if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) ||
+      lunai_checked(input->batch, input->n) <= 0)
     return 0;
   for (b = 0; b < input->batch; b++)
     for (i = 0; i < input->n; i++) {
       const int64_t at = b * input->n + i;
-      const int32_t token = input->tokens[at], below = masking->vocab > 0 ? masking->vocab : masking->mask;
+      const int32_t token = input->tokens[at];
       uint32_t counter[4], word[4];
       counter[0] = (uint32_t)at;
-      counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(masking->step >> 32) << 16;
-      counter[2] = 0x4D61736Bu;      /* apart from every other use of the seed */
-      counter[3] = (uint32_t)masking->step;
-      lunai_philox(counter, masking->seed, word);
+      counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(m.step >> 32) << 16;
+      counter[2] = 0x4D61736Bu;      /* distinct from other uses of the seed */
+      counter[3] = (uint32_t)m.step;
+      lunai_philox(counter, m.seed, word);
       masked[at] = token;
       labels[at] = -1;
       if ((input->lengths && i >= input->lengths[b]) || (double)word[0] >= p * 4294967296.0) continue;
       labels[at] = token;
       count++;
-      if (word[1] % 10 < 8) masked[at] = masking->mask;
-      else if (word[1] % 10 == 8) masked[at] = below > 0 ? (int32_t)(word[2] % (uint32_t)below) : token;
+      if (word[1] % 10 < 8) masked[at] = m.mask;
+      else if (word[1] % 10 == 8) masked[at] = m.vocab > 0 ? (int32_t)(word[2] % (uint32_t)m.vocab) : token;
     }
   return count;
 }
@@ -11198,11 +11359,11 @@ typedef struct lunai_trained {
   float lr, decay;
   bool frozen;
 } lunai_trained;
-typedef struct lunai_group { luna_group group; struct lunai_group *next; } lunai_group;
+typedef struct lunai_group { luna_param_group group; struct lunai_group *next; } lunai_group;
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  luna_adamw_config config;          /* SGD leaves betas and epsilon aside, Apollo beta2 */
+  luna_adamw_config config;          /* SGD ignores betas and epsilon, Apollo beta2 */
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
@@ -11216,11 +11377,11 @@ struct luna_optimizer {
   luna_optimizer *next;              /* of the context */
 };
 
-LUNAI_FN bool lunai_group_fits(const luna_group *group, const lunai_trained *t) {
+LUNAI_FN bool lunai_group_fits(const luna_param_group *group, const lunai_trained *t) {
   return (!group->name || strstr(t->name, group->name)) &&
          (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
 }
-LUNAI_FN void lunai_group_set(const luna_group *group, lunai_trained *t) {
+LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
   if (!lunai_group_fits(group, t)) return;
   t->lr = group->lr == 0 ? 1.0f : group->lr;
   t->decay = group->weight_decay;
@@ -11231,7 +11392,7 @@ LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
   for (o->active = 0, i = 0; i < o->size; i++)
     if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
 }
-/* Takes in the set's parameters from number `size` on, with moments of zeros: all or, where memory ends, none */
+/* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
@@ -11345,7 +11506,9 @@ LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config
   o.moments = 2;
   return lunai_optimizer_open(params, &o, name);
 }
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam"); }
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) {
+  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam");
+}
 LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw"); }
 
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
@@ -11371,7 +11534,7 @@ LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_conf
 }
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
-LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_group *group) {
+LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o->params->ctx;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const char *name = group->name ? group->name : "";
@@ -11395,7 +11558,7 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_group *group) {
   *at = kept;
   return true;
 }
-LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_group *group) {
+LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o ? o->params->ctx : NULL;
   int64_t i, matched = 0;
   luna_status status;
@@ -11440,7 +11603,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
-  ctx->look = true;
+  ctx->unread = true;
   at = o->attempts++ + (o->kind != LUNA_OPTIMIZER_APOLLO);
   lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
@@ -11476,7 +11639,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
     if (!t->tensor->grad) continue;
     status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
   }
-  ctx->stepped = ctx->look = true;
+  ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
   return lunai_optimizer_finite(o);
@@ -11585,7 +11748,8 @@ LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) 
 LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_tensor *t) {
   char name[LUNAI_MAX_PARAM_NAME];
   const size_t size = lunai_st_decode(t->name, name, sizeof name);
-  return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL; /* a name may have a zero in it, and is then none of ours */
+  /* a name with a zero byte in it is no parameter's */
+  return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
 }
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
@@ -11611,8 +11775,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, p->name, &p->tensor);
   return LUNA_OK;
 }
-/* All of the file's text pairs or none, in its order; what begins with "luna." describes the model and stays with the
-   file, and so does a key with a zero in it, which no string can be. */
+/* All of the file's text pairs or none, in its order, but for those that begin with "luna.", which describe the
+   model, and keys with a zero byte, which no string can hold. */
 LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   lunai_meta *pairs, *pair, **link = &params->metas;
   lunai_st_text key, value;
@@ -11624,7 +11788,7 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, params->ctx->call, size);
   pairs = pair = (lunai_meta *)memory;
   text = (char *)(pairs + st->pairs);
-  for (params->last_meta = NULL; *link;) { /* what the file has too goes */
+  for (params->last_meta = NULL; *link;) { /* removes the pairs that the file has */
     if (!lunai_is_ours((*link)->key) && lunai_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
     else link = &(params->last_meta = *link)->next;
   }
@@ -11651,7 +11815,7 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   return status;
 }
 
-/* A file opened, with its index in the step; closing gives that memory back, and to the allocator what came from it. */
+/* An open file, with its index in the step; closing releases both. */
 typedef struct lunai_file {
   lunai_st st;
   luna_ctx *ctx;
@@ -11814,7 +11978,8 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   return lunai_fail_status(params->ctx, LUNA_ERROR_NOTHING_MATCHES, params->ctx->call, params->size,
                            lunai_file_name(params->ctx));
 }
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size, luna_load_report *match) {
+LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
+                                              luna_load_report *report) {
   luna_load_report none;
   lunai_file file;
   luna_status status;
@@ -11822,11 +11987,11 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
   memset(&none, 0, sizeof none);
   status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_matching_bytes");
   if (status != LUNA_OK) return status;
-  return lunai_file_close(&file, lunai_load_matching(params, &file.st, match ? match : &none));
+  return lunai_file_close(&file, lunai_load_matching(params, &file.st, report ? report : &none));
 }
 
-/* A model out of a file: its init, which takes each parameter's values from there, and stops where the file has none of that name and shape; then
-   the file may have no more. True when all of that is so, else a sentence has said why not. */
+/* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
+   name and shape; then the file may have no more. False: a sentence says why. */
 LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
   if (!params->borrowing) params->filling = st;
 }
@@ -11901,7 +12066,7 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == 3)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_ROWS_OF(lunai_model_fields), &sizes);
+  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &sizes);
   if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
   count = lunai_st_tensors(st);
@@ -12079,7 +12244,8 @@ LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) 
   status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, st, value);
   if (status == LUNA_OK) status = lunai_load_st(o->params, st);
-  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* what waits here is not that run's */
+  if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
+                                                                       run */
   if (status != LUNA_OK || ctx->options.measure) return status;
   for (i = 0; i < o->size; i++)
     for (k = 0; k < o->moments && status == LUNA_OK; k++)
@@ -12112,7 +12278,7 @@ LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, co
 
 /* --- the same through luna_io, and by path --- */
 typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void *bytes, size_t size);
-LUNAI_FN luna_status lunai_load_plain(void *into, luna_params *params, const void *bytes, size_t size) {
+LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
   (void)into;
   return luna_load_bytes(params, bytes, size);
 }
@@ -12123,7 +12289,9 @@ LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const
   (void)params;
   return luna_inspect_bytes(((lunai_inspect_call *)call)->ctx, bytes, size, ((lunai_inspect_call *)call)->inspection);
 }
-LUNAI_FN luna_status lunai_load_matched(void *match, luna_params *params, const void *bytes, size_t size) { return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)match); }
+LUNAI_FN luna_status lunai_load_matched(void *report, luna_params *params, const void *bytes, size_t size) {
+  return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)report);
+}
 
 LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, const char *name, lunai_loader loader, void *into,
                                         luna_params *params, const luna_io *io) {
@@ -12144,7 +12312,7 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->read)
     return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_load_io", io ? "io->read" : "io");
-  return lunai_load_through(params->ctx, "luna_load_io", lunai_load_plain, NULL, params, io);
+  return lunai_load_through(params->ctx, "luna_load_io", lunai_load_values, NULL, params, io);
 }
 
 #ifndef LUNA_NO_STDIO
@@ -12174,7 +12342,7 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
 #include <sys/stat.h>
 #include <unistd.h>
 #if defined(__STRICT_ANSI__) && !defined(__cplusplus)
-int fileno(FILE *stream);            /* POSIX has them; strict C99 headers do not say so */
+int fileno(FILE *stream);            /* POSIX functions that strict C99 headers do not declare */
 FILE *fdopen(int descriptor, const char *mode);
 int fsync(int descriptor);
 int fchmod(int descriptor, mode_t mode);
@@ -12186,7 +12354,7 @@ LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { ret
 LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
 
 /* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, is
-   luna.h's: one whose process is gone is removed by a later save in that folder. --- */
+   luna.h's: one whose process has ended is removed by a later save in that folder. --- */
 #define LUNAI_LONGEST_PATH 4096
 #define LUNAI_SAVERS 1000             /* at once in one folder */
 typedef struct lunai_saving_file {
@@ -12210,27 +12378,27 @@ LUNAI_FN size_t lunai_folder_of(const char *path) {
 #endif
   return i;
 }
-LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_t slot) {
+LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_t number) {
   memcpy(s->temporary, s->path, s->folder);
-  lunai_print(s->temporary + s->folder, sizeof s->temporary - s->folder, format, slot);
+  lunai_print(s->temporary + s->folder, sizeof s->temporary - s->folder, format, number);
 }
 
 #ifdef _WIN32
-/* A slot is held by a file of its own, which nobody else can open and which goes with its process; an old temporary
-   file of a slot so held is nobody's. */
+/* A number is held by a lock file of its own, which no other process can open and which goes with its process; an old
+   temporary file of a number so held is abandoned. */
 LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   struct _stat old;
-  int64_t slot;
+  int64_t number;
   int descriptor;
   if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return LUNA_ERROR_SAVE_IRREGULAR;
-  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
-    lunai_saving_name(s, ".luna-%d.lock", slot);
+  for (number = 0; number < LUNAI_SAVERS; number++) {
+    lunai_saving_name(s, ".luna-%d.lock", number);
     s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
     if (s->lock == INVALID_HANDLE_VALUE) {
       if (GetLastError() == ERROR_PATH_NOT_FOUND) break;
       continue;
     }
-    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    lunai_saving_name(s, ".luna-%d.tmp", number);
     DeleteFileA(s->temporary);
     descriptor = _open(s->temporary, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
     s->file = descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
@@ -12244,7 +12412,7 @@ LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
   s->file = NULL;
   return flushed && closed;
 }
-/* another process that replaces or reads the file may be in the way for a moment */
+/* retries for a second: another process may have the file open */
 LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) {
   int i;
   for (i = 0; i < 200; i++, Sleep(5)) {
@@ -12259,9 +12427,9 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
   CloseHandle(s->lock);
 }
 #elif defined(LUNAI_POSIX_FILES)
-/* A temporary file is locked (flock, which ends with its process) as long as it has its name; only who holds that lock
-   may rename or remove it. Between its making and its locking another may take it for abandoned: it then loses its
-   name, and its maker takes another slot. (A 32-bit program that cannot read a file's number removes none.) */
+/* A temporary file is locked (flock, released when its process ends) as long as it has its name; only the lock's
+   holder may rename or remove it. Between creation and locking another process may take it for abandoned and remove
+   it: its creator then takes another number. (A 32-bit program that cannot read a file's number removes none.) */
 LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
   struct stat opened, named;
   if (flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
@@ -12279,7 +12447,7 @@ LUNAI_FN void lunai_saving_sweep(const char *name) {
   if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lunai_saving_locks(descriptor, name)) unlink(name);
   close(descriptor);
 }
-/* path becomes what it links to, be it there or not */
+/* replaces a path that is a symbolic link by its target, which need not exist */
 LUNAI_FN luna_error_id lunai_saving_resolve(lunai_saving_file *s) {
   int links;
   for (links = 0; links < 40; links++) {
@@ -12295,20 +12463,20 @@ LUNAI_FN luna_error_id lunai_saving_resolve(lunai_saving_file *s) {
 LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   const luna_error_id wrong = lunai_saving_resolve(s);
   struct stat old;
-  int64_t slot;
+  int64_t number;
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
   if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
   if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
   else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
-  for (slot = 0; slot < 16; slot++) {
-    lunai_saving_name(s, ".luna-%d.tmp", slot);
+  for (number = 0; number < 16; number++) {
+    lunai_saving_name(s, ".luna-%d.tmp", number);
     lunai_saving_sweep(s->temporary);
   }
-  for (slot = 0; slot < LUNAI_SAVERS; slot++) {
+  for (number = 0; number < LUNAI_SAVERS; number++) {
     int descriptor;
-    lunai_saving_name(s, ".luna-%d.tmp", slot);
+    lunai_saving_name(s, ".luna-%d.tmp", number);
     descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
     if (descriptor < 0 && errno != EEXIST) break;
     if (descriptor < 0) continue;
@@ -12329,16 +12497,16 @@ LUNAI_FN bool lunai_saving_replace(lunai_saving_file *s) {
   s->path[s->folder] = 0;
   folder = open(s->folder ? s->path : ".", O_RDONLY);
   if (folder < 0) return true;
-  fsync(folder);                     /* the new file has its name already: nothing could be taken back */
+  fsync(folder);                     /* best effort: the file is already renamed */
   close(folder);
   return true;
 }
 LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
   if (!replaced) unlink(s->temporary);
-  fclose(s->file);                   /* and so the lock goes, after the name */
+  fclose(s->file);                   /* which releases the lock, after the rename */
 }
 #else
-/* elsewhere, with what C has: one saver at a time in a folder */
+/* standard C only: one saver at a time in a folder */
 LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   lunai_saving_name(s, ".luna-%d.tmp", 0);
   s->file = fopen(s->temporary, "wb");
@@ -12430,7 +12598,7 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_plain, params, params, path);
+  return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
 }
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
   lunai_setup s;
@@ -12444,10 +12612,10 @@ LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, con
   good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
   return lunai_setup_end(&s, good);
 }
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *match) {
+LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
-  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, match ? match : &none, params,
+  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, report ? report : &none, params,
                          path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
@@ -12466,10 +12634,11 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights are read where they lie.
-   A layer's past is two running means (double), and the last rows of the short convolution's input. A decoder's layers also read their source:
-   its memory in the scores, its packed context through the cross-attention. Of a model on a device all numbers lie there, in a block of their own,
-   and the backend's rows compute. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
+   >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights
+   are read in place. A layer's state is two running means (double) and the last rows of the short convolution's input.
+   A decoder's layers also read their source: its memory in the scores, its packed context through the cross-attention.
+   For a model on a device all values are there, in a block of their own, and the backend computes. Guarded by
+   tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
 typedef struct lunai_stream_layer {
@@ -12478,7 +12647,7 @@ typedef struct lunai_stream_layer {
   float *folded, *folded_bias;       /* [sources, heads slots, dim]: pack scores straight from x, when that is cheaper; else [sources, slots, dim]: scaled pq,
                                         on a device by heads, [sources, heads, slots, head_dim] */
   lunai_stream_linear cross_q, cross_out, cross_norm; /* a decoder's */
-  float *keys, *values;              /* [sources, slots, dim] of the packed source */
+  float *keys, *values;              /* [sources, slots, dim] of the source's packed context */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
 } lunai_stream_layer;
@@ -12490,7 +12659,8 @@ struct luna_stream {
   const float *embedding, *output, *positions; /* [vocab, dim] twice; a learned table or null */
   lunai_stream_linear norm;
   int64_t batch, chunk, position, first_position;
-  int64_t sources;                   /* whose memories are read: one for all, or a decoder's, for batch / sources sequences each */
+  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources
+                                        sequences */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
   bool single;                       /* one row of each sequence is being computed: products go by dots, in a batch of any size */
@@ -12503,12 +12673,13 @@ struct luna_stream {
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
   size_t memory_size;
-  luna_ctx *ctx;                     /* of a model on a device, where all numbers above lie and these three; null: here */
+  luna_ctx *ctx;                     /* of a model on a device, which holds all values above and the next three;
+                                        null: host */
   int32_t *tokens;                   /* [batch, chunk]; or where the batch's sequences come from */
   float *angles, *heads;             /* sinusoidal positions [chunk, dim]; scores of a chunk in another order */
-  int32_t *host_tokens;              /* here: what goes there, */
-  float *host_angles, *host_logits;  /* and what comes back */
-  char *device_memory;                       /* the device's memory */
+  int32_t *host_tokens;              /* on the host: inputs, */
+  float *host_angles, *host_logits;  /* and results */
+  char *device_memory;                       /* in the device's memory */
   size_t device_size, scratch_size;
   bool measuring;                    /* entries only report the scratch they need */
   luna_status failed;                /* what the device failed with, */
@@ -12520,11 +12691,11 @@ LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s-
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
 
 #ifndef LUNA_ONLY_STREAM
-/* --- a stream on a device: what a step is made of as ops, with tensors that last for the call. No op's result lies where an input does: of x
-   in place of x it is made in `in`, and the two change places. After a failure nothing more is done --- */
+/* --- a stream on a device: the parts of a step as ops on tensors that last for the call. No op is in place: x from
+   x is written to `in`, and the two swap. After a failure nothing more runs --- */
 typedef struct lunai_device_op { luna_op op; luna_tensor tensor[LUNA_MAX_INPUTS + 1]; int tensors; } lunai_device_op;
 
-/* what a call of the backend returned; its own sentence, if the context has it from just now, becomes the stream's */
+/* reports what a backend call returned; a sentence that this call gave the context becomes the stream's */
 LUNAI_FN void lunai_device_did(luna_stream *s, luna_status status, luna_status before) {
   if (status == LUNA_OK || s->failed != LUNA_OK) return;
   s->failed = status;
@@ -12542,9 +12713,9 @@ LUNAI_FN void lunai_device_zero(luna_stream *s, void *at, size_t bytes) {
   const luna_status before = s->ctx->status;
   lunai_device_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
 }
-LUNAI_FN void lunai_device_start(const luna_stream *s, lunai_device_op *f, luna_op_kind row) {
+LUNAI_FN void lunai_device_start(const luna_stream *s, lunai_device_op *f, luna_op_kind kind) {
   memset(f, 0, sizeof *f);
-  f->op.kind = row;
+  f->op.kind = kind;
   f->op.ctx = s->ctx;
 }
 LUNAI_FN luna_tensor *lunai_device_tensor(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -12561,7 +12732,7 @@ LUNAI_FN void lunai_device_in(lunai_device_op *f, const float *data, int rank, i
 }
 /* the result: runs the op, or finds what it needs */
 LUNAI_FN void lunai_device_out(luna_stream *s, lunai_device_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  const luna_op_functions *row = &s->ctx->backend->op[f->op.kind];
+  const luna_op_functions *functions = &s->ctx->backend->op[f->op.kind];
   const luna_status before = s->ctx->status;
   if (s->failed != LUNA_OK) return;
   if (data == s->x && f->op.in[0]->data == s->x) { /* in place of x */
@@ -12571,10 +12742,10 @@ LUNAI_FN void lunai_device_out(luna_stream *s, lunai_device_op *f, float *data, 
   }
   f->op.out[f->op.outputs++] = lunai_device_tensor(f, data, rank, a, b, c, d);
   f->op.workspace = s->scratch;
-  row->query(&f->op);
+  functions->query(&f->op);
   if (s->measuring && f->op.workspace_size > s->scratch_size) s->scratch_size = f->op.workspace_size;
   if (s->measuring) return;
-  lunai_device_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : row->forward(&f->op), before);
+  lunai_device_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : functions->forward(&f->op), before);
 }
 
 LUNAI_FN void lunai_device_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
@@ -12718,13 +12889,14 @@ LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t 
 #else
 #define LUNAI_STREAM_FAR(s, call)
 #endif
-LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) { /* among the stream's numbers */
+/* within the stream's memory */
+LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) {
   (void)s;
   LUNAI_STREAM_FAR(s, lunai_device_copy(s, to, from, bytes, 0))
   if (bytes) memcpy(to, from, bytes);
 }
 
-/* --- the same here, by this machine's kernels --- */
+/* --- the same on the host, by its kernels --- */
 
 /* A matrix product of the stream: y [rows, out] = act(x [rows, in] W^T + b) */
 LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
@@ -12839,7 +13011,8 @@ LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, si
   *used += lunai_round((size_t)count * size);
   return at;
 }
-/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the numbers from s->there (or only counts those), there_size bytes. */
+/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
+   s->device_memory (null: only counts), device_size bytes. */
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const int64_t rows = s->batch * s->chunk, means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
@@ -12847,7 +13020,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   int64_t i;
 #ifndef LUNA_ONLY_STREAM
   const int64_t angles = z->positions == LUNA_POSITIONS_SINUSOIDAL ? s->chunk * z->dim : 0;
-  size_t here;
+  size_t host_size;
 #endif
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
 #ifndef LUNA_ONLY_STREAM
@@ -12856,7 +13029,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
     s->host_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
     s->host_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
   }
-  here = used;
+  host_size = used;
   if (s->ctx) {
     base = s->device_memory;
     used = 0;
@@ -12902,12 +13075,12 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
 #ifndef LUNA_ONLY_STREAM
   s->device_size = used;                /* that is, of a stream on a device */
-  if (s->ctx) return here;
+  if (s->ctx) return host_size;
 #endif
   return used;
 }
 
-/* what is the same for every token of a source: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
+/* computed once for a source: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
 LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory, int64_t source) {
   const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, hd = d / h;
   const float scale = (float)(1.0 / sqrt((double)hd));
@@ -12933,7 +13106,7 @@ LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   }
 }
 
-/* --- what a step is made of --- */
+/* --- the parts of a step --- */
 /* the convolution of `rows` rows of each sequence, and its history moved on */
 LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
@@ -12984,7 +13157,7 @@ LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) 
   s->kernels->add(count, s->x, out, s->x);
 }
 
-/* x + out, normed when post-norm; else what comes next reads it normed: returned is the next half-layer's input */
+/* x + out, normed when post-norm; returns the next half-layer's input, which is normed when pre-norm */
 LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const float *out, const lunai_stream_linear *norm, const lunai_stream_linear *next) {
   lunai_stream_add(s, rows * s->sizes.dim, out);
   if (!s->sizes.pre_norm) lunai_stream_norm(s, s->x, rows, norm, s->x);
@@ -13069,7 +13242,7 @@ LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
   return s->logits;
 }
 
-/* row b of [batch] rows of `size` bytes becomes row from[b], on a device the row that s->tokens has there */
+/* row b of [batch] rows of `size` bytes becomes row from[b]; on a device by the indices in s->tokens */
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
   int64_t b;
   lunai_stream_move(s, s->spare, rows, size * (size_t)s->batch);
@@ -13182,12 +13355,12 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   return wrong ? wrong : lunai_stream_config(s, config);
 }
 
-/* where a stream's numbers begin: there the index of the file's names lies while it is opened; and all its bytes */
-LUNAI_FN size_t lunai_stream_numbers(const luna_stream *s) {
+/* offset of a stream's values; while it is opened the index of the file's names is there; then all its bytes */
+LUNAI_FN size_t lunai_stream_values_at(const luna_stream *s) {
   return lunai_round(sizeof(luna_stream)) + lunai_round((size_t)s->sizes.layers * sizeof(lunai_stream_layer));
 }
 LUNAI_FN size_t lunai_stream_bytes(luna_stream *s, const lunai_st *st) {
-  const size_t index = lunai_stream_numbers(s) + st->tensors * sizeof(uint64_t), all = lunai_stream_lay_out(s, NULL);
+  const size_t index = lunai_stream_values_at(s) + st->tensors * sizeof(uint64_t), all = lunai_stream_lay_out(s, NULL);
   return all > index ? all : lunai_round(index);
 }
 
@@ -13199,7 +13372,7 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
 }
 
-/* the weights out of the file; null, or what is wrong with them */
+/* reads the weights from the file; null, or what is wrong with them */
 LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t i;
@@ -13231,7 +13404,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (s) {
     memset(s, 0, need);
     lunai_stream_lay_out(&first, (char *)s);
-    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_numbers(&first)), NULL);
+    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(&first)), NULL);
   }
   if (!wrong) wrong = lunai_stream_weights(&first, &st);
   if (error) *error = wrong ? wrong : "";
@@ -13293,9 +13466,9 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   if (!wrong) wrong = lunai_stream_config(first, &own);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong) == LUNA_OK;
   if (!first->ctx || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_NO_ROW, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)) == LUNA_OK;
+  return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)) == LUNA_OK;
 }
-/* memory from the context's allocator, laid out but for what lies on a device */
+/* memory from the context's allocator, laid out except for what is on a device */
 LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   const size_t size = lunai_stream_lay_out(first, NULL);
   luna_stream *s;
@@ -13313,8 +13486,8 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
   return s;
 }
-/* On a device, when the weights are known: finds what scratch any number of rows needs, and takes the memory. The stream itself stands for that memory
-   meanwhile: nothing there is touched. */
+/* On a device, once the weights are known: measures the scratch for any number of rows, in a dry run with the stream
+   as placeholder address, which nothing dereferences, then allocates the memory. */
 LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   luna_ctx *ctx = s->ctx;
   int64_t rows;
@@ -13338,7 +13511,8 @@ LUNAI_FN bool lunai_stream_place(luna_stream *s) {
   luna_stream_reset(s);
   return s->failed == LUNA_OK;
 }
-/* what a stream has of its memory p [sources, l, d] or [l, d], made by ops of the context that leave nothing behind in it */
+/* the stream's tensors derived from its memory p [sources, l, d] or [l, d], by ops of the context, whose step is
+   rewound */
 LUNAI_FN bool lunai_device_fold(luna_stream *s, lunai_stream_layer *w, const luna_causal_attention_layer *layer, luna_tensor *p) {
   luna_ctx *ctx = s->ctx;
   const int64_t hl = s->sizes.heads * s->sizes.memory;
@@ -13355,7 +13529,7 @@ LUNAI_FN bool lunai_device_fold(luna_stream *s, lunai_stream_layer *w, const lun
   lunai_step_rewind(ctx, mark);
   return folded && (bias || !folds) && s->failed == LUNA_OK;
 }
-/* the end of opening: null when it has failed, and then the context says so */
+/* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
   const luna_status failed = s->failed;
   if (good) return s;
@@ -13394,13 +13568,14 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
-  luna_tensor *packed = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context, lengths), *k, *v;
+  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
+                                                  lengths), *k, *v;
   int64_t b;
   if (s->ctx && !lunai_device_fold(s, w, &layer->self_attention, *p)) return false;
   for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
-  v = luna_linear_layer_forward(&cross->v, packed);
-  k = cross->config.sharing == LUNA_SHARING_TIED || !packed ? v : lunai_project(&cross->k, packed);
-  *p = lunai_residual(c, *p, packed, &layer->memory_norm);
+  v = luna_linear_layer_forward(&cross->v, packed_context);
+  k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
+  *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
   if (!k || !v || !*p) return false;
   lunai_stream_move(s, w->keys, k->data, bytes);
   lunai_stream_move(s, w->values, v->data, bytes);
@@ -13423,6 +13598,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   bool good;
   if (!ctx) return NULL;
   c = &model->config;
+  if (beam == 0) beam = 1;
   luna_begin_inference(ctx);
   if (!lunai_is_given(ctx, "luna_seq2seq_stream_open", "source", source != NULL) ||
       !lunai_in(ctx, "luna_seq2seq_stream_open", "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
@@ -13513,7 +13689,7 @@ LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
   if (s) s->error = error;
   return LUNA_BAD_ARGUMENT;
 }
-/* what a call made of it: the device's failure, or nothing */
+/* ends a call: the device's failure, or no error */
 LUNAI_FN luna_status lunai_stream_status(luna_stream *s) {
   (void)lunai_stream_ready(s);
 #ifndef LUNA_ONLY_STREAM
@@ -13522,7 +13698,7 @@ LUNAI_FN luna_status lunai_stream_status(luna_stream *s) {
   return LUNA_OK;
 #endif
 }
-/* the state to memory of the host, and from there */
+/* copies the state to host memory, or from there */
 LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
 #ifndef LUNA_ONLY_STREAM
   if (s->ctx) return s->failed != LUNA_OK ? s->failed : s->ctx->backend->copy(s->ctx, to, s->state, s->state_size, 2);
@@ -13534,7 +13710,7 @@ LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
   LUNAI_STREAM_FAR(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
   memcpy(s->state, from, s->state_size);
 }
-/* another stream's state: both here, both on one device, or one there */
+/* copies another stream's state: both on the host, both on one device, or one on each */
 LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream *from) {
 #ifndef LUNA_ONLY_STREAM
   if (to->ctx && from->ctx) lunai_device_copy(to, to->state, from->state, to->state_size, 0);
@@ -13575,7 +13751,7 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
   return lunai_stream_status(to);
 }
 
-/* a saved state: what it belongs to, then the state's bytes as they are */
+/* a saved state: a header that identifies the model's sizes, then the state's bytes */
 typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) { return s ? sizeof(lunai_stream_head) + s->state_size : 0; }
@@ -13635,10 +13811,11 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
   counter[0] = (uint32_t)sampling->drawn;
   counter[1] = (uint32_t)(sampling->drawn >> 32);
-  counter[2] = 0x53616D70u;          /* apart from every other use of the seed */
+  counter[2] = 0x53616D70u;          /* distinct from other uses of the seed */
   lunai_philox(counter, sampling->seed, word);
   sampling->drawn++;
-  for (target = 0, pass = 0; pass < 2; pass++) { /* the total, then the place in it; of equals at the limit the first few count */
+  for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
+                                                    limit the first few count */
     double sum = 0;
     for (ties = k - above, i = 0; i < vocab; i++) {
       if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
@@ -13660,7 +13837,7 @@ typedef struct lunai_beam {
   int64_t batch, vocab, stride;      /* stride: of the caller's rows */
   double penalty;
   double *score, *best;              /* [batch beam] of the unfinished; [batch] best results, normalised */
-  int32_t *tokens, *next;            /* [batch beam, most] the unfinished, and where they move to */
+  int32_t *tokens, *next;            /* [batch beam, max_length] the unfinished, and their copies in the next order */
   int32_t *last, *from, *finished;   /* [batch beam] twice; [batch] */
   lunai_candidate *candidates;       /* [2 beam] */
   int32_t *out, *out_lengths;        /* the caller's */
@@ -13673,7 +13850,7 @@ LUNAI_FN double lunai_log_sum(const float *x, int64_t n) {
   for (i = 0; i < n; i++) sum += (double)lunai_exp1_scalar((float)((double)x[i] - max));
   return max + log(sum);
 }
-/* the likeliest continuations of source b's rows, best first; how many */
+/* finds the likeliest continuations of source b's rows, best first; returns how many */
 LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
   const int64_t room = 2 * s->search.beam, rows = length == 0 ? 1 : s->search.beam;
   int64_t count = 0, row, token, at;
@@ -13699,7 +13876,7 @@ LUNAI_FN void lunai_beam_finish(lunai_beam *s, int64_t b, const lunai_candidate 
   s->out_lengths[b] = (int32_t)length;
   memcpy(s->out + b * s->stride, s->tokens + c->row * s->search.max_length, (size_t)length * sizeof(int32_t));
 }
-/* one step of source b; false when it goes on no more */
+/* one step of source b; false when it is finished */
 LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
   const int64_t beam = s->search.beam, max = s->search.max_length, count = lunai_beam_candidates(s, b, logits, length);
   int64_t i, kept = 0;
@@ -13769,7 +13946,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
-  if (s.search.max_length == 0) s.search.max_length = lunai_checked(2, source->n) + 10; /* n negative: refused below */
+  if (s.search.max_length == 0) s.search.max_length = lunai_checked(2, source->n) + 10; /* negative n: an error below */
   s.stride = s.search.max_length;
   if (model->positions) s.search.max_length = lunai_min(s.search.max_length, model->config.max_target_length - 1);
   s.batch = batch;

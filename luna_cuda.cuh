@@ -53,7 +53,7 @@ cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this ba
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>base: what every chapter below stands on
+   >>base: shared by every chapter below
    ---------------------------------------------------------------------------------------------------------------------- */
 #include <math.h>
 #include <stdio.h>
@@ -120,7 +120,7 @@ struct lunacu {
   lunacu_block *kept;                /* released memory, to be given out again */
 };
 static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
-/* where a context's work goes */
+/* the stream of a context's work */
 static inline cudaStream_t lunacu_stream_of(const luna_ctx *ctx) { return lunacu_self(ctx)->stream; }
 static inline cudaStream_t lunacu_stream(const luna_op *op) { return lunacu_stream_of(op->ctx); }
 
@@ -176,7 +176,7 @@ static luna_status lunacu_done(luna_ctx *ctx, const char *what) {
   lunacu_launch_error = cudaSuccess;
   return lunacu_check(ctx, error, what);
 }
-/* what stands in the table for `entry` */
+/* the table's function for `entry` */
 template <auto entry> struct lunacu_entered;
 template <class... A, luna_status (*entry)(luna_ctx *, A...)> struct lunacu_entered<entry> {
   static luna_status call(luna_ctx *ctx, A... arguments) {
@@ -207,9 +207,9 @@ static inline const luna_tensor *lunacu_owner(const luna_tensor *t) { return t &
 static inline bool lunacu_fresh(const luna_op *op, int i) { return op->fresh >> i & 1; } /* that gradient is to be set, not added to */
 /* `floats` floats from *at on, in multiples of 256 bytes; with *at starting at null, *at counts bytes */
 static inline float *lunacu_take(char **at, int64_t floats) {
-  float *here = (float *)*at;
+  float *start = (float *)*at;
   *at += ((size_t)floats * sizeof(float) + 255) / 256 * 256;
-  return here;
+  return start;
 }
 
 __device__ __forceinline__ int64_t lunacu_index() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
@@ -224,7 +224,8 @@ __device__ __forceinline__ float lunacu_warp_max(float x) {
   for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(LUNACU_FULL, x, i));
   return x;
 }
-/* over a block of whole warps: the same in all threads; `scratch` holds a word a warp (32 at most) and may be used again afterwards */
+/* over a block of whole warps, with the result in all threads; `scratch` holds a word a warp (32 at most) and may be
+   used again afterwards */
 template <class T> __device__ __forceinline__ T lunacu_block_sum(T x, lunacu_shared<T> scratch) {
   const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
   T sum = 0;
@@ -237,13 +238,13 @@ template <class T> __device__ __forceinline__ T lunacu_block_sum(T x, lunacu_sha
 }
 __device__ __forceinline__ float lunacu_block_max(float x, lunacu_shared<float> scratch) {
   const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
-  float most = -INFINITY;
+  float maximum = -INFINITY;
   x = lunacu_warp_max(x);
   if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
   __syncthreads();
-  for (int i = 0; i < warps; i++) most = fmaxf(most, scratch[i]);
+  for (int i = 0; i < warps; i++) maximum = fmaxf(maximum, scratch[i]);
   __syncthreads();
-  return most;
+  return maximum;
 }
 
 /* --- dropout: what luna_dropout decides, from the seed and the step in device memory --- */
@@ -354,8 +355,8 @@ static void lunacu_close(void *user) {
 }
 
 __global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped);
-/* the sentence of a device that cannot be used, or null */
-static const char *lunacu_refusal(int device, int *processors, char *room, size_t size) {
+/* why a device cannot be used, or null */
+static const char *lunacu_device_error(int device, int *processors, char *room, size_t size) {
   int count = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -378,7 +379,7 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   char sentence[320];
   const int device = number - 1;     /* tensors say 0 for the CPU */
   int processors = 0;
-  const char *wrong = lunacu_refusal(device, &processors, sentence, sizeof sentence);
+  const char *wrong = lunacu_device_error(device, &processors, sentence, sizeof sentence);
   if (wrong) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, wrong);
   lunacu *self = (lunacu *)calloc(1, sizeof *self);
   if (!self) return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_open: no memory for what a context keeps of its CUDA device");
@@ -516,9 +517,10 @@ static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
    >>maps: shapes, elementwise rows, sums and maxima over an axis
    ---------------------------------------------------------------------------------------------------------------------- */
 
-/* whether vectors of four floats fit: a row of `unit` floats is whole vectors, and all of these lie on 16 bytes */
+/* whether vectors of four floats fit: a row of `unit` floats is whole vectors, and all pointers are aligned to 16
+   bytes */
 template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) { return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0; }
-/* W floats at p, which lies on 16 bytes when W > 1 */
+/* W floats at p, aligned to 16 bytes when W > 1 */
 template <int W> __device__ __forceinline__ void lunacu_get(const float *p, float (&v)[W]) {
   if constexpr (W == 1) v[0] = *p;
   else
@@ -567,7 +569,7 @@ template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t 
 /* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once. A block's threads are `columns` columns of `lanes` lanes that share the
    rows, as often as there is room; rows are split among blocks where the columns alone are too few, and the parts then added in order. Sums are of
    at most 64 floats a lane, then in double. --- */
-#define LUNACU_SUMS 5                /* the most at once */
+#define LUNACU_SUMS 5                /* the maximum at once */
 #define LUNACU_ENOUGH (1 << 20)      /* threads that keep a GPU busy for long enough */
 struct lunacu_sums {
   int64_t outer, rows, n, splits, length; /* length: rows of a split */
@@ -581,9 +583,9 @@ static lunacu_sums lunacu_sums_of(int64_t outer, int64_t rows, int64_t n, bool s
   const int widest = split || outer * n >= LUNACU_ENOUGH / 64 ? LUNACU_WARP : 8; /* few columns: more lanes for each */
   while (s.columns < widest && s.columns < n) s.columns *= 2;
   while (s.columns * s.lanes < LUNACU_BLOCK && s.lanes * 8 < rows) s.lanes *= 2;
-  const int64_t threads = outer * lunacu_divide_up(n, s.columns) * s.columns * s.lanes, most = rows / (16 * s.lanes);
-  if (!split || most < 2 || threads == 0 || threads > LUNACU_ENOUGH / 2) return s;
-  s.length = lunacu_divide_up(rows, LUNACU_ENOUGH / threads < most ? LUNACU_ENOUGH / threads : most);
+  const int64_t threads = outer * lunacu_divide_up(n, s.columns) * s.columns * s.lanes, maximum = rows / (16 * s.lanes);
+  if (!split || maximum < 2 || threads == 0 || threads > LUNACU_ENOUGH / 2) return s;
+  s.length = lunacu_divide_up(rows, LUNACU_ENOUGH / threads < maximum ? LUNACU_ENOUGH / threads : maximum);
   s.splits = lunacu_divide_up(rows, s.length);
   return s;
 }
@@ -687,7 +689,8 @@ static void lunacu_part(const luna_op *op, int64_t rows, int64_t width, const fl
     LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
   else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
 }
-/* a part of an axis lies in rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of one of the axis */
+/* a part of an axis is rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of
+   one of the axis */
 struct lunacu_axis { int64_t rows, width, stride, unit; };
 static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *part, int64_t axis) {
   lunacu_axis a = {1, 0, 0, 1};
@@ -698,7 +701,7 @@ static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *p
   return a;
 }
 
-/* slice: size axis, start */
+/* slice: arg axis, start */
 static void lunacu_slice_query(luna_op *op) { (void)op; }
 static luna_status lunacu_slice_forward(luna_op *op) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
@@ -711,7 +714,7 @@ static luna_status lunacu_slice_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* concat: size axis */
+/* concat: arg axis */
 static void lunacu_concat_query(luna_op *op) { op->set = (1 << op->inputs) - 1; }
 static luna_status lunacu_concat_run(luna_op *op, bool back) {
   int64_t start = 0;
@@ -726,7 +729,7 @@ static luna_status lunacu_concat_run(luna_op *op, bool back) {
 static luna_status lunacu_concat_forward(luna_op *op) { return lunacu_concat_run(op, false); }
 static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_run(op, true); }
 
-/* repeat: size count */
+/* expand: arg count */
 static void lunacu_expand_query(luna_op *op) {
   op->set = 1;
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->arg.expand.count, luna_count(op->in[0]), true), 1) * sizeof(float);
@@ -1015,7 +1018,7 @@ __device__ __forceinline__ bool lunacu_beats(float a, uint32_t a_at, float b, ui
   return a != a || b != b ? a != a && (b == b || a_at < b_at) : a > b || (a == b && a_at < b_at);
 }
 __global__ void lunacu_max_kernel(const float *x, lunacu_sums s, float *y, uint32_t *where) {
-  LUNACU_SHARED(float, most, LUNACU_BLOCK);
+  LUNACU_SHARED(float, maximum, LUNACU_BLOCK);
   LUNACU_SHARED(uint32_t, place, LUNACU_BLOCK);
   LUNACU_EACH_UNIT(s, first) {
     const lunacu_place at(s, first);
@@ -1029,19 +1032,19 @@ __global__ void lunacu_max_kernel(const float *x, lunacu_sums s, float *y, uint3
         best_at = (uint32_t)r;
       }
     }
-    most[me] = best;
+    maximum[me] = best;
     place[me] = best_at;
     __syncthreads();
     for (int half = s.lanes / 2; half > 0; half /= 2) {
       const int other = me + half * s.columns;
-      if (at.lane < half && lunacu_beats(most[other], place[other], most[me], place[me])) {
-        most[me] = most[other];
+      if (at.lane < half && lunacu_beats(maximum[other], place[other], maximum[me], place[me])) {
+        maximum[me] = maximum[other];
         place[me] = place[other];
       }
       __syncthreads();
     }
     if (at.mine && at.lane == 0) {
-      y[at.o * s.n + at.j] = s.rows > 0 ? most[me] : 0.0f;
+      y[at.o * s.n + at.j] = s.rows > 0 ? maximum[me] : 0.0f;
       if (where) where[at.o * s.n + at.j] = place[me];
     }
     __syncthreads();
@@ -1151,7 +1154,7 @@ static void lunacu_column_sums(const luna_op *op, const float *x, int64_t rows, 
   if (to && rows > 0) lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, width, true), lunacu_column{x, rows, width}, {{to}, {1}, width, 1, 1.0f, true}, scratch);
 }
 
-/* --- what comes between products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
+/* --- epilogues of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
 struct lunacu_ending {
   const float *x, *bias, *residual;
   float *pre;
@@ -1179,7 +1182,7 @@ struct lunacu_ending {
 static void lunacu_end(const luna_op *op, int64_t count, float *y, const lunacu_ending &e) {
   lunacu_map<8>(op, count, y, false, (!e.bias || e.width % 8 == 0) && lunacu_wide(0, e.x, e.bias, e.residual, e.pre), e);
 }
-/* the way back: slope(given) drop(dy); given null: no activation */
+/* backward: slope(given) drop(dy); given null: no activation */
 struct lunacu_beginning {
   const float *dy, *given;
   int64_t first;
@@ -1297,17 +1300,17 @@ static luna_status lunacu_linear_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows; flag: keep nothing of the
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows; arg: recompute, which keeps nothing of the
    hidden layer. kept: what ReLU makes of it, or what another activation is given --- */
 #define LUNACU_FFN_ROWS 16384
 struct lunacu_ffn {
   int64_t rows, in, hidden, out, block; /* rows in all, and of a block */
   float *given, *a, *dh, *dy, *scratch;
 };
-/* where the parts of a block lie in the workspace, and its bytes; a: what W2 is given, its own only where it is not `given` */
+/* the layout of a block in the workspace, and its bytes; a: what W2 is given, its own only where it is not `given` */
 static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, void *workspace) {
   char *at = (char *)workspace;
-  int64_t most = 0;
+  int64_t maximum = 0;
   *f = {};
   f->rows = lunacu_rows(op->in[0]);
   f->in = lunacu_last(op->in[0]);
@@ -1320,9 +1323,9 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
   if (backward && op->last_dropout > 0) f->dy = lunacu_take(&at, f->block * f->out);
   for (int i = 0; backward && i < 4; i++) { /* of a whole block and of the last */
     const int64_t floats = lunacu_columns_floats(i < 2 ? f->block : f->block ? f->rows % f->block : 0, i % 2 ? f->hidden : f->out);
-    if (floats > most) most = floats;
+    if (floats > maximum) maximum = floats;
   }
-  if (backward) f->scratch = lunacu_take(&at, most);
+  if (backward) f->scratch = lunacu_take(&at, maximum);
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
 static void lunacu_feed_forward_query(luna_op *op) {
@@ -1480,13 +1483,13 @@ lunacu_softmax_kernel(lunacu_teams t, const float *x, const int32_t *lengths, in
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group);
     const lunacu_held<W, K> held(x + row * t.n, row < t.rows ? t.n : 0, lane, t.team);
-    float v[W], e[K ? K : 1][W], most = -INFINITY, sum = 0;
+    float v[W], e[K ? K : 1][W], maximum = -INFINITY, sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) most = fmaxf(most, v[i]);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) maximum = fmaxf(maximum, v[i]);
     }
-    most = lunacu_team_max(t.team, most, scratch);
-    const float shift = most > -INFINITY ? most : 0;
+    maximum = lunacu_team_max(t.team, maximum, scratch);
+    const float shift = maximum > -INFINITY ? maximum : 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
       LUNACU_UNROLL for (int i = 0; i < W; i++) {
@@ -1834,9 +1837,9 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
     const int64_t row = first + threadIdx.x / t.team;
     const int label = row < t.rows ? labels[row] : -1;
     const float *x = logits + row * t.n;
-    float most = -INFINITY, sum = 0, all = 0;
+    float maximum = -INFINITY, sum = 0, all = 0;
     for (int64_t c = lane * W; c < t.n && label >= 0; c += t.team * 8) {
-      float v[8 / W][W], next = most;
+      float v[8 / W][W], next = maximum;
       LUNACU_UNROLL for (int k = 0; k < 8 / W; k++) {
         const int64_t at = c + k * t.team * W;
         LUNACU_UNROLL for (int i = 0; i < W; i++) v[k][i] = -INFINITY;
@@ -1849,12 +1852,12 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
         }
       }
       const float shift = next > -INFINITY ? next : 0;
-      if (next > most) sum *= expf(most - next);
+      if (next > maximum) sum *= expf(maximum - next);
       LUNACU_UNROLL for (int k = 0; k < 8; k++) sum += expf(v[k / W][k % W] - shift);
-      most = next;
+      maximum = next;
     }
-    const float largest = lunacu_team_max(t.team, most, scratch), shift = largest > -INFINITY ? largest : 0;
-    if (largest > most) sum *= expf(most - largest);
+    const float largest = lunacu_team_max(t.team, maximum, scratch), shift = largest > -INFINITY ? largest : 0;
+    if (largest > maximum) sum *= expf(maximum - largest);
     sum = lunacu_team_sum(t.team, sum, scratch);
     if (smoothing > 0) all = lunacu_team_sum(t.team, all, scratch);
     if (lane == 0 && row < t.rows) {
@@ -2014,14 +2017,14 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
    Forward: a block has a tile of queries and a run of keys, and goes over these a tile at a time: S = Q K^T in registers, P = exp(S - the largest so far)
    in shared memory, O = O exp(the largest before - now) + P V. Where queries are few, several blocks share the keys; what each of them found (largest, sum,
    O) is merged in the order of the keys. Values wider than a tile go by chunks of columns, with O in memory between.
-   Backward: waves of scores. One kernel makes P and dS = P (dP - delta) of as many scores as memory is lent for, with P from each row's log-sum-exp and
-   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as plain products. A wave is large enough to fill a GPU and small enough to be lent for one call;
+   Backward: waves of scores. One kernel makes P and dS = P (dP - delta) of as many scores as the workspace holds, with P from each row's log-sum-exp and
+   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as matrix products. A wave is large enough to fill a GPU and small enough to be workspace of one call;
    products with a long sum and a small result are split, and the parts added in order. Sizes of waves, splits and tiles follow from shapes alone.
    Causality is exact: a key that a query does not see has weight 0 there, and what is not finite in its value is kept out of the product.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNACU_TILE_THREADS 128
 #define LUNACU_DEPTH 16              /* of a sum, what is in shared memory at a time */
-#define LUNACU_LENT ((int64_t)8 << 20)  /* floats lent for P, for dS and for parts of results, each */
+#define LUNACU_WORKSPACE ((int64_t)8 << 20)  /* floats of workspace for P, for dS and for parts of results, each */
 
 /* The factors of four elements from `element` on */
 __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t element, float (&factor)[4]) {
@@ -2070,7 +2073,7 @@ struct lunacu_side {
   int64_t row;
   int rows, width, clean;
   bool vector;                       /* may be read by four */
-  __device__ __forceinline__ bool plain(int last_row, int end) const { return vector && last_row < rows && last_row < clean && end <= width; }
+  __device__ __forceinline__ bool inside(int last_row, int end) const { return vector && last_row < rows && last_row < clean && end <= width; }
 };
 __device__ __forceinline__ float lunacu_finite(float x) { return fabsf(x) < INFINITY ? x : 0; }
 __device__ __forceinline__ float4 lunacu_load4(const lunacu_side &s, int i, int c) {
@@ -2092,7 +2095,7 @@ template <bool ALONG, int SIZE, int PITCH> __device__ __forceinline__ void lunac
   constexpr int step = LUNACU_TILE_THREADS / line;
   const int own = threadIdx.x / line, c = threadIdx.x % line * 4, row = ALONG ? first : k, column = ALONG ? k : first;
   if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
-  if (s.plain(row + (ALONG ? SIZE : LUNACU_DEPTH) - 1, column + (ALONG ? LUNACU_DEPTH : SIZE))) {
+  if (s.inside(row + (ALONG ? SIZE : LUNACU_DEPTH) - 1, column + (ALONG ? LUNACU_DEPTH : SIZE))) {
     const float *from = s.at + (row + own) * s.row + column + c;
     float4 x[turns];
     LUNACU_UNROLL
@@ -2152,7 +2155,7 @@ struct lunacu_attention {            /* as lunai_attention: strides in floats, a
   lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
 };
 struct lunacu_head {
-  int b, h, queries, keys, query, key; /* how many are real; where a packed sequence begins */
+  int b, h, queries, keys, query, key; /* how many are real; where a ragged sequence begins */
 };
 __device__ __forceinline__ lunacu_head lunacu_head_at(const lunacu_attention &a, int64_t pair) {
   lunacu_head r;
@@ -2182,7 +2185,7 @@ struct lunacu_runs {
   int chunk_log;                     /* 2^this columns of values at a time */
   float *partial;                    /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
 };
-/* The scores become exp(s - the largest so far), in p[key][query]. stats of each row: the largest score, the sum, how much what is older fades */
+/* The scores become exp(s - the maximum so far), in p[key][query]. stats of each row: the maximum, the sum, the factor of earlier sums */
 template <class T>
 __device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int first, int key, int keys, float (&s)[T::rows][T::columns], lunacu_shared<float> p,
                                                          lunacu_shared<float> stats) {
@@ -2253,7 +2256,7 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
   const int key_step = LUNACU_TILE_THREADS >> line_log;
   for (int k = 0; k < keys; k += keys_staged) {
     __syncthreads();
-    if (v.plain(k + keys_staged - 1, from + (1 << own.chunk_log))) {
+    if (v.inside(k + keys_staged - 1, from + (1 << own.chunk_log))) {
       float4 x[turns];
       LUNACU_UNROLL
       for (int t = 0; t < turns; t++) x[t] = *(const float4 *)(v.at + (k + key + t * key_step) * v.row + from + c);
@@ -2365,18 +2368,18 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
       }
   }
   for (int i = threadIdx.x; i < rows; i += LUNACU_TILE_THREADS) {
-    const float most = stats[i], total = stats[T::tall + i];
+    const float maximum = stats[i], total = stats[T::tall + i];
     const int64_t at = lunacu_line_at(a, head, first + i);
     left = 0;
     for (int t = i; t < LUNACU_TILE_THREADS; t += T::tall) left += room[t];
     if (r.partial) {
       float *to = r.partial + r.units * T::tall * a.value_dim + unit * 3 * T::tall + i;
-      to[0] = most;
+      to[0] = maximum;
       to[T::tall] = total;
       to[2 * T::tall] = left;
       continue;
     }
-    if (a.lse) a.lse[at] = begin >= end ? 0 : most + logf(total);
+    if (a.lse) a.lse[at] = begin >= end ? 0 : maximum + logf(total);
     if (a.sums) a.sums[at] = begin >= end ? 0 : a.dropout.threshold ? left / total : 1;
   }
 }
@@ -2475,7 +2478,7 @@ struct lunacu_gradient {
   bool vector;                       /* the result may be written by four */
   float *partial;                    /* [pairs, splits, rows, width]; null: not split */
 };
-/* where the result lies, and how far apart its rows are */
+/* the result, and the stride of its rows */
 __device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w, const lunacu_gradient &g, const lunacu_head &head) {
   return g.which == LUNACU_GRAD_Q ? a.grad_q + lunacu_q_at(a, head, w.query) : g.which == LUNACU_GRAD_K ? a.grad_k + lunacu_k_at(a, head, w.key) : a.grad_v + lunacu_v_at(a, head, w.key);
 }
@@ -2532,10 +2535,10 @@ __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w
   lunacu_gradient_at(a, w, g, head)[row * lunacu_gradient_row(a, g) + column] += (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
 }
 
-/* --- softmax attention: in q, k, v; out y, sums or null; size heads, batch, queries, keys; number scale; flag causal. kept: log-sum-exp.
-   pack is the same with in weights, context; one head, scale 1, keys = values --- */
+/* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
+   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 static lunacu_attention lunacu_attention_of(const luna_op *op) {
-  const bool packed = op->query_offsets != NULL;
+  const bool ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[op->kind == LUNA_OP_PACK ? 1 : 2];
   lunacu_attention a = {};
   a.q = q->data; a.k = k->data; a.v = v->data; a.out = op->out[0]->data;
@@ -2545,10 +2548,10 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.q_row = lunacu_last(q); a.k_row = lunacu_last(k); a.v_row = a.out_row = lunacu_last(v);
   a.q_head = a.k_head = a.head_dim = (int)(a.q_row / a.heads);
   a.v_head = a.out_head = a.value_dim = (int)(a.v_row / a.heads);
-  a.q_batch = packed || q->shape[0] != a.batch ? 0 : a.queries * a.q_row;
-  a.k_batch = packed || k->shape[0] != a.batch ? 0 : a.keys * a.k_row;
-  a.v_batch = packed || v->shape[0] != a.batch ? 0 : a.keys * a.v_row;
-  a.out_batch = packed ? 0 : a.queries * a.out_row;
+  a.q_batch = ragged || q->shape[0] != a.batch ? 0 : a.queries * a.q_row;
+  a.k_batch = ragged || k->shape[0] != a.batch ? 0 : a.keys * a.k_row;
+  a.v_batch = ragged || v->shape[0] != a.batch ? 0 : a.keys * a.v_row;
+  a.out_batch = ragged ? 0 : a.queries * a.out_row;
   a.lengths = op->lengths; a.query_offsets = op->query_offsets; a.key_offsets = op->key_offsets;
   a.scale = op->arg.attention.scale;
   a.causal = op->arg.attention.causal;
@@ -2562,41 +2565,41 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.out_vector = lunacu_wide(a.out_row | a.out_head | a.out_batch, a.out, a.grad_out);
   return a;
 }
-static int64_t lunacu_fewer(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t lunacu_more(int64_t a, int64_t b) { return a > b ? a : b; }
-/* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `least` long and all in `lent` floats */
-static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t least, int64_t size, int64_t lent) {
-  const int64_t most = lunacu_fewer(count / least, size > 0 ? lent / size : 1);
-  return lunacu_more(1, lunacu_fewer(blocks / lunacu_more(units, 1), most));
+static int64_t lunacu_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t lunacu_max(int64_t a, int64_t b) { return a > b ? a : b; }
+/* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `minimum` long and all in `workspace` floats */
+static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size, int64_t workspace) {
+  const int64_t maximum = lunacu_min(count / minimum, size > 0 ? workspace / size : 1);
+  return lunacu_max(1, lunacu_min(blocks / lunacu_max(units, 1), maximum));
 }
 
 /* the runs of keys; floats of the workspace */
 static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) {
-  const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys;
+  const int64_t pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   *r = {};
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
   r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
-  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_LENT);
+  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
   r->tiles = (int)tiles;
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
-  r->splits = (int)lunacu_more(1, lunacu_divide_up(keys, lunacu_more(r->keys, 1)));
+  r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
-  for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_fewer(a.value_dim, r->wide); r->chunk_log++);
+  for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
-static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &most, const lunacu_wave &w, int which) {
+static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w, int which) {
   const bool q = which == LUNACU_GRAD_Q;
-  const int64_t rows = q ? most.queries : most.keys, count = q ? most.keys : most.queries;
+  const int64_t rows = q ? maximum.queries : maximum.keys, count = q ? maximum.keys : maximum.queries;
   lunacu_gradient g = {};
   g.which = which;
   g.rows = q ? w.queries : w.keys;
   g.width = which == LUNACU_GRAD_V ? a.value_dim : a.head_dim;
   g.tall = rows <= 32 && g.width <= 64 ? 32 : rows <= 16 ? 16 : g.width <= 64 ? 128 : 64;
   g.wide = g.tall == 16 ? 256 : g.tall == 64 ? 128 : 64;
-  const int64_t units = most.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
-  const int64_t splits = lunacu_splits(units, 1024, count, 128, most.pairs * rows * g.width, LUNACU_LENT);
+  const int64_t units = maximum.pairs * lunacu_divide_up(rows, g.tall) * lunacu_divide_up(g.width, g.wide);
+  const int64_t splits = lunacu_splits(units, 1024, count, 128, maximum.pairs * rows * g.width, LUNACU_WORKSPACE);
   g.tiles_down = (int)lunacu_divide_up(g.rows, g.tall);
   g.tiles_across = (int)lunacu_divide_up(g.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
@@ -2605,24 +2608,24 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
 }
 /* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one pair's. And what backward needs, in floats */
 static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, char **at) {
-  const int64_t queries = lunacu_more(a.queries, 1), keys = lunacu_more(a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, least = 2048;
+  const int64_t queries = lunacu_max(a.queries, 1), keys = lunacu_max(a.causal ? lunacu_min(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
   const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
   int64_t parts = 0;
   lunacu_wave w = {};
-  w.pairs = lunacu_more(1, lunacu_fewer(LUNACU_LENT / (queries * row), shared ? a.heads : a.batch * a.heads));
+  w.pairs = lunacu_max(1, lunacu_min(LUNACU_WORKSPACE / (queries * row), shared ? a.heads : a.batch * a.heads));
   w.queries = (int)queries;
   w.keys = (int)keys;
-  if (queries * row > LUNACU_LENT && queries <= keys) {
-    w.queries = (int)lunacu_fewer(queries, least);
-    w.keys = (int)lunacu_fewer(keys, LUNACU_LENT / w.queries / 256 * 256);
-  } else if (queries * row > LUNACU_LENT) {
-    w.keys = (int)lunacu_fewer(keys, least);
-    w.queries = (int)lunacu_fewer(queries, LUNACU_LENT / lunacu_fewer(row, least) / 256 * 256);
+  if (queries * row > LUNACU_WORKSPACE && queries <= keys) {
+    w.queries = (int)lunacu_min(queries, minimum);
+    w.keys = (int)lunacu_min(keys, LUNACU_WORKSPACE / w.queries / 256 * 256);
+  } else if (queries * row > LUNACU_WORKSPACE) {
+    w.keys = (int)lunacu_min(keys, minimum);
+    w.queries = (int)lunacu_min(queries, LUNACU_WORKSPACE / lunacu_min(row, minimum) / 256 * 256);
   }
   w.row = (w.keys + 3) / 4 * 4;
   for (int which = 0; which < 3; which++) {
     const lunacu_gradient g = lunacu_gradient_plan(a, w, w, which);
-    if (g.splits > 1) parts = lunacu_more(parts, w.pairs * g.splits * g.rows * g.width);
+    if (g.splits > 1) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.width);
   }
   w.p = lunacu_take(at, w.pairs * w.queries * w.row);
   w.ds = lunacu_take(at, w.pairs * w.queries * w.row);
@@ -2676,14 +2679,14 @@ template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const
     LUNACU_LAUNCH(lunacu_attention_gather_kernel, (unsigned)lunacu_divide_up(w.pairs * g.rows * g.width, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, w, g);
 }
 /* one wave. Gradients of inputs that are one tensor add to the same place: one launch after another */
-static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &most, const lunacu_wave &w, float *partial) {
+static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w, float *partial) {
   if (w.queries <= 16) lunacu_scores_launch<lunacu_tile<16, 256>>(stream, a, w);
   else if (w.keys <= 16) lunacu_scores_launch<lunacu_tile<256, 16>>(stream, a, w);
   else if (w.keys <= 64) lunacu_scores_launch<lunacu_tile<128, 64>>(stream, a, w);
   else lunacu_scores_launch<lunacu_tile<64, 128>>(stream, a, w);
   for (int which = 0; which < 3; which++) {
     if (!(which == LUNACU_GRAD_Q ? a.grad_q : which == LUNACU_GRAD_K ? a.grad_k : a.grad_v)) continue;
-    lunacu_gradient g = lunacu_gradient_plan(a, most, w, which);
+    lunacu_gradient g = lunacu_gradient_plan(a, maximum, w, which);
     if (g.splits > 1) g.partial = partial;
     g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ? a.k_vector : a.v_vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
@@ -2695,25 +2698,25 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
 static luna_status lunacu_attention_backward(luna_op *op) {
   const lunacu_attention a = lunacu_attention_of(op);
   const cudaStream_t stream = lunacu_stream(op);
-  const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads, keys = a.causal ? lunacu_fewer(a.keys, a.queries) : a.keys;
+  const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   char *at = (char *)op->workspace;
   float *delta = lunacu_take(&at, lines), *partial;
-  const lunacu_wave most = lunacu_wave_of(a, &partial, &at);
+  const lunacu_wave maximum = lunacu_wave_of(a, &partial, &at);
   if (lines == 0 || keys == 0) return LUNA_OK;
   LUNACU_LAUNCH(lunacu_attention_delta_kernel, (unsigned)lunacu_divide_up(lines, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0, stream, a, lines, delta);
-  for (int64_t pair = 0; pair < pairs; pair += most.pairs)
-    for (int64_t query = 0; query < a.queries; query += most.queries)
-      for (int64_t key = 0; key < keys; key += most.keys) {
-        lunacu_wave w = most;
+  for (int64_t pair = 0; pair < pairs; pair += maximum.pairs)
+    for (int64_t query = 0; query < a.queries; query += maximum.queries)
+      for (int64_t key = 0; key < keys; key += maximum.keys) {
+        lunacu_wave w = maximum;
         w.pair = pair;
         w.query = (int)query;
         w.key = (int)key;
-        w.pairs = lunacu_fewer(w.pairs, pairs - pair);
-        w.queries = (int)lunacu_fewer(w.queries, a.queries - query);
-        w.keys = (int)lunacu_fewer(w.keys, keys - key);
+        w.pairs = lunacu_min(w.pairs, pairs - pair);
+        w.queries = (int)lunacu_min(w.queries, a.queries - query);
+        w.keys = (int)lunacu_min(w.keys, keys - key);
         w.row = (w.keys + 3) / 4 * 4;
         w.delta = delta;
-        if (!a.causal || key < query + w.queries) lunacu_attention_wave(stream, a, most, w, partial);
+        if (!a.causal || key < query + w.queries) lunacu_attention_wave(stream, a, maximum, w, partial);
       }
   return lunacu_row_done(op);
 }
@@ -2721,12 +2724,12 @@ static luna_status lunacu_attention_backward(luna_op *op) {
 /* ----------------------------------------------------------------------------------------------------------------------
    >>unpack: the folded unpack (eq. 4): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' + out_bias) + residual
    x and out [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots]; all heads' slots lie side by side, so that each product is
-   one matrix product a batch row. Few slots: one kernel, a tile of rows at a time, reads x once. Many: in waves of rows, as many as memory is lent for; P of a
+   one matrix product a batch row. Few slots: one kernel, a tile of rows at a time, reads x once. Many: in waves of rows, as many as the workspace holds; P of a
    wave lies in memory between its products.
    Backward: G = dY V'^T, dS = P (G - the sum of P G over the head's slots), dV' += P^T dY, dK' += dS^T X, dbias += the sums of dS, dX += dS K'.
    ---------------------------------------------------------------------------------------------------------------------- */
 struct lunacu_unpack {
-  int64_t batch, rows, dim, heads, slots, most_items, most_rows; /* most_: of a wave */
+  int64_t batch, rows, dim, heads, slots, max_items, max_rows; /* most_: of a wave */
   const float *k, *v, *bias;
   const int32_t *lengths;            /* [batch] real slots; null: all */
   lunacu_dropout dropout;            /* element ((b heads + head) rows + i) slots + j */
@@ -2734,7 +2737,7 @@ struct lunacu_unpack {
 };
 struct lunacu_unpack_wave { int64_t item, items, row, rows; };
 
-/* K' or V' with zeros where no slot is real: what stands there is not to be read */
+/* K' or V' with zeros where no slot is real, whose values are never read */
 __global__ void lunacu_unpack_clean_kernel(lunacu_unpack u, const float *__restrict__ from, float *__restrict__ to) {
   const int64_t count = u.batch * u.heads * u.slots * u.dim;
   for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) {
@@ -2891,19 +2894,19 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
   u.lengths = op->lengths;
   u.dropout = lunacu_op_dropout(op);
   const int64_t n = u.heads * u.slots, weights = u.lengths ? u.batch * n * u.dim : 0;
-  int64_t rows = LUNACU_LENT / lunacu_more(n, 1);
-  if (backward && op->last_dropout > 0) rows = lunacu_fewer(rows, LUNACU_LENT / u.dim);
-  rows = lunacu_more(rows / 128 * 128, 128);
-  u.most_items = lunacu_more(1, lunacu_fewer(rows / lunacu_more(u.rows, 1), u.batch));
-  u.most_rows = lunacu_fewer(rows, u.rows);
-  rows = u.most_items * u.most_rows;
+  int64_t rows = LUNACU_WORKSPACE / lunacu_max(n, 1);
+  if (backward && op->last_dropout > 0) rows = lunacu_min(rows, LUNACU_WORKSPACE / u.dim);
+  rows = lunacu_max(rows / 128 * 128, 128);
+  u.max_items = lunacu_max(1, lunacu_min(rows / lunacu_max(u.rows, 1), u.batch));
+  u.max_rows = lunacu_min(rows, u.rows);
+  rows = u.max_items * u.max_rows;
   u.clean_k = lunacu_take(at, weights);
   u.clean_v = lunacu_take(at, weights);
   u.p = lunacu_take(at, backward || !lunacu_unpack_at_once(op, n) ? rows * n : 0);
   if (!backward) return u;
   u.g = lunacu_take(at, rows * n);
   u.dy = lunacu_take(at, op->last_dropout > 0 ? rows * u.dim + 8 : 0);
-  u.parts = lunacu_take(at, lunacu_fewer(LUNACU_ENOUGH, rows * lunacu_more(n, u.dim) / 16));
+  u.parts = lunacu_take(at, lunacu_min(LUNACU_ENOUGH, rows * lunacu_max(n, u.dim) / 16));
   return u;
 }
 static void lunacu_unpack_query(luna_op *op) {
@@ -2936,9 +2939,9 @@ static void lunacu_unpack_clean(const luna_op *op, lunacu_unpack *u) {
 typedef luna_status lunacu_unpack_step(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w);
 static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, lunacu_unpack_step *step) {
   luna_status status = LUNA_OK;
-  for (int64_t item = 0; item < u.batch; item += u.most_items)
-    for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.most_rows)
-      status = step(op, u, {item, lunacu_fewer(u.most_items, u.batch - item), row, lunacu_fewer(u.most_rows, u.rows - row)});
+  for (int64_t item = 0; item < u.batch; item += u.max_items)
+    for (int64_t row = 0; row < u.rows && status == LUNA_OK; row += u.max_rows)
+      status = step(op, u, {item, lunacu_min(u.max_items, u.batch - item), row, lunacu_min(u.max_rows, u.rows - row)});
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
 typedef void lunacu_unpack_lines(lunacu_unpack u, lunacu_unpack_wave w, int lanes);
@@ -3033,7 +3036,7 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
 #define LUNACU_CAUSAL_DEEP 32        /* rows or columns of a factor that are in shared memory at a time */
 #define LUNACU_CAUSAL_PITCH (LUNACU_CHUNK + 4) /* of a tile 64 wide in shared memory; the others, too, are 4 wider than they hold, against bank conflicts */
 #define LUNACU_CAUSAL_SCAN 16        /* chunks that a thread scans, */
-#define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN) /* most chunks of a window, */
+#define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN) /* max chunks of a window */
 #define LUNACU_CAUSAL_FLOATS ((int64_t)8 << 20) /* and floats that a window is cut to */
 
 /* Flags have 64 bits, so that no argument of a kernel has holes or looks like a pointer.
@@ -3258,7 +3261,7 @@ template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lun
   const int row = (int)(c.tile / across) % down * 64, column = (int)(c.tile % across) * wide, pair = (int)(c.tile / across) / down;
   const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
   float sum[8][N] = {};
-  if (c.last || column >= end) return; /* nobody reads it */
+  if (c.last || column >= end) return; /* never read */
   lunacu_causal_over(over, s, c);
   for (int i = 0; i < LUNACU_CHUNK; i += 32) {
     float y[LUNACU_CAUSAL_TURNS(32, 64)][4], z[LUNACU_CAUSAL_TURNS(32, wide)][4];
@@ -3405,14 +3408,14 @@ __global__ void lunacu_causal_omega_kernel(lunacu_causal_span span, lunacu_causa
 /* U = softmax(U) */
 __global__ void lunacu_causal_softmax_kernel(lunacu_causal_span span, lunacu_causal_rows u, int slots) {
   const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
-  float *at = lunacu_causal_line_in(u, l), most = -INFINITY, sum = 0;
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) most = fmaxf(most, at[j]);
-  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(LUNACU_FULL, most, i));
-  if (most == -INFINITY) most = 0;
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) sum += expf(at[j] - most);
+  float *at = lunacu_causal_line_in(u, l), maximum = -INFINITY, sum = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) maximum = fmaxf(maximum, at[j]);
+  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(LUNACU_FULL, maximum, i));
+  if (maximum == -INFINITY) maximum = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) sum += expf(at[j] - maximum);
   sum = lunacu_causal_line_sum(sum);
   sum = sum > 0 ? 1 / sum : sum;     /* zeros stay, a NaN spreads */
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) at[j] = expf(at[j] - most) * sum;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) at[j] = expf(at[j] - maximum) * sum;
 }
 /* dW becomes H = scale / t W (dW - W dW) */
 __global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunacu_causal_rows dw, int slots, float scale) {
@@ -3455,7 +3458,7 @@ static lunacu_causal_rows lunacu_causal_divided(lunacu_causal_rows m) {
   return m;
 }
 /* those rows of a whole sequence that are in the window, in its order */
-static lunacu_causal_rows lunacu_causal_here(const lunacu_causal_sweep &s, lunacu_causal_rows m) {
+static lunacu_causal_rows lunacu_causal_windowed(const lunacu_causal_sweep &s, lunacu_causal_rows m) {
   m.at += (s.reverse ? s.rows - 1 - s.first * LUNACU_CHUNK : s.first * LUNACU_CHUNK) * m.row;
   if (s.reverse) m.row = -m.row;
   return m;
@@ -3526,7 +3529,8 @@ static unsigned lunacu_causal_lines(const lunacu_causal_sweep &s) {
   return (unsigned)(s.span.items * lunacu_divide_up(s.span.rows, LUNACU_BLOCK / LUNACU_SLOT_LANES));
 }
 
-/* --- causal product: in x, y, z; size heads. The state is y^T z, or its transpose where that is taller than wide --- */
+/* --- causal product: in x, y, z; arg: heads. The state is y^T z, or its transpose where that is taller than wide
+   --- */
 static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char **at) {
   const luna_tensor *x = op->in[0];
   const int64_t heads = op->arg.causal.heads, dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
@@ -3553,13 +3557,13 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   const lunacu_causal_rows g = lunacu_causal_divided(wide(op->out[0]->grad));
   s.stream = lunacu_stream(op);
   typedef const lunacu_causal_rows &rows;
-  const auto here = [&](rows m) { return lunacu_causal_here(s, m); };
+  const auto windowed = [&](rows m) { return lunacu_causal_windowed(s, m); };
   const auto states = [&](rows a, rows b) { /* a^T b [dim, value_dim] */
-    if (turned) lunacu_causal_states(s, {{here(b), {}}, {here(a), {}}, value_dim, dim, 1, false});
-    else lunacu_causal_states(s, {{here(a), {}}, {here(b), {}}, dim, value_dim, 1, false});
+    if (turned) lunacu_causal_states(s, {{windowed(b), {}}, {windowed(a), {}}, value_dim, dim, 1, false});
+    else lunacu_causal_states(s, {{windowed(a), {}}, {windowed(b), {}}, dim, value_dim, 1, false});
   };
   const auto product = [&](rows a, rows b, rows c, rows to, bool transposed, bool add) { /* to (+)= F(a, b, c); transposed: b^T c is the states' transpose */
-    lunacu_causal_run(s, {here(a), here(b), here(c), here(to), 0, turned != transposed, transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
+    lunacu_causal_run(s, {windowed(a), windowed(b), windowed(c), windowed(to), 0, turned != transposed, transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
   };
   for (int64_t first = 0; (!backward || dx.at) && lunacu_causal_go(&s, first, false); first += s.window) {
     states(y, z);
@@ -3576,8 +3580,8 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
 static luna_status lunacu_causal_product_forward(luna_op *op) { return lunacu_causal_product_run(op, false); }
 static luna_status lunacu_causal_product_backward(luna_op *op) { return lunacu_causal_product_run(op, true); }
 
-/* --- causal Luna: in q, k, v, s; size heads; number scale; activation omega. kept: W [batch, heads, rows, slots]. The state is k^T A and v^T A, in reverse
-   q^T H and G^T W, each [dim, slots] --- */
+/* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega. kept: W [batch, heads, rows, slots]. The
+   state is k^T A and v^T A, in reverse q^T H and G^T W, each [dim, slots] --- */
 struct lunacu_causal_luna {
   lunacu_causal_sweep sweep;
   int64_t heads;
@@ -3643,17 +3647,17 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
     const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
     const double share = 1 / (double)(a.position + t + 1);
     const bool first = a.position + t == 0;
-    float most = -INFINITY, sum = 0, *out = a.out + row * a.dim;
+    float maximum = -INFINITY, sum = 0, *out = a.out + row * a.dim;
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
     __syncthreads();
     lunacu_causal_mean(ka, a.slots, dim, slots, first, share, a.k + row * a.dim, omega, a.q + row * a.dim, sums, [&](int j, double u) { w[j] = (float)(u * a.scale); });
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) most = fmaxf(most, w[j]);
-    most = lunacu_block_max(most, scratch);
-    if (most == -INFINITY) most = 0;
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) sum += expf(w[j] - most);
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) maximum = fmaxf(maximum, w[j]);
+    maximum = lunacu_block_max(maximum, scratch);
+    if (maximum == -INFINITY) maximum = 0;
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) sum += expf(w[j] - maximum);
     sum = lunacu_block_sum(sum, scratch);
     sum = sum > 0 ? 1 / sum : sum;   /* zeros stay, a NaN spreads */
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) w[j] = expf(w[j] - most) * sum;
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) w[j] = expf(w[j] - maximum) * sum;
     __syncthreads();
     lunacu_causal_mean(av, a.dim, slots, dim, first, share, omega, a.v + row * a.dim, w, sums, [&](int j, double y) { out[j] = (float)y; });
   }
@@ -3679,7 +3683,7 @@ static void lunacu_causal_luna_query(luna_op *op) {
   op->backward_workspace_size = lunacu_causal_luna_start(op, &c, true, NULL);
 }
 static lunacu_causal_rows lunacu_causal_heads(const lunacu_causal_luna &c, const luna_tensor *t, float *at) {
-  return lunacu_causal_here(c.sweep, lunacu_causal_tensor(at, c.sweep.rows, c.heads, lunacu_last(t) / c.heads));
+  return lunacu_causal_windowed(c.sweep, lunacu_causal_tensor(at, c.sweep.rows, c.heads, lunacu_last(t) / c.heads));
 }
 static void lunacu_causal_luna_omega(const luna_op *op, const lunacu_causal_luna &c) {
   LUNACU_LAUNCH(lunacu_causal_omega_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
@@ -3699,7 +3703,7 @@ static luna_status lunacu_causal_luna_forward(luna_op *op) {
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
                              v = lunacu_causal_heads(c, op->in[2], op->in[2]->data), out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
-                             w = op->training ? lunacu_causal_here(c.sweep, c.w) : c.w;
+                             w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
     lunacu_causal_luna_omega(op, c);
     lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
     lunacu_causal_luna_run(c, q, k, c.a, 0, true, lunacu_causal_divided(w), op->arg.causal.scale, false);
@@ -3718,7 +3722,7 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
       const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
                                v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
                                g = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->grad)),
-                               w = lunacu_causal_here(c.sweep, c.w), h = lunacu_causal_here(c.sweep, c.h);
+                               w = lunacu_causal_windowed(c.sweep, c.w), h = lunacu_causal_windowed(c.sweep, c.h);
       lunacu_causal_luna_omega(op, c);
       if (!down) {
         lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
@@ -3760,26 +3764,27 @@ static luna_status lunacu_loss_check(luna_ctx *ctx, const luna_tensor *loss, lun
   return lunacu_done(ctx, "the loss's check");
 }
 
-/* --- sums that end in one number, in double: a slot a block, and for each of Q sums; the slots are added in order by one more block --- */
-#define LUNACU_SLOTS 1024
+/* --- sums that end in one number, in double: a partial a block, and for each of Q sums; one more block adds the
+   partials in order --- */
+#define LUNACU_PARTIALS 1024
 template <int Q> __device__ __forceinline__ void lunacu_slots_put(const double (&sum)[Q], double *partials, bool add) {
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
   LUNACU_UNROLL for (int q = 0; q < Q; q++) {
     const double all = lunacu_block_sum(sum[q], scratch);
-    double *slot = partials + q * LUNACU_SLOTS + blockIdx.x;
-    if (threadIdx.x == 0) *slot = (add ? *slot : 0) + all;
+    double *partial = partials + q * LUNACU_PARTIALS + blockIdx.x;
+    if (threadIdx.x == 0) *partial = (add ? *partial : 0) + all;
   }
 }
-template <int Q> __device__ __forceinline__ void lunacu_slots_sum(const double *partials, int slots, double (&sum)[Q]) {
+template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const double *partials, int count, double (&sum)[Q]) {
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
   LUNACU_UNROLL for (int q = 0; q < Q; q++) {
     sum[q] = 0;
-    for (int i = threadIdx.x; i < slots; i += blockDim.x) sum[q] += partials[q * LUNACU_SLOTS + i];
+    for (int i = threadIdx.x; i < count; i += blockDim.x) sum[q] += partials[q * LUNACU_PARTIALS + i];
     sum[q] = lunacu_block_sum(sum[q], scratch);
   }
 }
 
-/* --- the norm: gradients in chunks, 64 of them a launch; what a block finds in later launches it adds to its slot --- */
+/* --- the norm: gradients in chunks, 64 of them a launch; in later launches a block adds to its partial --- */
 #define LUNACU_NORM_CHUNK 16384
 #define LUNACU_NORMED 64
 struct lunacu_gradients {
@@ -3808,7 +3813,7 @@ __global__ void lunacu_norm_kernel(const lunacu_gradients g, double *partials, b
 }
 __global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_step_state *state, luna_step_state *context) {
   double sum[1];
-  lunacu_slots_sum(partials, LUNACU_SLOTS, sum);
+  lunacu_partials_sum(partials, LUNACU_PARTIALS, sum);
   if (threadIdx.x > 0) return;
   const float norm = (float)sqrt(sum[0]);
   const int nonfinite = context->nonfinite || !(sum[0] < (double)INFINITY);
@@ -3824,7 +3829,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, luna_tensor *const *parameters, in
   const cudaStream_t stream = lunacu_stream_of(ctx);
   double *partials = lunacu_self(ctx)->partials;
   int64_t p = 0;
-  for (bool add = false; p < count || !add; add = true) { /* once at least: the slots are then 0 */
+  for (bool add = false; p < count || !add; add = true) { /* once at least: the partials are then 0 */
     lunacu_gradients g = {};
     for (; p < count && g.count < LUNACU_NORMED; p++) {
       const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
@@ -3834,7 +3839,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, luna_tensor *const *parameters, in
       g.chunk[g.count + 1] = g.chunk[g.count] + lunacu_divide_up(size, LUNACU_NORM_CHUNK);
       g.count++;
     }
-    LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_SLOTS, LUNACU_BLOCK, 0, stream, g, partials, add);
+    LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, g, partials, add);
   }
   LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, clip, state, luna_backend_state(ctx));
   return lunacu_done(ctx, "the gradient's norm");
@@ -3918,34 +3923,34 @@ __global__ void lunacu_apollo_kernel(lunacu_updating u, double *partials) {
   }
   lunacu_slots_put(total, partials, false);
 }
-__global__ void lunacu_apollo_end_kernel(lunacu_updating u, const double *partials, int slots, double *apollo) {
+__global__ void lunacu_apollo_end_kernel(lunacu_updating u, const double *partials, int count, double *apollo) {
   double sum[3];
-  lunacu_slots_sum(partials, slots, sum);
+  lunacu_partials_sum(partials, count, sum);
   const double alpha = (double)((1 - u.beta1) / lunacu_correction(u.beta1, u.state->updates)), d = sqrt(sqrt(sum[0])) + (double)u.epsilon;
   if (threadIdx.x > 0) return;
   apollo[0] = alpha;
   apollo[1] = (-alpha * sum[1] - sum[2]) / (d * d * d * d);
 }
 template <luna_optimizer_kind kind> static void lunacu_update_run(cudaStream_t stream, const lunacu_updating &u, const double *apollo) {
-  const unsigned most = 4096;        /* blocks stride, so that each finds what is shared but once */
+  const unsigned maximum = 4096;        /* blocks stride, so that each finds what is shared but once */
   const bool wide = lunacu_wide(0, u.value, u.grad, u.moment[0], u.moment[1], u.moment[2]);
   const unsigned blocks = lunacu_blocks(u.count, (wide ? 4 : 1) * LUNACU_BLOCK);
-  if (wide) LUNACU_LAUNCH((lunacu_update_kernel<kind, 4>), blocks < most ? blocks : most, LUNACU_BLOCK, 0, stream, u, apollo);
-  else LUNACU_LAUNCH((lunacu_update_kernel<kind, 1>), blocks < most ? blocks : most, LUNACU_BLOCK, 0, stream, u, apollo);
+  if (wide) LUNACU_LAUNCH((lunacu_update_kernel<kind, 4>), blocks < maximum ? blocks : maximum, LUNACU_BLOCK, 0, stream, u, apollo);
+  else LUNACU_LAUNCH((lunacu_update_kernel<kind, 1>), blocks < maximum ? blocks : maximum, LUNACU_BLOCK, 0, stream, u, apollo);
 }
 static luna_status lunacu_update(luna_ctx *ctx, const luna_update *update) {
   const luna_tensor *p = update->parameter;
   const lunacu_updating u = {p->data, p->grad, {update->moment[0], update->moment[1], update->moment[2]}, luna_count(p), update->momentum, update->beta1,
                              update->beta2, update->epsilon, update->decay, update->lr, update->nesterov, update->kind != LUNA_OPTIMIZER_ADAMW, update->state};
   const cudaStream_t stream = lunacu_stream_of(ctx);
-  double *partials = lunacu_self(ctx)->partials, *apollo = partials + 3 * LUNACU_SLOTS;
+  double *partials = lunacu_self(ctx)->partials, *apollo = partials + 3 * LUNACU_PARTIALS;
   if (u.count == 0) return LUNA_OK;
   if (update->kind == LUNA_OPTIMIZER_SGD) lunacu_update_run<LUNA_OPTIMIZER_SGD>(stream, u, NULL);
   else if (update->kind != LUNA_OPTIMIZER_APOLLO) lunacu_update_run<LUNA_OPTIMIZER_ADAM>(stream, u, NULL);
   else {
-    const unsigned blocks = lunacu_blocks(u.count, 4 * LUNACU_BLOCK), slots = blocks < LUNACU_SLOTS ? blocks : LUNACU_SLOTS;
-    LUNACU_LAUNCH(lunacu_apollo_kernel, slots, LUNACU_BLOCK, 0, stream, u, partials);
-    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, u, partials, (int)slots, apollo);
+    const unsigned blocks = lunacu_blocks(u.count, 4 * LUNACU_BLOCK), count = blocks < LUNACU_PARTIALS ? blocks : LUNACU_PARTIALS;
+    LUNACU_LAUNCH(lunacu_apollo_kernel, count, LUNACU_BLOCK, 0, stream, u, partials);
+    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, u, partials, (int)count, apollo);
     lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(stream, u, apollo);
   }
   return lunacu_done(ctx, "an optimiser's update");

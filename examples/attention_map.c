@@ -12,7 +12,7 @@
 
 #include "example.h"
 
-#define MOST 2048                    /* tokens */
+#define MAX 2048                    /* tokens */
 #define COLUMNS 96                   /* tokens side by side; longer texts go on below */
 #define CELL 11                      /* pixels */
 
@@ -48,7 +48,7 @@ static luna_tensor *projected(const luna_linear_layer *layer, luna_tensor *x) { 
 /* pack [1,l,n], eq. 3; unpack [1,n,l], eq. 4. False on failure. */
 static bool look(const luna_encoder *e, const int32_t *tokens, int64_t n, luna_tensor **pack, luna_tensor **unpack) {
   const luna_encoder_layer *layer = NULL;
-  luna_tensor *p = NULL, *packed = NULL, *x = luna_encoder_embed(e, &(luna_input){ tokens, NULL, 1, n }, &p);
+  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ tokens, NULL, 1, n }, &p);
   for (int64_t i = 0; i < own.layer; i++) {
     if (layer) x = luna_encoder_layer_forward(layer, x, &p, NULL);
     layer = &e->layers[e->config.tied_layers ? 0 : i];
@@ -56,15 +56,15 @@ static bool look(const luna_encoder *e, const int32_t *tokens, int64_t n, luna_t
   const luna_nested_attention_layer *a = &layer->attention;
   if (layer->memory) p = luna_expand(layer->memory, 1);
   if (layer->config.pre_norm) x = luna_norm_layer_forward(&layer->attention_norm, x), p = luna_norm_layer_forward(&layer->memory_norm, p);
-  luna_nested_attention_layer_forward(a, x, p, NULL, NULL, &packed);
+  luna_nested_attention_layer_forward(a, x, p, NULL, NULL, &packed_context);
   *pack = matrix(projected(&a->pq, p), projected(&a->pk, x), a->config.pack_heads ? a->config.pack_heads : a->config.heads);
-  *unpack = matrix(projected(&a->q, x), projected(&a->k, packed), a->config.heads);
+  *unpack = matrix(projected(&a->q, x), projected(&a->k, packed_context), a->config.heads);
   return *pack && *unpack;
 }
 
 /* ---- the picture --------------------------------------------------------------------------------------------------- */
 
-typedef struct map { const char *title, *colour; float *value; int64_t of_slot, of_token; float most; } map; /* value[slot of_slot + token of_token] */
+typedef struct map { const char *title, *colour; float *value; int64_t of_slot, of_token; float max; } map; /* value[slot of_slot + token of_token] */
 
 static void label(FILE *f, const unsigned char *text, int64_t i, int64_t n, const int32_t *tokens) { /* token i: a character, where one begins */
   int length = showable(text + i, n - i);
@@ -78,13 +78,13 @@ static void label(FILE *f, const unsigned char *text, int64_t i, int64_t n, cons
 
 /* Tokens `from` and on, slots below each other; returns where it ends. */
 static int64_t draw_map(FILE *f, const map *m, int64_t slots, int64_t from, int64_t columns, int64_t y) {
-  fprintf(f, "<text x=\"40\" y=\"%lld\">%s, full colour: %.2g</text>\n<g fill=\"#999\" text-anchor=\"end\">\n", (long long)y, m->title, (double)m->most);
+  fprintf(f, "<text x=\"40\" y=\"%lld\">%s, full colour: %.2g</text>\n<g fill=\"#999\" text-anchor=\"end\">\n", (long long)y, m->title, (double)m->max);
   for (int64_t s = 0; s < slots; s += slots > 8 ? 4 : 1) fprintf(f, "<text x=\"36\" y=\"%lld\">%lld</text>\n", (long long)(y + 6 + (s + 1) * CELL - 2), (long long)s);
   fprintf(f, "</g>\n<rect x=\"40\" y=\"%lld\" width=\"%lld\" height=\"%lld\" fill=\"none\" stroke=\"#ccc\"/>\n<g fill=\"%s\">\n", (long long)y + 6, (long long)columns * CELL,
           (long long)slots * CELL, m->colour);
   for (int64_t s = 0; s < slots; s++)
     for (int64_t t = 0; t < columns; t++) {
-      float value = m->value[s * m->of_slot + (from + t) * m->of_token] / m->most;
+      float value = m->value[s * m->of_slot + (from + t) * m->of_token] / m->max;
       if (value >= 0.005f) fprintf(f, "<rect x=\"%lld\" y=\"%lld\" width=\"%d\" height=\"%d\" opacity=\"%.2f\"/>\n", (long long)(40 + t * CELL), (long long)(y + 6 + s * CELL), CELL, CELL, (double)value);
     }
   fprintf(f, "</g>\n");
@@ -126,7 +126,7 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, const unsigned char *te
   if (!values) return fail("out of memory");
   map maps[2] = { { "where each memory slot looks (pack; a row sums to 1)", "#08519c", values, n, 1, 1e-6f }, { "which slots each token reads (unpack; a column sums to 1)", "#a63603", values + count, 1, slots, 1e-6f } };
   int status = luna_read(pack, values) == LUNA_OK && luna_read(unpack, values + count) == LUNA_OK ? 0 : failed(ctx);
-  for (int64_t i = 0; i < 2 * count; i++) if (values[i] > maps[i / count].most) maps[i / count].most = values[i];
+  for (int64_t i = 0; i < 2 * count; i++) if (values[i] > maps[i / count].max) maps[i / count].max = values[i];
   FILE *f = status ? NULL : fopen(set.out, "wb");
   if (!status && !f) status = fail("cannot write %s: %s", set.out, strerror(errno));
   if (f) picture(f, maps, slots, text, tokens, n, e->config.layers);
@@ -137,8 +137,8 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, const unsigned char *te
 }
 
 static int draw_command(luna_ctx *ctx, const char **words) {
-  static unsigned char text[8 * MOST + 1];
-  static int32_t tokens[MOST];
+  static unsigned char text[8 * MAX + 1];
+  static int32_t tokens[MAX];
   luna_model model;
   int64_t n = 0;
   if (luna_load_model(&model, luna_params_open(ctx), words[0]) != LUNA_OK) return failed(ctx);
@@ -149,9 +149,9 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   if (own.text) memcpy(text, own.text, size);
   while (size > 0 && (text[size - 1] == '\n' || text[size - 1] == '\r')) text[--size] = 0;
   if (!own.numbers)
-    for (; n < (int64_t)size && n < MOST; n++) tokens[n] = text[n];
+    for (; n < (int64_t)size && n < MAX; n++) tokens[n] = text[n];
   else
-    for (char *at = (char *)text, *end; n < MOST; at = end) {
+    for (char *at = (char *)text, *end; n < MAX; at = end) {
       long number = strtol(at, &end, 10);
       if (end == at) break;
       tokens[n++] = (int32_t)(number < INT32_MAX && number >= 0 ? number : INT32_MAX);

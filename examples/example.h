@@ -84,16 +84,16 @@ typedef struct flag {
   const char **text;                 /* where its value goes: one of these three */
   int64_t *whole;
   double *real;
-  double least, most;
+  double min, max;
   const char *kind;                  /* of a text: "in" or "out", a file that is read or written. Of a whole number: the names of 0, 1, 2, ... */
   const char *help;
 } flag;
 #define STRING(place) &(place), NULL, NULL, 0, 0, NULL
 #define READS(place) &(place), NULL, NULL, 0, 0, "in"
 #define WRITES(place) &(place), NULL, NULL, 0, 0, "out"
-#define WHOLE(place, least, most) NULL, &(place), NULL, least, most, NULL
+#define WHOLE(place, min, max) NULL, &(place), NULL, min, max, NULL
 #define CHOICE(place, names) NULL, &(place), NULL, 0, 0, names
-#define REAL(place, least, most) NULL, NULL, &(place), least, most, NULL
+#define REAL(place, min, max) NULL, NULL, &(place), min, max, NULL
 
 #define FLAGS_TRAIN FLAGS_TRAIN_OF("t")
 #define FLAGS_TRAIN_OF(commands) \
@@ -112,8 +112,8 @@ typedef struct flag {
   { "--dropout", commands, REAL(set.dropout, 0, 0.95), "probability" }
 #define FLAGS_CLASSIFIER /* names in the order of luna_attention_kind, luna_pooling, luna_positions */ \
   { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
-  { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is told from" }, \
-  { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how a token's place is told" }
+  { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
+  { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }
 #define FLAGS_RESUME \
   { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), "steps between checkpoints of the training in --out; 0 for none" }, \
   { "--resume", "t", STRING(set.resume), "such a checkpoint to go on from; its settings hold" }
@@ -172,8 +172,8 @@ TOOL int set_flag(const flag *f, const char *value) {
   }
   char *end;
   double number = strtod(value, &end);
-  if (end == value || *end || !(number >= f->least && number <= f->most) || (f->whole && (double)(int64_t)number != number))
-    return fail("%s takes a %snumber from %.15g to %.15g, not '%s'", f->name, f->whole ? "whole " : "", f->least, f->most, value);
+  if (end == value || *end || !(number >= f->min && number <= f->max) || (f->whole && (double)(int64_t)number != number))
+    return fail("%s takes a %snumber from %.15g to %.15g, not '%s'", f->name, f->whole ? "whole " : "", f->min, f->max, value);
   if (f->whole) *f->whole = (int64_t)number;
   else *f->real = number;
   return 0;
@@ -256,7 +256,7 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
 
 typedef struct contents { unsigned char *data; int64_t size; } contents; /* to be freed; a zero follows the last */
 
-/* Returns 0, or 2 after a sentence. An empty file is refused. */
+/* Returns 0, or 2 after a sentence. An empty file is an error. */
 TOOL int read_file(const char *path, contents *file) {
   size_t got = 0, room = 0;
   FILE *from = fopen(path, "rb");
@@ -314,29 +314,29 @@ TOOL void push(ints *list, int32_t value) {
 }
 
 typedef struct entry { uint64_t key; int64_t value; } entry;
-typedef struct table { entry *entries; uint32_t *slots; int64_t size, room; } table; /* entries as they came; slots: 1 + where one is; both to be freed */
+typedef struct table { entry *entries; uint32_t *buckets; int64_t size, room; } table; /* entries in order of arrival; buckets: 1 + an entry's index; both to be freed */
 
-TOOL uint32_t *slot_of(const table *t, uint64_t key) { /* where it is or would be */
-  uint64_t slots = (uint64_t)t->room * 2, i = (key * 0x9E3779B97F4A7C15u >> 20) % slots;
-  while (t->slots[i] && t->entries[t->slots[i] - 1].key != key) i = i + 1 < slots ? i + 1 : 0;
-  return t->slots + i;
+TOOL uint32_t *bucket_of(const table *t, uint64_t key) { /* where it is or would be */
+  uint64_t buckets = (uint64_t)t->room * 2, i = (key * 0x9E3779B97F4A7C15u >> 20) % buckets;
+  while (t->buckets[i] && t->entries[t->buckets[i] - 1].key != key) i = i + 1 < buckets ? i + 1 : 0;
+  return t->buckets + i;
 }
 
-TOOL const int64_t *find(const table *t, uint64_t key) { /* null when it is not there */
-  uint32_t slot = t->room ? *slot_of(t, key) : 0;
-  return slot ? &t->entries[slot - 1].value : NULL;
+TOOL const int64_t *find(const table *t, uint64_t key) { /* null when absent */
+  uint32_t bucket = t->room ? *bucket_of(t, key) : 0;
+  return bucket ? &t->entries[bucket - 1].value : NULL;
 }
 
 TOOL int64_t *value_of(table *t, uint64_t key) { /* a new one is 0 */
   if (t->size == t->room) {
     t->entries = (entry *)grow(t->entries, t->room = 2 * t->room + 1024, sizeof(entry));
-    t->slots = (uint32_t *)grow(t->slots, 2 * t->room, sizeof(uint32_t));
-    memset(t->slots, 0, (size_t)(2 * t->room) * sizeof(uint32_t));
-    for (int64_t i = 0; i < t->size; i++) *slot_of(t, t->entries[i].key) = (uint32_t)i + 1;
+    t->buckets = (uint32_t *)grow(t->buckets, 2 * t->room, sizeof(uint32_t));
+    memset(t->buckets, 0, (size_t)(2 * t->room) * sizeof(uint32_t));
+    for (int64_t i = 0; i < t->size; i++) *bucket_of(t, t->entries[i].key) = (uint32_t)i + 1;
   }
-  uint32_t *slot = slot_of(t, key);
-  if (*slot == 0) t->entries[t->size] = (entry){ key, 0 }, *slot = (uint32_t)++t->size;
-  return &t->entries[*slot - 1].value;
+  uint32_t *bucket = bucket_of(t, key);
+  if (*bucket == 0) t->entries[t->size] = (entry){ key, 0 }, *bucket = (uint32_t)++t->size;
+  return &t->entries[*bucket - 1].value;
 }
 
 #include "training.h"

@@ -1,4 +1,4 @@
-/* listops: learns to work out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without being told what a bracket is.
+/* listops: learns to work out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without knowing what a bracket is.
    The task of the Long Range Arena (arXiv 2011.04006): operators MIN, MAX, MED (median) and SM (sum modulo 10), ten answers.
 
      cc -O2 -I. examples/listops.c -o listops -lm -lpthread
@@ -57,16 +57,16 @@ static int64_t below(maker *m, int64_t n) {                /* splitmix64 */
 }
 
 static int32_t apply(int32_t operation, const int *counts, int64_t members) { /* counts[d]: members that are d */
-  int sum = 0, low = 0, high = 0, least = 9, most = 0;
+  int sum = 0, low = 0, high = 0, min = 9, max = 0;
   int64_t seen = 0;
   for (int d = 0; d < 10; d++) {
     if (counts[d] == 0) continue;
     if (seen <= (members - 1) / 2) low = d;                /* the middle two; one and the same when members are odd */
     if (seen <= members / 2) high = d;
-    seen += counts[d], sum += counts[d] % 10 * d, most = d;
-    if (d < least) least = d;
+    seen += counts[d], sum += counts[d] % 10 * d, max = d;
+    if (d < min) min = d;
   }
-  return operation == MIN ? least : operation == MAX ? most : operation == MED ? (low + high) / 2 : sum % 10;
+  return operation == MIN ? min : operation == MAX ? max : operation == MED ? (low + high) / 2 : sum % 10;
 }
 
 /* Writes a digit or a list and returns its value; -1 once there are too many tokens. One in four is a list, where it may be. */
@@ -137,7 +137,7 @@ static int read_lists(void) {
     file.lists[file.count].tokens = line;
     file.lists[file.count++].size = (int32_t)size;
   }
-  return file.count >= 10 ? 0 : fail("%s has %lld lists; 10 are the least", own.data, (long long)file.count);
+  return file.count >= 10 ? 0 : fail("%s has %lld lists; the minimum is 10", own.data, (long long)file.count);
 }
 
 /* ---- commands ------------------------------------------------------------------------------------------------------ */

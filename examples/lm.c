@@ -66,8 +66,8 @@ static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const in
 }
 
 /* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `most` are enough. NaN on failure. */
-static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t most) {
-  int64_t skip = t.size / window / most * 16 * window;
+static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t max) {
+  int64_t skip = t.size / window / max * 16 * window;
   double sum = 0, count = 0;
   for (int64_t at = 0; at < t.size - 1; at += skip) {
     int64_t rows = (t.size - 1 - at) / window, n = window;
@@ -162,8 +162,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
 
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  luna_lm_config config = { .layers = set.layers, .memory = set.memory, .layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
-    .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout } };
+  luna_lm_config config = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+    .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout } };
   if (luna_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });

@@ -70,9 +70,9 @@ static int read_both(const char **paths) {
 }
 
 static int64_t classes(void) {                             /* labels are 0 .. classes - 1 */
-  int64_t most = 1;
-  for (int64_t i = 0; i < labels.size[0]; i++) if (labels.bytes[i] > most) most = labels.bytes[i];
-  return most + 1;
+  int64_t max = 1;
+  for (int64_t i = 0; i < labels.size[0]; i++) if (labels.bytes[i] > max) max = labels.bytes[i];
+  return max + 1;
 }
 
 /* ---- commands ------------------------------------------------------------------------------------------------------ */
@@ -86,7 +86,7 @@ static int load(luna_ctx *ctx, luna_model *model, const char *path) {
 
 static int train(luna_ctx *ctx, const char **words) {
   int status = read_both(words);
-  if (!status && images.size[0] < 6) status = fail("%s has %lld images; 6 are the least", words[0], (long long)images.size[0]);
+  if (!status && images.size[0] < 6) status = fail("%s has %lld images; the minimum is 6", words[0], (long long)images.size[0]);
   if (!status) {
     int64_t held = images.size[0] / 6;
     status = train_classifier(ctx, luna_params_open(ctx), &(task){ .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),

@@ -4,7 +4,7 @@
 
      summary FILE                                                 seconds
 
-   A tensor's numbers are told by the least, the mean, the standard deviation and the greatest; those not finite are counted. */
+   A tensor's values are summarised by min, mean, standard deviation and max; those not finite are counted. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -28,9 +28,9 @@ typedef struct totals {
 static bool starts(const char *text, const char *with) { return strncmp(text, with, strlen(with)) == 0; }
 
 /* What a terminal can show of a text; returns how many bytes it looked at. */
-static int print_text(const char *text, int most) {
+static int print_text(const char *text, int max) {
   int size = (int)strlen(text), i = 0;
-  for (int n; i < size && i < most; i += n) {
+  for (int n; i < size && i < max; i += n) {
     n = showable((const unsigned char *)text + i, size - i);
     if (n == 0 || text[i] == '\n') printf("."), n = n ? n : 1;
     else printf("%.*s", n, text + i);
@@ -101,7 +101,7 @@ static int summary(luna_ctx *ctx, const char *path) {
   totals sum = { .width = 6 };
   printf("%s\n", path);
   if (luna_inspect(ctx, path, &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor, .user = &sum }) != LUNA_OK) return failed(ctx);
-  printf("%s\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.column ? "\n" : "", sum.width, "tensor", "kind", "shape", "size", "least", "mean", "deviation", "greatest");
+  printf("%s\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.column ? "\n" : "", sum.width, "tensor", "kind", "shape", "size", "min", "mean", "deviation", "max");
   if (luna_inspect(ctx, path, &(luna_inspection){ .tensor = print_tensor, .user = &sum }) != LUNA_OK) return failed(ctx);
   printf("\n  %lld tensors, %lld numbers,", (long long)sum.tensors, (long long)sum.numbers);
   print_bytes(sum.bytes);

@@ -29,7 +29,7 @@ TOOL void curve_add(curve *c, double x, double y) {
 typedef struct progress {
   int64_t step, first;               /* steps made; of these, before this run */
   double start, shown, mean, tokens; /* mean: of the loss, over about 20 steps */
-  bool live, bits;                   /* bits: the loss is told in bits per byte too */
+  bool live, bits;                   /* bits: the loss is reported in bits per byte too */
   char note[40];                     /* shown after the loss: "accuracy 0.87" */
   curve training, validation;        /* validation: the example adds to it, by curve_add(&bar.validation, bar.step, loss) */
 } progress;
@@ -70,9 +70,9 @@ TOOL void progress_end(const progress *p) { if (p->live) printf("\n"); }
 typedef struct axis { double low, high, tick; } axis;
 
 TOOL axis axis_of(double low, double high) { /* round numbers around them, 5 to 10 ticks */
-  double least = fmax(high - low, 1e-6 * fabs(high) + 1e-9) / 5, tick = pow(10, floor(log10(least)));
-  if (5 * tick <= least) tick *= 5;
-  else if (2 * tick <= least) tick *= 2;
+  double min = fmax(high - low, 1e-6 * fabs(high) + 1e-9) / 5, tick = pow(10, floor(log10(min)));
+  if (5 * tick <= min) tick *= 5;
+  else if (2 * tick <= min) tick *= 2;
   return (axis){ tick * floor(low / tick), tick * fmax(ceil(high / tick - 1e-9), floor(low / tick) + 1), tick };
 }
 

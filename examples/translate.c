@@ -3,7 +3,7 @@
      cc -O2 -I. examples/translate.c -o translate -lm -lpthread
 
      translate train SOURCE TARGET [--out M] [--plot SVG] ...    learns from two files whose lines belong together, or from one, PAIRS.tsv
-     translate eval M SOURCE TARGET [--beam B]                   BLEU-4 of its translations, words told apart as mteval-v13a does
+     translate eval M SOURCE TARGET [--beam B]                   BLEU-4 of its translations, words split as mteval-v13a does
      translate run M [--beam B] <LINES                           a translation a line
 
    Multi30k, 29,000 pairs: translate train train.en train.de, half an hour of processor time; eval, seconds: BLEU 31.
@@ -138,20 +138,20 @@ static void merge(ints *units, table *counts, uint64_t pair, int32_t token) {
 }
 
 /* Makes the commonest pair a token until there are `most` tokens or no pair is left that comes twice. */
-static void learn_pairs(vocab *v, ints *units, int64_t most) {
+static void learn_pairs(vocab *v, ints *units, int64_t max) {
   table counts = { 0 };
   for (int64_t i = 0, weight = 0; i + 1 < units->size; i++) {
     if (units->at[i] < 0) weight = -units->at[i];
     count_pair(&counts, units->at[i], units->at[i + 1], weight);
   }
-  while (v->end + 1 < most) {
+  while (v->end + 1 < max) {
     entry best = { 0, 1 };
     for (int64_t i = 0; i < counts.size; i++) if (counts.entries[i].value > best.value) best = counts.entries[i];
     if (best.value < 2) break;
     merge(units, &counts, best.key, v->end);
     add_pair(v, best.key);
   }
-  free(counts.entries), free(counts.slots);
+  free(counts.entries), free(counts.buckets);
 }
 
 /* ---- pairs of lines ------------------------------------------------------------------------------------------------ */
@@ -162,7 +162,7 @@ typedef struct batch { int32_t *source, *given, *labels, *lengths[2]; int64_t ro
 typedef struct data { vocab v; contents file[2]; pair *pairs; int64_t count, room; ints tokens; batch b; } data;
 
 static int done(data *d, int status) {
-  free(d->v.pairs.entries), free(d->v.pairs.slots), free(d->file[0].data), free(d->file[1].data), free(d->pairs), free(d->b.source);
+  free(d->v.pairs.entries), free(d->v.pairs.buckets), free(d->file[0].data), free(d->file[1].data), free(d->pairs), free(d->b.source);
   return free(d->tokens.at), status;
 }
 
@@ -320,7 +320,7 @@ static int train(luna_ctx *ctx, const char **words) {
   for (int64_t i = 0; i < 2 * (d.count - held); i++) count_units(d.pairs[i / 2].text[i % 2], &units, &seen);
   learn_pairs(&d.v, &units, own.vocab);
   encode_pairs(&d, own.longest, held);
-  free(units.at), free(seen.entries), free(seen.slots);
+  free(units.at), free(seen.entries), free(seen.buckets);
   if (held < 1 || d.count <= held) return done(&d, fail("%lld pairs can be used; to train and validate takes 20", (long long)d.count));
   return done(&d, train_on(ctx, &d, held));
 }
@@ -345,7 +345,7 @@ static int load(luna_ctx *ctx, luna_model *model, vocab *v, const char *path) {
   return fine ? 0 : fail("the vocabulary in %s makes no sense", path);
 }
 
-/* BLEU-4 of a corpus, one reference each, case kept, words told apart as mteval-v13a does. */
+/* BLEU-4 of a corpus, one reference each, case kept, words split as mteval-v13a does. */
 static struct { double found[4], grams[4], words[2]; } bleu;
 
 static int64_t words_of(line t, uint64_t *out) { /* each as a hash */

@@ -168,8 +168,8 @@ static bool models_open(void) {
 }
 static bool layers_open(void) {
   const luna_init init = {LUNA_INIT_XAVIER, 0};
-  luna_nested_attention_config nested = {0};
-  luna_causal_attention_config causal = {0};
+  luna_nested_attention_layer_config nested = {0};
+  luna_causal_attention_layer_config causal = {0};
   luna_layer_config layer = small_layer();
   luna_status status = LUNA_OK;
   nested.dim = causal.dim = DIM;
@@ -264,9 +264,9 @@ static luna_tensor *tensor(int rank, int64_t a, int64_t b, int64_t c, int64_t d)
 }
 static luna_tensor *optional(int rank, int64_t a, int64_t b, int64_t c, int64_t d) { return coin() ? NULL : tensor(rank, a, b, c, d); }
 /* `count` numbers in [0, most], null where the array could not be that long; where sizes overflow nothing may be read */
-static const int32_t *whole(int32_t *at, int64_t count, int64_t most) {
+static const int32_t *whole(int32_t *at, int64_t count, int64_t max) {
   if (count > NUMBERS) return NULL;
-  for (int64_t i = 0; i < count; i++) at[i] = most > 0 ? (int32_t)pick((uint32_t)(most < INT32_MAX ? most : INT32_MAX - 1) + 1) : 0;
+  for (int64_t i = 0; i < count; i++) at[i] = max > 0 ? (int32_t)pick((uint32_t)(max < INT32_MAX ? max : INT32_MAX - 1) + 1) : 0;
   if (turn()) {
     static const int32_t wild[] = {-1, INT32_MIN, INT32_MAX, 1 << 20};
     const uint32_t which = pick(5);
@@ -277,10 +277,10 @@ static const int32_t *whole(int32_t *at, int64_t count, int64_t most) {
 }
 static const int32_t *words(int64_t batch, int64_t n) { return whole(tokens, product(batch, n), VOCAB - 1); }
 static int64_t first_axis(const luna_tensor *a, const luna_tensor *b) { return !a ? b ? b->shape[0] : 1 : b && b->shape[0] > a->shape[0] ? b->shape[0] : a->shape[0]; }
-static const int32_t *lengths_of(int64_t batch, int64_t most) {
+static const int32_t *lengths_of(int64_t batch, int64_t max) {
   static int32_t lengths[NUMBERS];
   if (coin() || batch > NUMBERS) return NULL;
-  return whole(lengths, batch < 0 ? 0 : batch, most < 0 ? 0 : most);
+  return whole(lengths, batch < 0 ? 0 : batch, max < 0 ? 0 : max);
 }
 
 /* these sequences, or none */
@@ -383,16 +383,16 @@ static luna_run run_of(void) {
   run.threads = number((int)pick(4));
   return run;
 }
-/* floats over which parts reach: as luna.h says, in double; negative: an argument that cannot be */
+/* floats over which parts reach: as luna.h says, in double; negative: an invalid argument */
 static double reach(double extent, int64_t count, int64_t given, double dense, bool shared, double *stride) {
   const bool one = shared && given == LUNA_SHARED;
   *stride = one ? 0 : given ? (double)given : dense;
   if (extent < 0 || count < 0 || *stride < 0 || dense < 0) return -1;
   return extent + (count > 1 ? (double)(count - 1) * *stride : 0);
 }
-#define MOST 140737488355328.0
+#define MAX 140737488355328.0
 /* what must come of a call: 1 success, 0 refused, -1 our arrays are too small to know */
-static int verdict(double extent) { return extent < 0 || extent > MOST ? 0 : extent <= ROOM / 4 ? 1 : -1; }
+static int verdict(double extent) { return extent < 0 || extent > MAX ? 0 : extent <= ROOM / 4 ? 1 : -1; }
 static int worse(int a, int b) { return a == 0 || b == 0 ? 0 : a < b ? a : b; }
 static int64_t stride(void) { return size(coin() ? 0 : 8 + pick(8)); }
 
@@ -423,7 +423,7 @@ static int gemm_args(luna_gemm_args *g) {
 static void got_free(luna_status status, int v) { /* of a call without context */
   expect(status == LUNA_OK || status == LUNA_BAD_ARGUMENT || status == LUNA_UNSUPPORTED || status == LUNA_OUT_OF_MEMORY, "a status that is none");
   if (hostile == 0) expect(status == LUNA_OK, "a valid call failed");
-  if (v == 0) expect(status == LUNA_BAD_ARGUMENT, "sizes that cannot be are accepted");
+  if (v == 0) expect(status == LUNA_BAD_ARGUMENT, "invalid sizes are accepted");
 }
 static void case_luna_gemm_f32(void) {
   luna_gemm_args g;
@@ -435,13 +435,13 @@ static void case_luna_gemm_scratch(void) {
   const int v = gemm_args(&g);
   const size_t bytes = luna_gemm_scratch(turn() ? NULL : &g);
   expect(hostile || bytes > 0, "no scratch for a valid call");
-  if (v == 0) expect(bytes == 0, "scratch for sizes that cannot be");
+  if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
 }
-static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t s[3], bool shared, bool packed) {
+static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t s[3], bool shared, bool ragged) {
   double one, row;
   double e = reach((double)dim, heads, s[2], (double)dim, false, &one);
   e = reach(e, rows, s[1], (double)heads * (double)dim, false, &row);
-  return verdict(packed ? e : reach(e, batch, s[0], (double)rows * row, shared, &one));
+  return verdict(ragged ? e : reach(e, batch, s[0], (double)rows * row, shared, &one));
 }
 static int attention_args(luna_attention_args *a) {
   static int32_t offsets[2][16];
@@ -468,12 +468,12 @@ static int attention_args(luna_attention_args *a) {
     if (a->keys >= 0 && a->keys < 4) a->keys = 4;
     if (turn()) a->key_offsets = NULL;
   } else a->lengths = lengths_of(a->batch, a->keys);
-  const bool packed = a->query_offsets != NULL;
+  const bool ragged = a->query_offsets != NULL;
   const int64_t dv = a->value_dim ? a->value_dim : a->head_dim;
-  v = part_of(a->batch, queries, a->heads, a->head_dim, s[0], true, packed);
-  v = worse(v, part_of(a->batch, keys, a->heads, a->head_dim, s[1], true, packed));
-  v = worse(v, part_of(a->batch, keys, a->heads, dv, s[2], true, packed));
-  v = worse(v, part_of(a->batch, queries, a->heads, dv, s[3], false, packed));
+  v = part_of(a->batch, queries, a->heads, a->head_dim, s[0], true, ragged);
+  v = worse(v, part_of(a->batch, keys, a->heads, a->head_dim, s[1], true, ragged));
+  v = worse(v, part_of(a->batch, keys, a->heads, dv, s[2], true, ragged));
+  v = worse(v, part_of(a->batch, queries, a->heads, dv, s[3], false, ragged));
   if (v == 1 && (a->batch > 64 || a->heads > 64 || a->queries > 1000)) v = -1;
   a->q_batch = s[0][0], a->q_row = s[0][1], a->q_head = s[0][2], a->k_batch = s[1][0], a->k_row = s[1][1], a->k_head = s[1][2];
   a->v_batch = s[2][0], a->v_row = s[2][1], a->v_head = s[2][2], a->out_batch = s[3][0], a->out_row = s[3][1], a->out_head = s[3][2];
@@ -506,7 +506,7 @@ static void case_luna_softmax_attention_scratch(void) {
   const int v = attention_args(&a);
   const size_t bytes = luna_softmax_attention_scratch(turn() ? NULL : &a);
   expect(hostile || bytes > 0, "no scratch for a valid call");
-  if (v == 0) expect(bytes == 0, "scratch for sizes that cannot be");
+  if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
 }
 static int causal_args(luna_causal_args *c) {
   int64_t none[3] = {0, 0, 0};
@@ -537,7 +537,7 @@ static void case_luna_causal_product_scratch(void) {
   const int v = causal_args(&c);
   const size_t bytes = luna_causal_product_scratch(turn() ? NULL : &c);
   expect(hostile || bytes > 0, "no scratch for a valid call");
-  if (v == 0) expect(bytes == 0, "scratch for sizes that cannot be");
+  if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
 }
 /* ==== context ==== */
 static void case_luna_open(void) {
@@ -596,12 +596,12 @@ static void case_luna_tensor_new(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   const int64_t count = rank < 0 || rank > 4 ? -1 : shape_count(rank, shape);
   luna_tensor *t = luna_tensor_new(ctx, count >= 0 && count <= NUMBERS && coin() ? numbers : NULL, rank, turn() ? NULL : shape);
-  if (count < 0) expect(!t, "a shape that cannot be is accepted");
+  if (count < 0) expect(!t, "an invalid shape is accepted");
   got_tensor(t, ctx != NULL);
 }
-static luna_tensor *plain(void) { return tensor(3, small(), small(), small(), 1); }
+static luna_tensor *any_tensor(void) { return tensor(3, small(), small(), small(), 1); }
 static void case_luna_require_grad(void) {
-  luna_tensor *x = luna_require_grad(plain());
+  luna_tensor *x = luna_require_grad(any_tensor());
   got_tensor(luna_scale(x, 2), x != NULL);
 }
 static void case_luna_item(void) {
@@ -611,18 +611,18 @@ static void case_luna_item(void) {
   if (x && luna_count(x) != 1) expect(value != value && sentence(), "the item of a tensor of several");
 }
 static void case_luna_read(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   if (luna_count(x) <= ROOM) got_status(luna_read(x, turn() ? NULL : room), x != NULL);
 }
 static void case_luna_read_grad(void) {
-  luna_tensor *x = plain(), *y = luna_scale(luna_require_grad(x), 2);
+  luna_tensor *x = any_tensor(), *y = luna_scale(luna_require_grad(x), 2);
   if (luna_count(x) > ROOM || !y) return;
   if (w->training && x && x->ctx == w->ctx) luna_backward(luna_sum(luna_reshape(y, 2, (int64_t[]){1, luna_count(y)}), 1));
   else hostile++;
   got_status(luna_read_grad(x, turn() ? NULL : room), x != NULL);
 }
 static void case_luna_write(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   if (luna_count(x) <= NUMBERS) got_status(luna_write(x, turn() ? NULL : numbers), x != NULL);
 }
 static void case_luna_backward(void) {
@@ -647,7 +647,7 @@ static void case_luna_slice(void) {
 }
 static void case_luna_permute(void) {
   const int axes[LUNA_MAX_RANK] = {number(2), number(0), number(1), 3}; /* as many as a hostile tensor may have */
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_permute(x, turn() ? NULL : axes), x != NULL);
 }
 static bool any_of(luna_tensor *const *x, int count) {
@@ -675,11 +675,11 @@ static void binary(luna_tensor *(*op)(luna_tensor *a, luna_tensor *b)) {
 static void case_luna_add(void) { binary(luna_add); }
 static void case_luna_mul(void) { binary(luna_mul); }
 static void case_luna_scale(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_scale(x, real(2)), x != NULL);
 }
 static void reduction(luna_tensor *(*op)(luna_tensor *x, int axis)) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(op(x, number((int)pick(3))), x != NULL);
 }
 static void case_luna_sum(void) { reduction(luna_sum); }
@@ -709,11 +709,11 @@ static void case_luna_feed_forward(void) {
   got_tensor(luna_feed_forward(x, w1, optional(1, hidden, 1, 1, 1), w2, optional(1, out, 1, 1, 1), coin() ? NULL : &c), x || w1);
 }
 static void case_luna_activate(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_activate(x, ENUM(luna_activation, 6)), x != NULL);
 }
 static void map(luna_tensor *(*op)(luna_tensor *x)) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(op(x), x != NULL);
 }
 static void case_luna_relu(void) { map(luna_relu); }
@@ -730,7 +730,7 @@ static void masked(luna_tensor *(*op)(luna_tensor *x, const int32_t *lengths)) {
 static void case_luna_softmax(void) { masked(luna_softmax); }
 static void case_luna_mask(void) { masked(luna_mask); }
 static void case_luna_dropout(void) {
-  luna_tensor *x = plain();
+  luna_tensor *x = any_tensor();
   got_tensor(luna_dropout(x, probability()), x != NULL);
 }
 static void case_luna_layer_norm(void) {
@@ -770,12 +770,12 @@ static void case_luna_softmax_attention(void) {
     for (int s = 0; s < 2; s++)
       for (int i = 1; i < 4; i++) offsets[s][i] = offsets[s][i - 1] + (int32_t)pick(4);
     q = tensor(2, offsets[0][3], d, 1, 1), k = tensor(2, offsets[1][3], d, 1, 1), v = tensor(2, offsets[1][3], e, 1, 1);
-    c.packed = 3;
+    c.sequences = 3;
     if (turn()) offsets[pick(2)][pick(4)] = number(2);
     c.query_offsets = turn() ? NULL : offsets[0], c.key_offsets = offsets[1];
   } else {
     q = tensor(3, b, n, d, 1), k = tensor(3, coin() ? 1 : b, m, d, 1), v = tensor(3, b, m, e, 1);
-    c.packed = turn() ? -3 : 0;
+    c.sequences = turn() ? -3 : 0;
     c.lengths = lengths_of(q && k && v ? NUMBERS < q->shape[0] + k->shape[0] + v->shape[0] ? NUMBERS + 1 : q->shape[0] + k->shape[0] + v->shape[0] : b, m);
   }
   got_tensor(luna_softmax_attention(q, k, v, turn() ? NULL : &c), q || k || v);
@@ -819,7 +819,7 @@ static void case_luna_custom_op(void) {
   const int count = number(1 + (int)pick(8));
   const int64_t shape[4] = {small(), small(), small(), small()};
   luna_custom c = {double_forward, double_backward, "ab", 3};
-  for (int i = 0; i < 9; i++) in[i] = plain();
+  for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (turn()) c.forward = NULL;
   if (turn()) c.backward = NULL;
   if (turn()) c.state = NULL;
@@ -836,7 +836,7 @@ static luna_tensor *block(const void *state, luna_tensor *const *in, luna_tensor
 static void case_luna_recompute(void) {
   luna_tensor *in[9], *second = NULL;
   const int count = number(1 + (int)pick(8)), what = turn() ? (int)pick(3) : 3;
-  for (int i = 0; i < 9; i++) in[i] = plain();
+  for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (count > 9) return;
   if (turn()) got_tensor(luna_recompute(turn() ? NULL : block, NULL, sizeof what, in, count, NULL), any_of(in, count < 8 ? count : 8));
   else got_tensor(luna_recompute(block, &what, sizeof what, turn() ? NULL : in, count, coin() ? &second : NULL), false);
@@ -1066,13 +1066,13 @@ static void case_luna_norm_layer_forward(void) {
 }
 static void nested(const luna_nested_attention_layer *layer) {
   const int64_t b = small(), n = small(), m = small(), d = layer->config.dim;
-  luna_tensor *x = rows(b, n, d), *p = rows(b, small(), d), *context = coin() ? NULL : rows(b, m, d), *packed = NULL;
+  luna_tensor *x = rows(b, n, d), *p = rows(b, small(), d), *context = coin() ? NULL : rows(b, m, d), *packed_context = NULL;
   const int32_t *lengths = lengths_of(x ? x->shape[0] : b, context ? m : n);
-  got_tensor(luna_nested_attention_layer_forward(layer, x, p, context, lengths, coin() ? &packed : NULL), x != NULL);
+  got_tensor(luna_nested_attention_layer_forward(layer, x, p, context, lengths, coin() ? &packed_context : NULL), x != NULL);
 }
 static void case_luna_nested_attention_layer_init(void) {
   luna_nested_attention_layer layer;
-  luna_nested_attention_config c = {0};
+  luna_nested_attention_layer_config c = {0};
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.pack_heads = size(pick(3));
@@ -1091,7 +1091,7 @@ static void causal(const luna_causal_attention_layer *layer) {
 }
 static void case_luna_causal_attention_layer_init(void) {
   luna_causal_attention_layer layer;
-  luna_causal_attention_config c = {0};
+  luna_causal_attention_layer_config c = {0};
   c.dim = size(DIM);
   c.heads = size(pick(3));
   c.sharing = ENUM(luna_sharing, 2);
@@ -1392,7 +1392,7 @@ static luna_optimizer *an_optimizer(void) {
   return turn() ? NULL : o;
 }
 static void case_luna_optimizer_group(void) {
-  luna_group g = {0};
+  luna_param_group g = {0};
   luna_optimizer *o = an_optimizer();
   g.name = turn() ? "nothing" : coin() ? NULL : "p";
   g.max_rank = number((int)pick(3));
@@ -1664,7 +1664,7 @@ static void run_function(int at, int first, int last) {
   const int cases = heavy(f->name) ? HEAVY : CASES;
   world one;
   function = f->name;
-  for (int kind = 0; kind < 3; kind++) { /* the plain form, the folded form, a context that measures */
+  for (int kind = 0; kind < 3; kind++) { /* the unfolded form, the folded form, a context that measures */
     world_open(&one, kind == 2, (luna_form)((kind + 1) % 3));
     for (int i = kind * cases; i < (kind + 1) * cases; i++)
       if (i >= first && i <= last && !run_case(f, at, i)) {
@@ -1773,8 +1773,8 @@ static void known_softmax(void) {
   fails(luna_softmax(shaped(1, 4, 1, 1), lengths));
 }
 static void known_slots(void) {       /* a memory of no slots */
-  luna_tensor *packed;
-  trains(luna_nested_attention_layer_forward(&w->nested, shaped(3, 2, 3, DIM), shaped(3, 2, 0, DIM), NULL, NULL, &packed));
+  luna_tensor *packed_context;
+  trains(luna_nested_attention_layer_forward(&w->nested, shaped(3, 2, 3, DIM), shaped(3, 2, 0, DIM), NULL, NULL, &packed_context));
 }
 static void known_slots_unpack(void) {
   const int64_t heads[4] = {1, HUGE_SIZE, 0, 4};
@@ -1784,7 +1784,7 @@ static void known_slots_unpack(void) {
 static void known_batch(void) {       /* training on a batch of no sequences, with one head */
   luna_lm model;
   luna_lm_config c = w->lm.config;
-  c.layer.heads = c.layer.pack_heads = 1;
+  c.heads = c.layer.heads = c.layer.pack_heads = 1;
   expect(luna_lm_init(&model, new_set(), &c) == LUNA_OK, luna_error(w->ctx));
   trains(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 0, 3 }));
 }
@@ -1801,7 +1801,7 @@ static void known_generate(void) {    /* 2 n + 10 */
   const luna_beam_config search = {.begin = 0, .end = 1};
   const luna_input source = {tokens, NULL, 1, INT64_MIN + 5};
   int32_t out[16], length[1];
-  expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(), "a source that cannot be");
+  expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(), "an invalid source");
 }
 static void known_many(void) {        /* too many, the first missing */
   luna_tensor *nine[9] = {NULL};
@@ -1813,7 +1813,7 @@ static void known_ffn(void) {         /* 4 dim */
   luna_layer_config c = small_layer();
   c.dim = INT64_MAX / 2;
   c.ffn = 0;
-  expect(luna_causal_layer_init(&layer, new_set(), "x", 3, &c) != LUNA_OK && sentence(), "a dim that cannot be");
+  expect(luna_causal_layer_init(&layer, new_set(), "x", 3, &c) != LUNA_OK && sentence(), "an invalid dim");
 }
 static void known_hidden(void) { trains(luna_feed_forward(shaped(2, 3, 4, 1), shaped(2, 0, 4, 1), shaped(1, 0, 1, 1), shaped(2, 5, 0, 1), shaped(1, 5, 1, 1), NULL)); }
 static void known_linear(void) {      /* of no inputs the bias remains */
@@ -1890,8 +1890,8 @@ static void null_forwards(void) {
 }
 static void null_inits(void) {
   const luna_init odd = {LUNA_INIT_XAVIER, NAN};
-  luna_nested_attention_config nested_c = {0};
-  luna_causal_attention_config causal_c = {0};
+  luna_nested_attention_layer_config nested_c = {0};
+  luna_causal_attention_layer_config causal_c = {0};
   luna_attention_layer_config attention_c = {0};
   luna_layer_config layer_c = small_layer();
   luna_lm_config lm_c = {0};

@@ -1,5 +1,5 @@
 /* Softmax attention and the folded unpack, forward and backward, against loops in double and the scalar pass: odd sizes, strides,
-   lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of slots, packed or alone, however many
+   lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of threads, ragged or alone, however many
    queries there are; a query's past is never touched by what comes after it. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -34,11 +34,11 @@ static double dot(const float *a, const float *b, int64_t n) {
 }
 /* p becomes softmax(p); returns log-sum-exp, 0 for none */
 static double soften(double *p, int64_t n) {
-  double most = -INFINITY, sum = 0;
-  for (int64_t j = 0; j < n; j++) most = fmax(most, p[j]);
-  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - most);
+  double max = -INFINITY, sum = 0;
+  for (int64_t j = 0; j < n; j++) max = fmax(max, p[j]);
+  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
   for (int64_t j = 0; j < n; j++) p[j] /= sum;
-  return n > 0 ? most + log(sum) : 0;
+  return n > 0 ? max + log(sum) : 0;
 }
 static void reference_line(const lunai_attention *a, line at, double **want, double *p, double *dp) {
   double kept = 0, mean = 0;
@@ -70,16 +70,16 @@ static void reference(const lunai_attention *a, double **want) {
   free(p), free(dp);
 }
 
-static void run_pass(const lunai_attention *a, const lunai_kernels *table, int64_t slots, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(slots);
-  kernels_scratch s = kernels_scratch_open(table->attention_scratch(a, slots, backward));
+static void run_pass(const lunai_attention *a, const lunai_kernels *table, int64_t threads, bool backward) {
+  const lunai_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(table->attention_scratch(a, threads, backward));
   if (backward) table->attention_backward(a, &parallel, s.at);
   else table->attention(a, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void run(const void *call, const lunai_kernels *table, int64_t slots) {
-  run_pass((const lunai_attention *)call, table, slots, false);
-  run_pass((const lunai_attention *)call, table, slots, true);
+static void run(const void *call, const lunai_kernels *table, int64_t threads) {
+  run_pass((const lunai_attention *)call, table, threads, false);
+  run_pass((const lunai_attention *)call, table, threads, true);
 }
 
 /* ---- one call: STRIDED has q as [batch, heads, queries, dim] and gaps in the others, ALIAS one array for keys and values ---- */
@@ -116,12 +116,12 @@ static arrays arrays_of(lunai_attention *a, int flags) {
   x.sizes[1] = flags & SHARED_KV ? a->keys * a->k_row : a->batch * a->k_batch;
   x.sizes[2] = flags & SHARED_KV ? a->keys * a->v_row : a->batch * a->v_batch;
   x.sizes[3] = a->batch * a->out_batch;
-  a->q = x.q = fresh(x.sizes[0], 2);
-  a->k = x.k = fresh(x.sizes[1], 2);
-  x.v = flags & ALIAS ? x.k : fresh(x.sizes[2], 1);
+  a->q = x.q = random_floats(x.sizes[0], 2);
+  a->k = x.k = random_floats(x.sizes[1], 2);
+  x.v = flags & ALIAS ? x.k : random_floats(x.sizes[2], 1);
   a->v = x.v;
-  a->grad_out = x.grad_out = fresh(x.sizes[3], 1);
-  a->grad_sums = x.grad_sums = fresh(rows, 1);
+  a->grad_out = x.grad_out = random_floats(x.sizes[3], 1);
+  a->grad_sums = x.grad_sums = random_floats(rows, 1);
   x.lengths = (int32_t *)common_alloc((size_t)a->batch * sizeof(int32_t));
   for (int64_t b = 0; b < a->batch; b++) x.lengths[b] = b == 1 ? 0 : (int32_t)(a->keys - b * 37 % (a->keys + 1));
   if (flags & LENGTHS) {
@@ -132,8 +132,8 @@ static arrays arrays_of(lunai_attention *a, int flags) {
   return x;
 }
 static void arrays_close(const arrays *x) {
-  if (x->v != x->k) drop(x->v);
-  drop(x->q), drop(x->k), drop(x->grad_out), drop(x->grad_sums), free(x->lengths);
+  if (x->v != x->k) release(x->v);
+  release(x->q), release(x->k), release(x->grad_out), release(x->grad_sums), free(x->lengths);
 }
 static outputs outputs_of(lunai_attention *a, const arrays *x) {
   const int64_t rows = a->batch * a->queries * a->heads;
@@ -160,8 +160,8 @@ static void check_attention(const shape *s) {
   outputs_close(&o), arrays_close(&x);
 }
 
-/* ---- packed sequences are each alone, bit for bit ---- */
-static void check_packed(bool causal, int64_t slots) {
+/* ---- ragged sequences are each alone, bit for bit ---- */
+static void check_ragged(bool causal, int64_t threads) {
   enum { COUNT = 5, HEADS = 2, DIM = 24, VALUE = 20, Q = HEADS * DIM, V = HEADS * VALUE };
   const int32_t queries[COUNT] = {70, 0, 300, 16, 600}, keys[COUNT] = {130, 20, 700, 1100, 600};
   int32_t q_at[COUNT + 1] = {0}, k_at[COUNT + 1] = {0};
@@ -169,25 +169,25 @@ static void check_packed(bool causal, int64_t slots) {
   lunai_attention a = attention_of(&s);
   for (int b = 0; b < COUNT; b++) q_at[b + 1] = q_at[b] + queries[b], k_at[b + 1] = k_at[b] + (causal ? queries[b] : keys[b]);
   const int64_t n = q_at[COUNT], m = k_at[COUNT];
-  float *q = fresh(n * Q, 2), *k = fresh(m * Q, 2), *v = fresh(m * V, 1), *grad_out = fresh(n * V, 1);
+  float *q = random_floats(n * Q, 2), *k = random_floats(m * Q, 2), *v = random_floats(m * V, 1), *grad_out = random_floats(n * V, 1);
   const int64_t sizes[5] = {n * V, n * HEADS, n * Q, m * Q, m * V};
-  float *packed[5], *alone[5];
-  for (int i = 0; i < 5; i++) packed[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
+  float *ragged[5], *alone[5];
+  for (int i = 0; i < 5; i++) ragged[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
   a.q = q, a.k = k, a.v = v, a.grad_out = grad_out, a.query_offsets = q_at, a.key_offsets = k_at;
-  a.out = packed[0], a.lse = packed[1], a.grad_q = packed[2], a.grad_k = packed[3], a.grad_v = packed[4];
-  run(&a, kernels, slots);
+  a.out = ragged[0], a.lse = ragged[1], a.grad_q = ragged[2], a.grad_k = ragged[3], a.grad_v = ragged[4];
+  run(&a, kernels, threads);
   for (int b = 0; b < COUNT; b++) {
     lunai_attention one = a;
     one.query_offsets = one.key_offsets = NULL, one.batch = 1, one.queries = q_at[b + 1] - q_at[b], one.keys = k_at[b + 1] - k_at[b];
     one.q += q_at[b] * Q, one.k += k_at[b] * Q, one.v += k_at[b] * V, one.grad_out += q_at[b] * V;
     one.out = alone[0] + q_at[b] * V, one.lse = alone[1] + q_at[b] * HEADS, one.grad_q = alone[2] + q_at[b] * Q;
     one.grad_k = alone[3] + k_at[b] * Q, one.grad_v = alone[4] + k_at[b] * V;
-    run(&one, kernels, 1 + slots % 3);
+    run(&one, kernels, 1 + threads % 3);
   }
-  for (int i = 0; i < 5; i++) CHECK(same(packed[i], alone[i], sizes[i]), "%s: packed%s, %d slots: array %d has other bits than each alone",
-                                    kernels_name, causal ? ", causal" : "", (int)slots, i);
-  for (int i = 0; i < 5; i++) drop(packed[i]), drop(alone[i]);
-  drop(q), drop(k), drop(v), drop(grad_out);
+  for (int i = 0; i < 5; i++) CHECK(same(ragged[i], alone[i], sizes[i]), "%s: ragged%s, %d threads: array %d has other bits than each alone",
+                                    kernels_name, causal ? ", causal" : "", (int)threads, i);
+  for (int i = 0; i < 5; i++) release(ragged[i]), release(alone[i]);
+  release(q), release(k), release(v), release(grad_out);
 }
 
 /* ---- a query's bits do not depend on how many there are ---- */
@@ -214,7 +214,7 @@ static void check_prefix(int64_t keys, bool dropout) {
 }
 
 /* ---- causal is exact: what is at row t never reaches a row before it, and a NaN is not lost after it ---- */
-static void check_causality(int64_t n, int64_t t, float odd, int64_t slots) {
+static void check_causality(int64_t n, int64_t t, float odd, int64_t threads) {
   enum { HEADS = 2, DIM = 17, VALUE = 19, Q = HEADS * DIM, V = HEADS * VALUE };
   const shape s = {1, HEADS, n, n, DIM, VALUE, CAUSAL};
   lunai_attention a = attention_of(&s);
@@ -227,23 +227,23 @@ static void check_causality(int64_t n, int64_t t, float odd, int64_t slots) {
     fill(x.v + t * V, V, odd);
     if (which) fill(x.q + t * Q, Q, odd), fill(x.k + t * Q, Q, odd);
     a.out = out;
-    run_pass(&a, kernels, slots, false);
+    run_pass(&a, kernels, threads, false);
     for (int64_t i = t * V; i < n * V; i++) bad += !(fabs((double)out[i]) < 1e30);
     CHECK(same(out, clean, t * V), "%s: %g at row %d of %d reaches what is before it", kernels_name, (double)odd, (int)t, (int)n);
     CHECK(odd == odd ? isfinite(odd) || bad >= V : bad == (n - t) * V, "%s: %g at row %d of %d is lost: %d of %d", kernels_name,
           (double)odd, (int)t, (int)n, (int)bad, (int)((n - t) * V));
   }
-  drop(clean), drop(out), arrays_close(&x);
+  release(clean), release(out), arrays_close(&x);
 }
 
 /* ---- the folded unpack ---- */
 enum { U_OUT, U_LSE, U_X, U_K, U_V, U_BIAS, U_OUT_BIAS };
 enum { NO_OUT_BIAS = 8 };
-static void unpack_run(const void *call, const lunai_kernels *table, int64_t slots) {
+static void unpack_run(const void *call, const lunai_kernels *table, int64_t threads) {
   const lunai_unpack *u = (const lunai_unpack *)call;
-  const lunai_parallel parallel = kernels_parallel(slots);
+  const lunai_parallel parallel = kernels_parallel(threads);
   for (int backward = 0; backward < 2; backward++) {
-    kernels_scratch s = kernels_scratch_open(table->unpack_scratch(u, slots, backward != 0));
+    kernels_scratch s = kernels_scratch_open(table->unpack_scratch(u, threads, backward != 0));
     if (backward) table->unpack_backward(u, &parallel, s.at);
     else table->unpack(u, &parallel, s.at);
     kernels_scratch_close(&s);
@@ -287,12 +287,12 @@ static void unpack_alone(const lunai_unpack *all, const outputs *o) {
   unpack_run(&u, kernels, 2);
   CHECK(same(out, o->got[U_OUT] + b * x, x) && same(grad_x, o->got[U_X] + b * x, x) && same(grad_k, o->got[U_K] + b * k, k),
         "%s: %s: row 2 alone has other bits", kernels_name, sentence);
-  drop(out), drop(grad_x), drop(grad_k), drop(lse);
+  release(out), release(grad_x), release(grad_k), release(lse);
 }
 static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int flags) {
   const int64_t x_size = batch * rows * dim, k_size = batch * heads * slots * dim, bias_size = batch * heads * slots;
-  float *x = fresh(x_size, 1), *k = fresh(k_size, 2 / sqrt((double)dim)), *v = fresh(k_size, 1), *bias = fresh(bias_size, 1);
-  float *out_bias = fresh(dim, 1), *grad_out = fresh(x_size, 1);
+  float *x = random_floats(x_size, 1), *k = random_floats(k_size, 2 / sqrt((double)dim)), *v = random_floats(k_size, 1), *bias = random_floats(bias_size, 1);
+  float *out_bias = random_floats(dim, 1), *grad_out = random_floats(x_size, 1);
   int32_t *lengths = (int32_t *)common_alloc((size_t)batch * sizeof(int32_t));
   lunai_unpack u;
   outputs o;
@@ -324,7 +324,7 @@ static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads
            (int)heads, (int)slots, flags);
   outputs_check(&o, sentence, unpack_run, &u);
   if (batch > 2 && !(flags & DROPOUT)) unpack_alone(&u, &o); /* a dropped element's number counts the batch */
-  outputs_close(&o), drop(x), drop(k), drop(v), drop(bias), drop(out_bias), drop(grad_out), free(lengths);
+  outputs_close(&o), release(x), release(k), release(v), release(bias), release(out_bias), release(grad_out), free(lengths);
 }
 
 static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim */
@@ -344,14 +344,14 @@ int main(void) {
   const float odd[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1e38f};
   for (int at = 0; kernels_next(&at);) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(&shapes[i]);
-    for (int64_t slots = 1; slots < 8; slots += 3) check_packed(false, slots), check_packed(true, slots);
+    for (int64_t threads = 1; threads < 8; threads += 3) check_ragged(false, threads), check_ragged(true, threads);
     for (int dropout = 0; dropout < 2; dropout++) check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout),
       check_prefix(1100, dropout);
     for (int i = 0; i < 4; i++)
-      for (int64_t slots = 1; slots < 8; slots += 3)
-        check_causality(3, 1, odd[i], slots), check_causality(90, 10, odd[i], slots), check_causality(200, 64, odd[i], slots),
-          check_causality(600, 511, odd[i], slots),
-          check_causality(600, 515, odd[i], slots);
+      for (int64_t threads = 1; threads < 8; threads += 3)
+        check_causality(3, 1, odd[i], threads), check_causality(90, 10, odd[i], threads), check_causality(200, 64, odd[i], threads),
+          check_causality(600, 511, odd[i], threads),
+          check_causality(600, 515, odd[i], threads);
     check_unpack(1, 1, 1, 1, 1, 0), check_unpack(2, 70, 12, 3, 5, 0), check_unpack(1, 1200, 40, 4, 16, 0), check_unpack(1, 0, 4, 2, 3, 0),
       check_unpack(1, 5, 4, 2, 0, 0);
     check_unpack(3, 130, 33, 2, 17, LENGTHS), check_unpack(3, 70, 20, 4, 16, LENGTHS | DROPOUT | NO_OUT_BIAS),

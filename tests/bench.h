@@ -133,8 +133,8 @@ typedef struct bench_case {
   int64_t floats;
   void (*run)(void *arg);
   void *arg;
-  const luna_ctx *ctx;               /* whose peak memory is told, or null */
-  double least;                      /* share that is expected, or 0 */
+  const luna_ctx *ctx;               /* whose peak memory is reported, or null */
+  double min;                      /* share that is expected, or 0 */
   /* found: */
   double seconds, share;
   size_t bytes;
@@ -192,7 +192,7 @@ static void bench_cases(bench_case *cases, int count) {
     if (c->share > 0) printf("  %5.1f%%", 100 * c->share);
     else printf("  %6s", "");
     if (c->read) printf(" of reads at %.0f GB/s", 4e-9 * bench_median(limits[i], runs));
-    if (c->least > 0) printf("  (at least %.0f%%)", 100 * c->least);
+    if (c->min > 0) printf("  (at least %.0f%%)", 100 * c->min);
     if (c->bytes) printf("  %.1f MB", (double)c->bytes * 1e-6);
     puts("");
     if (bench_json)

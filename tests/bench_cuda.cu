@@ -164,9 +164,9 @@ static double timed(bench *b, void (*run)(bench *), int times) {
 static double copy_bytes() { return 2.0 * (double)COPIED; }
 static double gemm_flops() { return 2.0 * (double)SIDE * (double)SIDE * (double)SIDE; }
 
-/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is told in its own unit, and its share
+/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is reported in its own unit, and its share
    is of the copy's or the product's rate just before each of its runs. Returns the median in ms. */
-static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double least) {
+static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double minimum) {
   const bool is_machine = b == &gpu.own;
   std::vector<double> ms, shares;
   double spent = 0;
@@ -185,7 +185,7 @@ static double row(const char *name, bench *b, void (*run)(bench *), double work,
   const size_t memory = luna_memory(b->ctx).peak;
   printf("  %-52s %9.3f %9.1f %-7s", name, found, is_bytes ? rate : rate * 1e-3, is_bytes ? "GB/s" : "TFLOP/s");
   if (!is_machine) printf("  %5.1f%%", 100 * share);
-  if (least > 0) printf("  (at least %.0f%%)", 100 * least);
+  if (minimum > 0) printf("  (at least %.0f%%)", 100 * minimum);
   puts("");
   fflush(stdout);
   if (json)
@@ -203,8 +203,8 @@ static void layer_run(bench *b) {
   if (b->kind == CORE) {             /* keys are values, in both halves */
     luna_attention_config config = {};
     config.heads = HEADS;
-    luna_tensor *packed = luna_softmax_attention(b->p, b->x, b->x, &config);
-    y = luna_softmax_attention(b->q, packed, packed, &config);
+    luna_tensor *packed_context = luna_softmax_attention(b->p, b->x, b->x, &config);
+    y = luna_softmax_attention(b->q, packed_context, packed_context, &config);
   } else if (b->kind == NESTED) y = luna_nested_attention_layer_forward(&b->nested, b->x, b->p, NULL, NULL, NULL);
   else y = luna_causal_attention_layer_forward(&b->causal, b->x, b->p, NULL);
   if (b->training) {
@@ -218,7 +218,7 @@ static double layer_flops(layer_kind kind, double l) {
   if (kind == NESTED) return n * (std::min(4 * h * l * d, 2 * d * d + 4 * l * d) + std::min(4 * h * l * d, 4 * d * d + 4 * l * d));
   return n * (2 * h * l * d + 6 * d * d + 8 * l * d + 2 * 64 * (h * l + d));
 }
-static void layer_row(const char *text, layer_kind kind, int64_t l, bool training, double least) {
+static void layer_row(const char *text, layer_kind kind, int64_t l, bool training, double minimum) {
   bench b = {};
   char name[96];
   luna_adamw_config adam = {};
@@ -230,13 +230,13 @@ static void layer_row(const char *text, layer_kind kind, int64_t l, bool trainin
   b.p = input(&b, "p", 3, 1, l, DIM);
   if (kind == CORE) b.q = input(&b, "q", 3, 1, N, DIM);
   if (kind == NESTED) {
-    luna_nested_attention_config config = {};
+    luna_nested_attention_layer_config config = {};
     config.dim = DIM;
     config.heads = HEADS;
     luna_nested_attention_layer_init(&b.nested, b.params, "", &config);
   }
   if (kind == CAUSAL) {
-    luna_causal_attention_config config = {};
+    luna_causal_attention_layer_config config = {};
     config.dim = DIM;
     config.heads = HEADS;
     luna_causal_attention_layer_init(&b.causal, b.params, "", &config);
@@ -245,7 +245,7 @@ static void layer_row(const char *text, layer_kind kind, int64_t l, bool trainin
   if (training) b.adam = luna_adamw(b.params, &adam);
   check(&b);
   snprintf(name, sizeof name, "%s, l = %d, %s", text, (int)l, training ? "training step" : "forward");
-  row(name, &b, layer_run, is_bytes ? 12.0 * (double)(N * DIM) : (training ? 3 : 1) * layer_flops(kind, (double)l), is_bytes, least);
+  row(name, &b, layer_run, is_bytes ? 12.0 * (double)(N * DIM) : (training ? 3 : 1) * layer_flops(kind, (double)l), is_bytes, minimum);
   close_bench(&b);
 }
 

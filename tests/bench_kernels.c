@@ -24,7 +24,7 @@ static void *scratch;
 enum { XWT, AB, ATB };               /* B stored by columns, as weights are; both by rows; A by columns, as in gradients of weights */
 static const char *const layouts[] = {"x W^T", "A B", "A^T B"};
 
-static void product_row(luna_isa isa, int64_t m, int64_t n, int64_t k, int layout, double least) {
+static void product_row(luna_isa isa, int64_t m, int64_t n, int64_t k, int layout, double min) {
   product_bench p;
   bench_case row;
   memset(&p, 0, sizeof p);
@@ -40,12 +40,12 @@ static void product_row(luna_isa isa, int64_t m, int64_t n, int64_t k, int layou
   row.flops = 2.0 * (double)m * (double)n * (double)k;
   row.run = product_run;
   row.arg = &p;
-  row.least = least;
+  row.min = min;
   bench_cases(&row, 1);
 }
 
 /* y [n] = W [n, k] x */
-static void vector_row(int64_t n, int64_t k, double least) {
+static void vector_row(int64_t n, int64_t k, double min) {
   product_bench p;
   bench_case row;
   memset(&p, 0, sizeof p);
@@ -60,7 +60,7 @@ static void vector_row(int64_t n, int64_t k, double least) {
   row.flops = 2.0 * (double)(n * k);
   row.run = product_run;
   row.arg = &p;
-  row.least = least;
+  row.min = min;
   bench_cases(&row, 1);
 }
 

@@ -79,7 +79,7 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
     c[count].flops = (i / 2 ? 3 : 1) * (causal ? causal_flops((double)n, (double)memory) : encoder_flops((double)n, (double)memory));
     c[count].run = layer_run;
     c[count].arg = &b[i];
-    c[count].least = i / 2 ? training : forward;
+    c[count].min = i / 2 ? training : forward;
     count++;
   }
   bench_cases(c, count);

@@ -44,7 +44,7 @@ static void stream_row(void) {
   row.flops = 2.0 * (double)weights;
   row.run = stream_run;
   row.arg = &b;
-  row.least = 0.85;
+  row.min = 0.85;
   bench_cases(&row, 1);
   luna_stream_close(b.stream);
   luna_close(b.ctx);

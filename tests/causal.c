@@ -1,5 +1,5 @@
 /* The causal product and causal Luna attention, forward and backward, against loops in double and the scalar pass; streaming in pieces
-   of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of slots and any place in
+   of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of threads and any place in
    the batch. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -9,27 +9,27 @@
 
 static char sentence[200]; /* what is being tried */
 
-static void run_product(const lunai_causal *c, const lunai_kernels *table, int64_t slots, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(slots);
-  kernels_scratch s = kernels_scratch_open(table->causal_scratch(c, slots, backward));
+static void run_product(const lunai_causal *c, const lunai_kernels *table, int64_t threads, bool backward) {
+  const lunai_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(table->causal_scratch(c, threads, backward));
   if (backward) table->causal_backward(c, &parallel, s.at);
   else table->causal(c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void run_luna(const lunai_causal_luna *c, const lunai_kernels *table, int64_t slots, bool backward) {
-  const lunai_parallel parallel = kernels_parallel(slots);
-  kernels_scratch s = kernels_scratch_open(table->causal_luna_scratch(c, slots, backward));
+static void run_luna(const lunai_causal_luna *c, const lunai_kernels *table, int64_t threads, bool backward) {
+  const lunai_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(table->causal_luna_scratch(c, threads, backward));
   if (backward) table->causal_luna_backward(c, &parallel, s.at);
   else table->causal_luna(c, &parallel, s.at);
   kernels_scratch_close(&s);
 }
-static void product_both(const void *call, const lunai_kernels *table, int64_t slots) {
-  run_product((const lunai_causal *)call, table, slots, false);
-  run_product((const lunai_causal *)call, table, slots, true);
+static void product_both(const void *call, const lunai_kernels *table, int64_t threads) {
+  run_product((const lunai_causal *)call, table, threads, false);
+  run_product((const lunai_causal *)call, table, threads, true);
 }
-static void luna_both(const void *call, const lunai_kernels *table, int64_t slots) {
-  run_luna((const lunai_causal_luna *)call, table, slots, false);
-  run_luna((const lunai_causal_luna *)call, table, slots, true);
+static void luna_both(const void *call, const lunai_kernels *table, int64_t threads) {
+  run_luna((const lunai_causal_luna *)call, table, threads, false);
+  run_luna((const lunai_causal_luna *)call, table, threads, true);
 }
 
 /* ---- references: one head, dense, in double ---- */
@@ -62,9 +62,9 @@ static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, cons
   free(state), free(later);
 }
 static void soften(double *p, int64_t n) {
-  double most = -INFINITY, sum = 0;
-  for (int64_t j = 0; j < n; j++) most = fmax(most, p[j]);
-  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - most);
+  double max = -INFINITY, sum = 0;
+  for (int64_t j = 0; j < n; j++) max = fmax(max, p[j]);
+  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
   for (int64_t j = 0; j < n; j++) p[j] /= sum;
 }
 
@@ -90,7 +90,7 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
   c.xy_head = dim + dim % 2, c.xy_row = heads * c.xy_head + 1, c.xy_batch = rows * c.xy_row; /* gaps in some */
   c.z_head = value_dim, c.z_row = heads * value_dim + value_dim % 3, c.z_batch = rows * c.z_row;
   const int64_t xy = batch * c.xy_batch, zs = batch * c.z_batch;
-  float *x = fresh(xy, 1), *y = fresh(xy, 1), *z = fresh(zs, 1), *grad_out = fresh(zs, 1);
+  float *x = random_floats(xy, 1), *y = random_floats(xy, 1), *z = random_floats(zs, 1), *grad_out = random_floats(zs, 1);
   for (int64_t i = 0; i < xy; i++) y[i] += 0.2f; /* sums that grow */
   c.x = x, c.y = y, c.z = z, c.grad_out = grad_out;
   c.out = outputs_add(&o, "out", false, zs);
@@ -102,7 +102,7 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
   snprintf(sentence, sizeof sentence, "product, batch %d, rows %d, heads %d, dim %d, %d", (int)batch, (int)rows, (int)heads, (int)dim,
            (int)value_dim);
   outputs_check(&o, sentence, product_both, &c);
-  outputs_close(&o), drop(x), drop(y), drop(z), drop(grad_out);
+  outputs_close(&o), release(x), release(y), release(z), release(grad_out);
 }
 
 /* ---- causal Luna ---- */
@@ -113,13 +113,13 @@ static luna_call luna_open_call(int64_t batch, int64_t rows, int64_t heads, int6
   luna_call l;
   memset(&l, 0, sizeof l);
   l.dims = batch * rows * heads * dim, l.slots = batch * rows * heads * slots;
-  l.c.q = l.q = fresh(l.dims, 1), l.c.k = l.k = fresh(l.dims, 1), l.c.v = l.v = fresh(l.dims, 1), l.c.s = l.s = fresh(l.slots, 1);
+  l.c.q = l.q = random_floats(l.dims, 1), l.c.k = l.k = random_floats(l.dims, 1), l.c.v = l.v = random_floats(l.dims, 1), l.c.s = l.s = random_floats(l.slots, 1);
   for (int64_t i = 0; i < l.dims; i++) l.q[i] += 0.2f, l.k[i] += 0.3f, l.v[i] += 0.1f;
   l.c.batch = batch, l.c.rows = rows, l.c.heads = heads, l.c.head_dim = dim, l.c.slots = slots, l.c.activation = omega;
   l.c.scale = (float)(2 / sqrt((double)dim));
   return l;
 }
-static void luna_close_call(const luna_call *l) { drop(l->q), drop(l->k), drop(l->v), drop(l->s); }
+static void luna_close_call(const luna_call *l) { release(l->q), release(l->k), release(l->v), release(l->s); }
 
 /* one head of one batch row, of whose slots `real` count; the weights of the others are 0 */
 static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int64_t real, double **want) {
@@ -159,12 +159,12 @@ static void luna_alone(const lunai_causal_luna *all, const outputs *o) {
   run_luna(&c, kernels, 1, false);
   CHECK(same(out, o->got[L_OUT] + first * d, rows * d) && same(w, o->got[L_W] + first * l, rows * l),
         "%s, %s: the last sequence alone has other bits", kernels_name, sentence);
-  drop(out), drop(w);
+  release(out), release(w);
 }
 static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t slots, int omega, bool masked) {
   luna_call l = luna_open_call(batch, rows, heads, dim, slots, omega);
   int32_t *lengths = (int32_t *)common_alloc((size_t)batch * sizeof(int32_t));
-  float *grad_out = fresh(l.dims, 1);
+  float *grad_out = random_floats(l.dims, 1);
   outputs o;
   memset(&o, 0, sizeof o);
   for (int64_t b = 0; b < batch; b++) {
@@ -184,7 +184,7 @@ static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, 
            omega);
   outputs_check(&o, sentence, luna_both, &l.c);
   if (batch > 1) luna_alone(&l.c, &o);
-  outputs_close(&o), drop(grad_out), free(lengths), luna_close_call(&l);
+  outputs_close(&o), release(grad_out), free(lengths), luna_close_call(&l);
 }
 
 /* ---- streaming, batch 1: rows in pieces of sizes[0], sizes[1], ... again and again ---- */
@@ -212,25 +212,25 @@ static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots
   const int64_t whole[1] = {rows}, odd[5] = {1, 63, 64, 17, 130}, one[1] = {1}, *const sizes[3] = {whole, odd, one}, counts[3] = {1, 5, 1};
   luna_call l = luna_open_call(1, rows, heads, dim, slots, LUNA_ACTIVATION_SOFTPLUS2);
   const int64_t n = heads * dim * slots, at = (rows - 1) * heads * dim;
-  float *plain = zeros(l.dims), *out[3];
+  float *expected = zeros(l.dims), *out[3];
   state s[3];
   if (length) l.c.lengths = &length;
-  l.c.out = plain;
+  l.c.out = expected;
   run_luna(&l.c, kernels, 1, false);
   for (int i = 0; i < 3; i++) {
     s[i].ka = doubles(n), s[i].av = doubles(n), out[i] = zeros(l.dims);
     for (int64_t j = 0; j < n; j++) s[i].ka[j] = s[i].av[j] = NAN; /* at position 0 a state is set, never read */
     stream(&l.c, sizes[i], (int)counts[i], out[i], &s[i]);
-    const double error = test_error(out[i], plain, (size_t)l.dims), last = test_error(out[i] + at, plain + at, (size_t)(heads * dim));
+    const double error = test_error(out[i], expected, (size_t)l.dims), last = test_error(out[i] + at, expected + at, (size_t)(heads * dim));
     CHECK(error <= 1e-6 && last <= 1e-6, "%s: a stream of %d rows in pieces of %d, ...: error %.3g, of the last row %.3g", kernels_name,
           (int)rows, (int)sizes[i][0], error, last);
     const double ka = state_error(s[i].ka, s[0].ka, n), av = state_error(s[i].av, s[0].av, n);
     CHECK(ka <= 1e-6 && av <= 1e-6, "%s: after %d rows in pieces of %d, ... the state is off by %.3g and %.3g", kernels_name, (int)rows,
           (int)sizes[i][0], ka, av);
   }
-  CHECK(same(out[0], plain, l.dims), "%s: a stream of %d rows at once has other bits than no stream", kernels_name, (int)rows);
-  for (int i = 0; i < 3; i++) free(s[i].ka), free(s[i].av), drop(out[i]);
-  drop(plain), luna_close_call(&l);
+  CHECK(same(out[0], expected, l.dims), "%s: a stream of %d rows at once has other bits than no stream", kernels_name, (int)rows);
+  for (int i = 0; i < 3; i++) free(s[i].ka), free(s[i].av), release(out[i]);
+  release(expected), luna_close_call(&l);
 }
 
 /* far into a stream: the state, and the little by which 300 more tokens change it, beside double */
@@ -268,14 +268,14 @@ static void check_far(const int64_t *sizes, int count, int64_t position) {
   stream(&l.c, sizes, count, out, &got);
   far_reference(&l.c, &want, exact);
   for (int64_t i = 0; i < l.dims; i++) want_out[i] = (float)exact[i];
-  const double ka = state_error(got.ka, want.ka, FAR_STATE), most = position > 100000 ? 1e-12 : 1e-6;
+  const double ka = state_error(got.ka, want.ka, FAR_STATE), max = position > 100000 ? 1e-12 : 1e-6;
   for (int i = 0; i < FAR_STATE; i++) got.av[i] -= before[i], want.av[i] -= before[i];
   const double change = state_error(got.av, want.av, FAR_STATE), error = test_error(out, want_out, (size_t)l.dims);
-  CHECK(error <= 1e-6 && ka <= most && change <= 5e-6,
+  CHECK(error <= 1e-6 && ka <= max && change <= 5e-6,
         "%s: from token %lld on, pieces of %d: error %.3g, of the state %.3g over %.3g, of its change %.3g", kernels_name,
           (long long)position,
-        (int)sizes[0], error, ka, most, change);
-  drop(out), drop(want_out), free(exact), free(got.ka), free(got.av), free(want.ka), free(want.av), luna_close_call(&l);
+        (int)sizes[0], error, ka, max, change);
+  release(out), release(want_out), free(exact), free(got.ka), free(got.av), free(want.ka), free(want.av), luna_close_call(&l);
 }
 
 /* ---- causality: what a token is, in one head, changes no bit before it nor in the other head; a NaN is not lost ---- */
@@ -288,11 +288,11 @@ typedef struct causality {
   int wrong, lost;
 } causality;
 
-static void causality_compare(causality *c, int factor, int64_t t, bool is_nan, int64_t slots) {
+static void causality_compare(causality *c, int factor, int64_t t, bool is_nan, int64_t threads) {
   const int64_t row = 2 * c->d, width = factor == 6 ? c->l : c->d;
   const float *was = factor < 3 ? c->product : c->out, *is = factor < 3 ? c->product2 : c->out2;
-  if (factor < 3) run_product(&c->p, kernels, slots, false);
-  else run_luna(&c->u.c, kernels, slots, false);
+  if (factor < 3) run_product(&c->p, kernels, threads, false);
+  else run_luna(&c->u.c, kernels, threads, false);
   c->wrong += !same(was, is, t * row) || (factor >= 3 && !same(c->w, c->w2, t * 2 * c->l));
   for (int64_t r = 0; r < c->n; r++) c->wrong += !same(was + r * row + c->d, is + r * row + c->d, c->d);
   const float seen = is[t * row + (width == c->d ? width / 2 : c->d / 2)];
@@ -306,7 +306,7 @@ static void causality_try(causality *c, int factor, int64_t t, float odd, bool a
   causality_compare(c, factor, t, odd != odd, 1);
   causality_compare(c, factor, t, odd != odd, 2);
   memcpy(row, before, (size_t)width * sizeof(float));
-  drop(before);
+  release(before);
 }
 /* tiny: values so small that products of them vanish, where a zero's sign could change */
 static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
@@ -336,9 +336,9 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
   c.u.q[n / 2 * d] = (float)NAN, c.u.v[n / 3 * d] = (float)INFINITY, c.u.s[n / 4 * l] = 1e38f; /* backward too must come to its end */
   c.u.c.grad_out = factors[0], c.u.c.grad_q = grads[0], c.u.c.grad_k = grads[1], c.u.c.grad_v = grads[2], c.u.c.grad_s = grads[3];
   luna_both(&c.u.c, kernels, 1);
-  for (int i = 0; i < 4; i++) drop(grads[i]);
-  for (int i = 0; i < 3; i++) drop(factors[i]);
-  drop(c.product), drop(c.product2), drop(c.out), drop(c.out2), drop(c.w), drop(c.w2), luna_close_call(&c.u);
+  for (int i = 0; i < 4; i++) release(grads[i]);
+  for (int i = 0; i < 3; i++) release(factors[i]);
+  release(c.product), release(c.product2), release(c.out), release(c.out2), release(c.w), release(c.w2), luna_close_call(&c.u);
 }
 
 int main(void) {

@@ -6,7 +6,7 @@
 #include "luna.h"
 #include "common.h"
 
-enum { DIM = 24, HEADS = 2, SLOTS = 5, BATCH = 2, MOST = 1100 }; /* at MOST threads share the chunks of a sequence */
+enum { DIM = 24, HEADS = 2, SLOTS = 5, BATCH = 2, MAX = 1100 }; /* at MOST threads share the chunks of a sequence */
 
 typedef struct net {
   luna_ctx *ctx;
@@ -51,7 +51,7 @@ static const struct {
 
 static bool net_open(net *m, luna_isa isa, luna_form form) {
   luna_options options = {0};
-  luna_causal_attention_config attention = {0};
+  luna_causal_attention_layer_config attention = {0};
   luna_layer_config layer = {0};
   const int64_t kernel[2] = {DIM, 4}, memory[2] = {SLOTS, DIM};
   const luna_init init = {LUNA_INIT_NORMAL, 1};
@@ -155,15 +155,15 @@ static void check_lm(luna_isa isa, bool pre_norm) {
       y = luna_lm_forward(&model, &(luna_input){ tokens, NULL, BATCH, N });
       tokens[at] = kept;
       if (!CHECK(y != NULL, "luna_lm_forward: %s", luna_error(ctx))) break;
-      bool earlier = true, there = true;
+      bool earlier = true, own_place = true;
       for (int64_t r = 0; r <= at; r++) {
         const bool same = same_bits(before + r * VOCAB, y->data + r * VOCAB, VOCAB - 1);
         if (r < at) earlier = earlier && same;
-        else there = same;
+        else own_place = same;
       }
       CHECK(earlier, "%s: language model: token %lld with a row of %s reached an earlier one", luna_isa_name(isa), (long long)places[p],
             change_names[kind]);
-      CHECK(!there, "%s: language model: token %lld with a row of %s does not show at its own place", luna_isa_name(isa),
+      CHECK(!own_place, "%s: language model: token %lld with a row of %s does not show at its own place", luna_isa_name(isa),
             (long long)places[p], change_names[kind]);
     }
   free(tokens), free(before);
@@ -175,14 +175,14 @@ static void check_kernel(luna_isa isa, int64_t rows, int64_t position) {
   const int64_t d = DIM / HEADS, qn = rows * DIM, sn = rows * HEADS * SLOTS, mean = HEADS * d * SLOTS;
   const lunai_kernels *kernels = lunai_kernels_of(isa);
   float *in[4], *changed[4], *before = common_floats(BATCH * qn), *after = common_floats(BATCH * qn);
-  double *state = (double *)common_alloc((size_t)(4 * BATCH * mean) * sizeof(double)), *fresh = state + 2 * BATCH * mean;
+  double *state = (double *)common_alloc((size_t)(4 * BATCH * mean) * sizeof(double)), *random_floats = state + 2 * BATCH * mean;
   lunai_causal_luna c;
   memset(&c, 0, sizeof c);
   c.batch = BATCH, c.rows = rows, c.heads = HEADS, c.head_dim = d, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_ACTIVATION_SOFTPLUS2,
   c.position = position;
   for (int i = 0; i < 4; i++)
     in[i] = common_random(BATCH * (i < 3 ? qn : sn), 20 + (uint64_t)i, 1), changed[i] = common_floats(BATCH * (i < 3 ? qn : sn));
-  for (int64_t i = 0; i < 2 * BATCH * mean; i++) fresh[i] = position ? common_number(30, (uint64_t)i) : 0;
+  for (int64_t i = 0; i < 2 * BATCH * mean; i++) random_floats[i] = position ? common_number(30, (uint64_t)i) : 0;
   char *scratch = (char *)common_alloc(kernels->causal_luna_scratch(&c, 1, false) + 64);
   c.mean_ka = state, c.mean_av = state + BATCH * mean;
   for (int64_t t = -1; t < rows; t += t == 1 && rows > 66 ? 61 : 1) {
@@ -192,7 +192,7 @@ static void check_kernel(luna_isa isa, int64_t rows, int64_t position) {
         memcpy(changed[i], in[i], (size_t)(BATCH * rows * width) * sizeof(float));
         if (t >= 0) change(changed[i] + (rows + t) * width, width, kind);
       }
-      memcpy(state, fresh, (size_t)(2 * BATCH * mean) * sizeof(double));
+      memcpy(state, random_floats, (size_t)(2 * BATCH * mean) * sizeof(double));
       c.q = changed[0], c.k = changed[1], c.v = changed[2], c.s = changed[3], c.out = t < 0 ? before : after;
       kernels->causal_luna(&c, NULL, scratch + (64 - (uintptr_t)scratch % 64) % 64);
       if (t < 0) continue;
@@ -271,7 +271,7 @@ int main(void) {
             check_net(&m, which, lengths[n], true, what);
             check_net(&m, which, lengths[n], false, what);
           }
-          check_net(&m, which, MOST, true, what);
+          check_net(&m, which, MAX, true, what);
         }
       luna_close(m.ctx);
     }

@@ -17,15 +17,15 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- an allocator that counts, and fails when told ---- */
+/* ---- an allocator that counts, and fails on request ---- */
 typedef struct heap {
-  int64_t live, most, calls, fail_at, fail_end; /* fails from call fail_at to before fail_end */
+  int64_t live, max, calls, fail_at, fail_end; /* fails from call fail_at to before fail_end */
 } heap;
 static void *heap_allocate(void *user, size_t bytes) {
   heap *h = (heap *)user;
   void *p = ++h->calls >= h->fail_at && h->calls < h->fail_end ? NULL : malloc(bytes);
   if (p) h->live += (int64_t)bytes;
-  if (h->live > h->most) h->most = h->live;
+  if (h->live > h->max) h->max = h->live;
   return p;
 }
 static void heap_release(void *user, void *pointer, size_t bytes) {
@@ -483,7 +483,7 @@ static void check_links(luna_params *params, luna_ctx *ctx, const buffer *want) 
   mkdir(target, 0777);
   snprintf(target, sizeof target, "%s/below/target", folder);
   CHECK(symlink("b", a) == 0 && symlink("below/target", b) == 0, "no links");
-  for (int there = 0; there < 2; there++) { /* a link to a link to nothing yet; then to a file */
+  for (int twice = 0; twice < 2; twice++) { /* a link to a link to nothing yet; then to a file */
     CHECK(luna_save(params, a) == LUNA_OK && holds(target, want) && is_link_to(a, "b") && is_link_to(b, "below/target"), "through links: %s", luna_error(ctx));
     write_text(target, "older");
   }
@@ -605,9 +605,9 @@ static void check_full(luna_params *params, const buffer *want) {
   for (size_t limit = 0; limit < want->size; limit += 1 + want->size / 40) {
     const pid_t child = fork();
     if (child == 0) {
-      const struct rlimit most = {limit, limit};
+      const struct rlimit max = {limit, limit};
       signal(SIGXFSZ, SIG_IGN);
-      if (setrlimit(RLIMIT_FSIZE, &most) != 0) _exit(99);
+      if (setrlimit(RLIMIT_FSIZE, &max) != 0) _exit(99);
       _exit((int)luna_save(params, path));
     }
     good += waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == LUNA_CANNOT_WRITE && holds(path, want) && leftovers() == 0;
@@ -794,8 +794,8 @@ static void check_claims(void) {
               !luna_params_get(params, "luna.kind"),
           "%s: %s, \"%s\", %d parameters left", lm_claims[i][1], luna_status_text(status), luna_error(ctx), (int)luna_params_tensor_count(params));
     CHECK(h.live == before, "%s: %d bytes more than before stay in use", lm_claims[i][1], (int)(h.live - before));
-    CHECK(h.most - before <= 8 * (int64_t)wrong.size + 100000, "%s: a file of %d bytes made luna.h take %d", lm_claims[i][1],
-          (int)wrong.size, (int)(h.most - before));
+    CHECK(h.max - before <= 8 * (int64_t)wrong.size + 100000, "%s: a file of %d bytes made luna.h take %d", lm_claims[i][1],
+          (int)wrong.size, (int)(h.max - before));
     free(wrong.at), ctx_close(ctx, &h);
   }
   free(file.at);
@@ -1027,7 +1027,7 @@ static void check_inspect(void) {
         luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_SAFETENSORS, "a file cut to %d bytes is inspected", (int)cut);
   CHECK(luna_inspect(ctx, "no/such/file", &inspection) == LUNA_CANNOT_READ &&
       luna_ctx_error_id(ctx) == LUNA_ERROR_CANNOT_OPEN, "a missing file: %s", luna_error(ctx));
-  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to tell, nobody to tell it");
+  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to report, no function to report it to");
   ctx_close(ctx, &h);
 }
 

@@ -6,13 +6,13 @@ name=classifiers
 small="--layers 1 --dim 16 --heads 2 --memory 4 --ffn 32 --batch 16 --lr 0.01 --threads 2"
 
 # what every one of them does: a training that succeeds; then the same again, another seed, and fewer threads
-trains() {                                               # the least accuracy, then arguments
-  least=$1
+trains() {                                               # the minimum accuracy, then arguments
+  minimum=$1
   shift
   check "$* succeeds" run "$@" --out a.safetensors --plot a.svg
   check "plain lines when the output is no terminal" [ "$(grep -c '^step .* loss .* tokens/s .* left$' out)" -ge 10 ]
   check "they tell how well it does" grep -q '^step .* validation [0-9.]*% ' out
-  check "the accuracy is beyond $least%" beyond "$least"
+  check "the accuracy is beyond $minimum%" beyond "$minimum"
   check "the loss is drawn" drawn a.svg
   check "and nothing else is left" [ "$(echo a.*)" = "a.safetensors a.svg" ]
   run "$@" --out b.safetensors --threads 1
@@ -75,7 +75,7 @@ refuses "Luna attention" train --attention softmax --pooling memory --out a.safe
 refuses "no flag --attention" eval a.safetensors --attention luna
 refuses "line 2 is not" train --data notab --out a.safetensors
 refuses "line 2 has something" train --data strange --out a.safetensors
-refuses "10 are the least" train --data short --out a.safetensors
+refuses "minimum is 10" train --data short --out a.safetensors
 refuses "line 1 is not\|line 1 has no" train --data none --out a.safetensors
 refuses "line 1 is not" train --data bytes --out a.safetensors
 refuses "is empty" train --data empty --out a.safetensors
@@ -177,7 +177,7 @@ refuses "promises" train cut labels --out a.safetensors
 refuses "promises 4294967295" train huge labels --out a.safetensors
 refuses "promises 0" train nothing labels --out a.safetensors
 refuses "240 images, eight 8 labels" train images eight --out a.safetensors
-refuses "6 are the least" train three threelabels --out a.safetensors
+refuses "minimum is 6" train three threelabels --out a.safetensors
 refuses "is empty" train empty labels --out a.safetensors
 refuses "cannot read missing" train images missing --out a.safetensors
 refuses "overwrite the labels" train images labels --out labels

@@ -42,7 +42,7 @@ drawn() {
   ! grep -q -i -E 'nan|inf' "$1" || return 1
   if command -v xmllint >/dev/null 2>&1; then xmllint --noout "$1"; fi
 }
-beyond() { tail -n 1 out | sed 's/.*: \([0-9.]*\)%.*/\1/' | awk -v least="$1" '{ exit !($1 > least) }'; }
+beyond() { tail -n 1 out | sed 's/.*: \([0-9.]*\)%.*/\1/' | awk -v min="$1" '{ exit !($1 > min) }'; }
 interrupted() {
   words=$1 tries=0
   shift

@@ -210,7 +210,7 @@ static void check_overrun(void) { /* that it is found */
 
 /* ---- TF32 and BF16 round products, and nothing else ---- */
 static void check_math(void) {
-  static const double limit[3] = {1e-6, 2e-3, 2e-2}, least[3] = {0, 1e-6, 1e-5};
+  static const double limit[3] = {1e-6, 2e-3, 2e-2}, min[3] = {0, 1e-6, 1e-5};
   enum { M = 70, N = 50, K = 60 };
   const int64_t sizes[4] = {M, K, N, K};
   float *x = common_random(M * K, 1, 1), *w = common_random(N * K, 2, 1), *exact = common_floats(M * N), *got = common_floats(M * N);
@@ -227,10 +227,10 @@ static void check_math(void) {
     luna_begin_inference(ctx);
     CHECK(luna_read(luna_linear(luna_tensor_new(ctx, x, 2, sizes), luna_tensor_new(ctx, w, 2, sizes + 2), NULL), got) == LUNA_OK, "mode %d: %s", math, luna_error(ctx));
     const double error = common_error(got, exact, M * N, 1e-6);
-    CHECK(error <= limit[math] && error >= least[math], "a product in mode %d is off by %.3g", math, error);
+    CHECK(error <= limit[math] && error >= min[math], "a product in mode %d is off by %.3g", math, error);
     luna_close(ctx);
   }
-  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3), "a backend that cannot be is there");
+  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3), "an invalid backend exists");
   free(x), free(w), free(exact), free(got);
 }
 
@@ -239,7 +239,7 @@ static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
   CHECK(ctx && luna_ctx_status(ctx) != LUNA_OK && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what, luna_error(ctx));
 }
 static void check_failures(void) {
-  device_run r, here;
+  device_run r, on_host;
   if (!cuda_emulated()) return;
   for (int i = 0; i < 4; i++) {
     static const cuda_failure failures[4] = {CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_KERNELS, CUDA_NO_LAUNCH};
@@ -271,20 +271,20 @@ static void check_failures(void) {
   }
   for (int kind = 0; kind < 2; kind++)
     for (int at = 1; at < 200; at += 23) {
-      if (!device_run_start(&here, NULL, 2, 1, "the CPU") || !device_run_start(&r, &cuda, 2, 1, "a failure")) break;
-      const float first = device_step(&here, 0);
+      if (!device_run_start(&on_host, NULL, 2, 1, "the CPU") || !device_run_start(&r, &cuda, 2, 1, "a failure")) break;
+      const float first = device_step(&on_host, 0);
       luna_begin_inference(r.ctx); /* what opening queued is done */
       float *all = common_parameters(r.params);
       cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
       const float loss = device_step(&r, 0);
       const luna_status status = luna_read(r.lm.embedding, all);
-      CHECK(loss != loss || status != LUNA_OK, "%s %d of a step fails and nobody says so", kind ? "kernel" : "launch", at);
+      CHECK(loss != loss || status != LUNA_OK, "%s %d of a step fails without an error", kind ? "kernel" : "launch", at);
       expect_error(r.ctx, kind ? "a fault" : "a launch", "CUDA device 0");
-      const float next = device_step(&here, 1);
+      const float next = device_step(&on_host, 1);
       CHECK(first == first && next == next && next != first, "the CPU's context suffers");
       free(all);
       luna_close(r.ctx);
-      luna_close(here.ctx);
+      luna_close(on_host.ctx);
       cuda_mend();
       CHECK(cuda_allocated() == 0, "%zu bytes are left", cuda_allocated());
     }
@@ -339,7 +339,7 @@ static void check_stream_failures(void) {
         char *state = (char *)common_alloc(size);
         CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK, "a stream does not begin: %s", luna_stream_error(s));
         cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
-        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3 }), "%s %d of a prefill fails and nobody says so", kind ? "kernel" : "launch", at);
+        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3 }), "%s %d of a prefill fails without an error", kind ? "kernel" : "launch", at);
         CHECK(luna_stream_error_id(s) == LUNA_ERROR_BACKEND && strstr(luna_stream_error(s), "CUDA device 0"),
             "a device's failure in a stream: %s", luna_stream_error(s));
         snprintf(sentence, sizeof sentence, "%s", luna_stream_error(s));

@@ -173,7 +173,7 @@ typedef struct CUgraphExec_st *cudaGraphExec_t;
 typedef struct CUgraphNode_st *cudaGraphNode_t;
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>machine: all state, and how a finding is told
+   >>machine: all state, and how a finding is reported
    ---------------------------------------------------------------------------------------------------------------------- */
 namespace cudahost {
 
@@ -1097,10 +1097,10 @@ inline cudaError_t enqueue(CUstream_st *s, bool kernel, std::function<void()> ru
 inline cudaError_t check_launch(const launch &l) {
   const kernel_limits k = m.limits[l.function];
   const dim3 g = l.grid, b = l.block;
-  const size_t most = k.max_dynamic >= 0 ? (size_t)k.max_dynamic : DEFAULT_SHARED - k.fixed;
+  const size_t maximum = k.max_dynamic >= 0 ? (size_t)k.max_dynamic : DEFAULT_SHARED - k.fixed;
   if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535) return cudaErrorInvalidConfiguration;
   if (!b.x || !b.y || !b.z || b.x > 1024 || b.y > 1024 || b.z > 64 || (uint64_t)b.x * b.y * b.z > MAX_THREADS) return cudaErrorInvalidConfiguration;
-  if (l.shared > most || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
+  if (l.shared > maximum || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
   if (cuda_host.no_image) return cudaErrorNoKernelImageForDevice;
   if (cuda_host.fail_launch && --cuda_host.fail_launch == 0) return cudaErrorLaunchFailure;
   return cudaSuccess;
@@ -1356,7 +1356,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   CUDA_HOST_NEED(!cudahost::is_captured(s), cudaErrorStreamCaptureUnsupported);
   return cudahost::fail(cudahost::wait_for(s->last));
 }
-inline cudaError_t cudaStreamQuery(cudaStream_t stream) {            /* one piece of work each: whoever polls gets there */
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {            /* one piece of work each: polling makes progress */
   CUDA_HOST_BEGIN(begin_unsafe);
   CUstream_st *s = cudahost::stream_of(stream);
   CUDA_HOST_NEED(s, cudaErrorInvalidResourceHandle);
@@ -1572,7 +1572,7 @@ struct product {
       report(-1, nullptr, 0, "a cuBLAS product [%lld, %lld, %lld] x %lld goes outside its allocations", (long long)m, (long long)n, (long long)k, (long long)batch);
       return fault(cudaErrorIllegalAddress);
     }
-    if (workspace) memset(workspace, 0xff, std::min<size_t>(workspace_size, 65536));   /* whoever keeps something there shall know */
+    if (workspace) memset(workspace, 0xff, std::min<size_t>(workspace_size, 65536));   /* and its users must know */
     std::vector<float> kept_a, kept_b;
     std::vector<char> scratch;
     for (int64_t s = 0; s < batch; s++) {

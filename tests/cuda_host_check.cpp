@@ -478,7 +478,7 @@ static void limits() {
   CHECK(cudaFuncSetAttribute(dynamic_only, cudaFuncAttributeMaxDynamicSharedMemorySize, (227 << 10) + 1) == cudaErrorInvalidValue && cudaGetLastError() == cudaErrorInvalidValue, "more shared than there is");
   CHECK(cudaFuncSetAttribute(dynamic_only, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 << 10) == cudaSuccess && launched(1, 1, 227 << 10) == cudaSuccess, "opted in");
   LUNACU_LAUNCH(dynamic_only, 0, 1, 0, 0);
-  CHECK(cudaPeekAtLastError() == bad && cudaGetLastError() == bad && cudaGetLastError() == cudaSuccess, "a launch error is told once");
+  CHECK(cudaPeekAtLastError() == bad && cudaGetLastError() == bad && cudaGetLastError() == cudaSuccess, "a launch error is reported once");
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "limits");
 
   finds("static and dynamic shared memory", "are too many", [] { cudahost::m.limits.clear(); LUNACU_LAUNCH(much_shared, 1, 1, 40 << 10, 0); });
@@ -553,7 +553,7 @@ static void streams() {
 
   cudaMemsetAsync(x, 0, 16, s);
   LUNACU_LAUNCH(add_one, 1, 4, 0, s, x);
-  CHECK(cudaStreamQuery(s) == cudaErrorNotReady && cudaStreamQuery(s) == cudaSuccess, "whoever asks often gets there");
+  CHECK(cudaStreamQuery(s) == cudaErrorNotReady && cudaStreamQuery(s) == cudaSuccess, "asking often makes progress");
   CHECK(cudaPeekAtLastError() == cudaErrorNotReady && cudaGetLastError() == cudaErrorNotReady &&
             cudaGetLastError() == cudaSuccess,
         "an answer of not ready stays until somebody takes it");

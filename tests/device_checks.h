@@ -29,34 +29,34 @@ static void device_compare(const char *what, const char *part, int i, const tria
   }
 }
 static void device_case(const device *d, const op_case *c, int variant, bool big) {
-  trial here, there;
+  trial on_host, on_device;
   char what[128];
   /* through many ops rounding grows: the limit there is that between instruction sets */
   const bool whole = strstr(c->name, "_layer") || strstr(c->name, "lm") || strstr(c->name, "classifier") || strstr(c->name, "seq2seq");
-  memset(&here, 0, sizeof here);
-  memset(&there, 0, sizeof there);
-  here.big = there.big = big;
-  here.options.threads = there.options.threads = 1;
-  there.options.backend = d->backend;
+  memset(&on_host, 0, sizeof on_host);
+  memset(&on_device, 0, sizeof on_device);
+  on_host.big = on_device.big = big;
+  on_host.options.threads = on_device.options.threads = 1;
+  on_device.options.backend = d->backend;
   snprintf(what, sizeof what, "%s, variant %d%s, on the device", c->name, variant, big ? ", big" : "");
-  if (CHECK(trial_run(&here, c, variant, true), "%s: the CPU: %s", what, here.error) && CHECK(trial_run(&there, c, variant, true), "%s: %s", what, there.error)) {
-    for (int i = 0; i < here.outputs; i++) device_compare(what, "output", i, &there.output[i], &here.output[i], false, d->output_limit);
-    for (int i = 0; i < here.inputs; i++) device_compare(what, "the gradient of input", i, &there.input[i], &here.input[i], true, whole ? 4 * d->gradient_limit : d->gradient_limit);
+  if (CHECK(trial_run(&on_host, c, variant, true), "%s: the CPU: %s", what, on_host.error) && CHECK(trial_run(&on_device, c, variant, true), "%s: %s", what, on_device.error)) {
+    for (int i = 0; i < on_host.outputs; i++) device_compare(what, "output", i, &on_device.output[i], &on_host.output[i], false, d->output_limit);
+    for (int i = 0; i < on_host.inputs; i++) device_compare(what, "the gradient of input", i, &on_device.input[i], &on_host.input[i], true, whole ? 4 * d->gradient_limit : d->gradient_limit);
     for (unsigned seed = 2; d->seed && seed <= 3; seed++) { /* the same bits in any order */
       trial again;
       memset(&again, 0, sizeof again);
       again.big = big;
-      again.options = there.options;
+      again.options = on_device.options;
       d->seed(seed);
       if (CHECK(trial_run(&again, c, variant, true), "%s, again: %s", what, again.error)) {
-        for (int i = 0; i < here.outputs; i++) device_compare(what, "again, output", i, &again.output[i], &there.output[i], false, 0);
-        for (int i = 0; i < here.inputs; i++) device_compare(what, "again, the gradient of input", i, &again.input[i], &there.input[i], true, 0);
+        for (int i = 0; i < on_host.outputs; i++) device_compare(what, "again, output", i, &again.output[i], &on_device.output[i], false, 0);
+        for (int i = 0; i < on_host.inputs; i++) device_compare(what, "again, the gradient of input", i, &again.input[i], &on_device.input[i], true, 0);
       }
       trial_free(&again);
     }
   }
-  trial_free(&here);
-  trial_free(&there);
+  trial_free(&on_host);
+  trial_free(&on_device);
 }
 static void device_cases(const device *d, const char *only) {
   for (int i = 0; i < OP_CASES; i++) {
@@ -117,26 +117,26 @@ static float device_step(device_run *r, int step) {
 static void device_training(const device *d) {
   static const char *const kinds[4] = {"SGD", "Adam", "AdamW", "Apollo"};
   for (int kind = 0; kind < 4; kind++) {
-    device_run here, there;
-    const bool open = device_run_start(&here, NULL, kind, 5, kinds[kind]);
-    if (device_run_start(&there, d, kind, 5, kinds[kind]) && open) {
-      const int64_t count = luna_params_element_count(here.params);
+    device_run on_host, on_device;
+    const bool open = device_run_start(&on_host, NULL, kind, 5, kinds[kind]);
+    if (device_run_start(&on_device, d, kind, 5, kinds[kind]) && open) {
+      const int64_t count = luna_params_element_count(on_host.params);
       for (int step = 0; step < DEVICE_STEPS; step++) {
-        const float a = device_step(&here, step), b = device_step(&there, step);
+        const float a = device_step(&on_host, step), b = device_step(&on_device, step);
         const double off = fabs((double)a - (double)b) / fabs((double)a);
         CHECK(off <= 10 * d->output_limit, "%s, step %d: the loss is %.9g, on the CPU %.9g", kinds[kind], step, (double)b, (double)a);
       }
-      float *a = common_parameters(here.params), *b = common_parameters(there.params);
-      const double error = common_error(b, a, count, 1e-3), norm = (double)luna_optimizer_norm(here.optimizer);
+      float *a = common_parameters(on_host.params), *b = common_parameters(on_device.params);
+      const double error = common_error(b, a, count, 1e-3), norm = (double)luna_optimizer_norm(on_host.optimizer);
       CHECK(error <= 10 * d->gradient_limit, "%s: the parameters are off by %.3g", kinds[kind], error);
-      CHECK(fabs((double)luna_optimizer_norm(there.optimizer) - norm) <= 10 * d->gradient_limit * norm, "%s: the norm is %g, on the CPU %g", kinds[kind],
-            (double)luna_optimizer_norm(there.optimizer), norm);
-      CHECK(luna_optimizer_steps(there.optimizer) == DEVICE_STEPS && luna_optimizer_skipped(there.optimizer) == 0, "%s: %lld steps, %lld skipped", kinds[kind],
-            (long long)luna_optimizer_steps(there.optimizer), (long long)luna_optimizer_skipped(there.optimizer));
+      CHECK(fabs((double)luna_optimizer_norm(on_device.optimizer) - norm) <= 10 * d->gradient_limit * norm, "%s: the norm is %g, on the CPU %g", kinds[kind],
+            (double)luna_optimizer_norm(on_device.optimizer), norm);
+      CHECK(luna_optimizer_steps(on_device.optimizer) == DEVICE_STEPS && luna_optimizer_skipped(on_device.optimizer) == 0, "%s: %lld steps, %lld skipped", kinds[kind],
+            (long long)luna_optimizer_steps(on_device.optimizer), (long long)luna_optimizer_skipped(on_device.optimizer));
       free(a), free(b);
     }
-    luna_close(here.ctx);
-    luna_close(there.ctx);
+    luna_close(on_host.ctx);
+    luna_close(on_device.ctx);
   }
 }
 
@@ -211,7 +211,7 @@ static void device_skips(const device *d) {
     CHECK((memcmp(before, after, sizeof before) == 0) == (step == 1), "step %d: w %s", step, step == 1 ? "changes" : "does not change");
   }
   CHECK(luna_optimizer_skipped(adam) == 1 && luna_optimizer_steps(adam) == 2, "%lld steps skipped, %lld made", (long long)luna_optimizer_skipped(adam), (long long)luna_optimizer_steps(adam));
-  CHECK(device_told == 1, "the skipped step was told %d times", device_told);
+  CHECK(device_told == 1, "the skipped step was reported %d times", device_told);
   luna_close(ctx);
 }
 /* two skipped steps in a row, found when the loss is read, make the next an error, until a good one has been read */
@@ -239,7 +239,7 @@ static void device_not_finite(const device *d) {
   luna_close(ctx);
 }
 
-/* ---- contexts that share a set read what its owner has queued, though nobody waited; the second shares it ---- */
+/* ---- contexts that share a set read what its owner has queued, though no call waited; the second shares it ---- */
 static luna_tensor *device_infer(luna_ctx *ctx, const luna_lm *lm) {
   static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
   luna_begin_inference(ctx);
@@ -310,41 +310,41 @@ static void device_refusals(const device *d) {
   const float values[6] = {1, 2, 3, 4, 5, 6}, others[6] = {6, 5, 4, 3, 2, 1};
   float back[6] = {0};
   char block[4096];
-  device_run here, there;
+  device_run on_host, on_device;
   luna_options options = {0};
   options.backend = d->backend;
   options.block = block;
   options.block_size = sizeof block;
   CHECK(!luna_open(&options), "a block of host memory serves a device");
-  const bool open = device_run_start(&here, NULL, 0, 1, "refusals");
-  if (device_run_start(&there, d, 0, 1, "refusals") && open) {
-    luna_begin_inference(there.ctx);
-    luna_tensor *t = luna_tensor_new(there.ctx, values, 2, shape);
+  const bool open = device_run_start(&on_host, NULL, 0, 1, "refusals");
+  if (device_run_start(&on_device, d, 0, 1, "refusals") && open) {
+    luna_begin_inference(on_device.ctx);
+    luna_tensor *t = luna_tensor_new(on_device.ctx, values, 2, shape);
     CHECK(t->device == d->backend->device && t->device != 0, "the tensor is on device %d", t->device);
     CHECK(luna_read(t, back) == LUNA_OK && memcmp(back, values, sizeof back) == 0, "what is read is not what was written");
     CHECK(luna_write(t, others) == LUNA_OK && luna_read(t, back) == LUNA_OK && memcmp(back, others, sizeof back) == 0, "luna_write does not write");
-    luna_begin_inference(here.ctx);
-    luna_tensor *sum = luna_add(t, luna_tensor_new(here.ctx, values, 2, shape));
-    CHECK(!sum && luna_ctx_error_id(there.ctx) == LUNA_ERROR_OTHER_CONTEXT, "a host tensor in a device's op: %s",
-        luna_error(there.ctx));
-    luna_params *shared = luna_params_share(there.ctx, here.params);
+    luna_begin_inference(on_host.ctx);
+    luna_tensor *sum = luna_add(t, luna_tensor_new(on_host.ctx, values, 2, shape));
+    CHECK(!sum && luna_ctx_error_id(on_device.ctx) == LUNA_ERROR_OTHER_CONTEXT, "a host tensor in a device's op: %s",
+        luna_error(on_device.ctx));
+    luna_params *shared = luna_params_share(on_device.ctx, on_host.params);
     luna_lm lm;
-    luna_status status = luna_lm_init(&lm, shared, &here.lm.config);
-    CHECK(status != LUNA_OK && luna_ctx_error_id(there.ctx) == LUNA_ERROR_BORROW_DEVICE,
-        "sharing the CPU's parameters: %s", luna_error(there.ctx));
+    luna_status status = luna_lm_init(&lm, shared, &on_host.lm.config);
+    CHECK(status != LUNA_OK && luna_ctx_error_id(on_device.ctx) == LUNA_ERROR_BORROW_DEVICE,
+        "sharing the CPU's parameters: %s", luna_error(on_device.ctx));
     device_file file = {NULL, 0, 0};
     luna_io io = {0};
     io.write = device_file_write;
     io.user = &file;
-    luna_save_io(here.params, &io);
-    status = luna_load_borrowed(there.params, file.bytes, file.size);
-    CHECK(status != LUNA_OK && luna_ctx_error_id(there.ctx) == LUNA_ERROR_BORROW_ON_DEVICE, "borrowing: %s",
-        luna_error(there.ctx));
-    CHECK(luna_load_bytes(there.params, file.bytes, file.size) == LUNA_OK, "loading a copy fails");
+    luna_save_io(on_host.params, &io);
+    status = luna_load_borrowed(on_device.params, file.bytes, file.size);
+    CHECK(status != LUNA_OK && luna_ctx_error_id(on_device.ctx) == LUNA_ERROR_BORROW_ON_DEVICE, "borrowing: %s",
+        luna_error(on_device.ctx));
+    CHECK(luna_load_bytes(on_device.params, file.bytes, file.size) == LUNA_OK, "loading a copy fails");
     free(file.bytes);
   }
-  luna_close(here.ctx);
-  luna_close(there.ctx);
+  luna_close(on_host.ctx);
+  luna_close(on_device.ctx);
 }
 
 /* ---- serving: streams and translations of a model on the device are those of its copy on the CPU ---- */
@@ -448,13 +448,13 @@ static void device_stream_kind(const device *d, int kind) {
     int32_t *tokens = common_tokens(batch * STREAM_TOKENS, 70 + (uint64_t)kind, STREAM_VOCAB), bad[3] = {1, STREAM_VOCAB, 2};
     float *expected = common_floats(all), *got = common_floats(all), *again = common_floats(all);
     const size_t memory = luna_memory(m.ctx[1]).current;
-    luna_stream *near = device_stream(&m, 0), *far = device_stream(&m, 1), *other = device_stream(&m, 1), *third = device_stream(&m, 0);
+    luna_stream *on_host = device_stream(&m, 0), *on_device = device_stream(&m, 1), *other = device_stream(&m, 1), *third = device_stream(&m, 0);
     CHECK(luna_memory(m.ctx[1]).current == memory, "streams, kind %d: opening takes %zu bytes of the context's step", kind, luna_memory(m.ctx[1]).current - memory);
-    if (near && far && other && third) {
-      const size_t size = luna_stream_state_size(near);
+    if (on_host && on_device && other && third) {
+      const size_t size = luna_stream_state_size(on_host);
       char *state = (char *)common_alloc(size), *moved = (char *)common_alloc(size);
-      device_stream_run(near, batch, tokens, expected);
-      device_stream_run(far, batch, tokens, got);
+      device_stream_run(on_host, batch, tokens, expected);
+      device_stream_run(on_device, batch, tokens, got);
       for (int i = 0; i < STREAM_PARTS; i++) device_close_logits(device_stream_part(i) > 1 ? "a prefill" : "a step", kind, got + i * row, expected + i * row, row);
       device_stream_run(other, batch, tokens, again);
       CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a second stream has other bits", kind);
@@ -470,37 +470,37 @@ static void device_stream_kind(const device *d, int kind) {
       CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a reset stream has other bits", kind);
 
       /* what is refused changes nothing */
-      const int64_t position = luna_stream_position(far);
+      const int64_t position = luna_stream_position(on_device);
       bad[0] = batch == 1 ? -1 : 1;
-      CHECK(!luna_stream_step(far, bad) && luna_stream_error_id(far) == LUNA_ERROR_STREAM_TOKEN,
-          "streams, kind %d: a bad token: %s", kind, luna_stream_error(far));
-      CHECK(luna_stream_reorder(far, nowhere) != LUNA_OK || batch == 1, "streams, kind %d: a sequence that does not exist is continued", kind);
-      CHECK(luna_stream_state_load(far, state, size) != LUNA_OK, "streams, kind %d: zeros are a state", kind);
-      CHECK(luna_stream_position(far) == position, "streams, kind %d: what is refused moves a stream", kind);
+      CHECK(!luna_stream_step(on_device, bad) && luna_stream_error_id(on_device) == LUNA_ERROR_STREAM_TOKEN,
+          "streams, kind %d: a bad token: %s", kind, luna_stream_error(on_device));
+      CHECK(luna_stream_reorder(on_device, nowhere) != LUNA_OK || batch == 1, "streams, kind %d: a sequence that does not exist is continued", kind);
+      CHECK(luna_stream_state_load(on_device, state, size) != LUNA_OK, "streams, kind %d: zeros are a state", kind);
+      CHECK(luna_stream_position(on_device) == position, "streams, kind %d: what is refused moves a stream", kind);
 
       /* saved here and loaded there, saved there and loaded here */
-      CHECK(luna_stream_state_size(far) == size && luna_stream_state_size(other) == size, "streams, kind %d: the device's states have another size", kind);
-      CHECK(luna_stream_state_save(far, state, size) == LUNA_OK && luna_stream_state_load(third, state, size) == LUNA_OK, "streams, kind %d: a state does not come from the device", kind);
+      CHECK(luna_stream_state_size(on_device) == size && luna_stream_state_size(other) == size, "streams, kind %d: the device's states have another size", kind);
+      CHECK(luna_stream_state_save(on_device, state, size) == LUNA_OK && luna_stream_state_load(third, state, size) == LUNA_OK, "streams, kind %d: a state does not come from the device", kind);
       CHECK(luna_stream_state_save(third, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0, "streams, kind %d: a state changes on its way", kind);
-      CHECK(luna_stream_state_save(near, state, size) == LUNA_OK && luna_stream_state_load(other, state, size) == LUNA_OK, "streams, kind %d: a state does not go to the device", kind);
+      CHECK(luna_stream_state_save(on_host, state, size) == LUNA_OK && luna_stream_state_load(other, state, size) == LUNA_OK, "streams, kind %d: a state does not go to the device", kind);
       CHECK(luna_stream_state_save(other, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0, "streams, kind %d: a state changes on its way back", kind);
-      const float *y = device_advance(near, batch, tokens, position, 3);
+      const float *y = device_advance(on_host, batch, tokens, position, 3);
       device_close_logits("from a state of the device", kind, device_advance(third, batch, tokens, position, 3), y, row);
       device_close_logits("from a state of the CPU", kind, device_advance(other, batch, tokens, position, 3), y, row);
-      device_close_logits("after what was refused", kind, device_advance(far, batch, tokens, position, 3), y, row);
+      device_close_logits("after what was refused", kind, device_advance(on_device, batch, tokens, position, 3), y, row);
 
       /* copied on the device, from it, and to it */
-      CHECK(luna_stream_copy(other, far) == LUNA_OK && luna_stream_position(other) == position + 3, "streams, kind %d: copying on the device: %s", kind, luna_stream_error(other));
-      y = device_advance(far, batch, tokens, position + 3, 1);
+      CHECK(luna_stream_copy(other, on_device) == LUNA_OK && luna_stream_position(other) == position + 3, "streams, kind %d: copying on the device: %s", kind, luna_stream_error(other));
+      y = device_advance(on_device, batch, tokens, position + 3, 1);
       CHECK(y && memcmp(device_advance(other, batch, tokens, position + 3, 1), y, (size_t)row * sizeof(float)) == 0, "streams, kind %d: a copy has other bits", kind);
-      CHECK(luna_stream_copy(third, far) == LUNA_OK && luna_stream_copy(other, near) == LUNA_OK, "streams, kind %d: copying between the two", kind);
-      y = device_advance(far, batch, tokens, position + 4, 1);
+      CHECK(luna_stream_copy(third, on_device) == LUNA_OK && luna_stream_copy(other, on_host) == LUNA_OK, "streams, kind %d: copying between the two", kind);
+      y = device_advance(on_device, batch, tokens, position + 4, 1);
       device_close_logits("copied from the device", kind, device_advance(third, batch, tokens, position + 4, 1), y, row);
-      y = device_advance(near, batch, tokens, position + 3, 1);
+      y = device_advance(on_host, batch, tokens, position + 3, 1);
       device_close_logits("copied to the device", kind, device_advance(other, batch, tokens, position + 3, 1), y, row);
       free(state), free(moved);
     }
-    luna_stream_close(near), luna_stream_close(far), luna_stream_close(other), luna_stream_close(third);
+    luna_stream_close(on_host), luna_stream_close(on_device), luna_stream_close(other), luna_stream_close(third);
     free(tokens), free(expected), free(got), free(again);
   }
   luna_close(m.ctx[0]);

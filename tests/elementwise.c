@@ -22,7 +22,7 @@ static void equal(const char *what, int64_t n, const float *a, const float *b, i
 
 /* ---- maps ---- */
 static void check_activations(int64_t n) {
-  float *x = fresh(n, 4), *dy = fresh(n, 1), *before = fresh(n, 1);
+  float *x = random_floats(n, 4), *dy = random_floats(n, 1), *before = random_floats(n, 1);
   double *want = doubles(n);
   for (int kind = LUNA_ACTIVATION_NONE; kind <= LUNA_ACTIVATION_SOFTPLUS2; kind++) {
     float *y = zeros(n), *in_place = copied(x, n), *dx = copied(before, n);
@@ -38,9 +38,9 @@ static void check_activations(int64_t n) {
     kernels->activate_slope(kind, n, x, dx, dx);
     for (int64_t i = 0; i < n; i++) want[i] = (double)dy[i] * exact_slope(kind, (double)x[i]);
     near("activate_slope in place", n, n, dx, want, 5e-7);
-    drop(y), drop(in_place), drop(dx);
+    release(y), release(in_place), release(dx);
   }
-  drop(x), drop(dy), drop(before), free(want);
+  release(x), release(dy), release(before), free(want);
 }
 
 enum { ADD, MUL, SCALE, MUL_ADD, SCALE_ADD, MAPS };
@@ -57,7 +57,7 @@ static double map_exact(int map, double a, double b, double y) {
   return map == ADD ? a + b : map == MUL ? a * b : map == SCALE ? factor * a : map == MUL_ADD ? y + a * b : y + factor * a;
 }
 static void check_maps(int64_t n) {
-  float *a = fresh(n, 2), *b = fresh(n, 2), *before = fresh(n, 1);
+  float *a = random_floats(n, 2), *b = random_floats(n, 2), *before = random_floats(n, 1);
   double *want = doubles(n);
   for (int map = 0; map < MAPS; map++) {
     float *y = copied(before, n), *other = copied(before, n), *left = copied(a, n), *right = copied(b, n);
@@ -72,14 +72,14 @@ static void check_maps(int64_t n) {
       equal("a map in place", n, y, left, n);
       equal("a map in place", n, y, map == SCALE ? other : right, n);
     }
-    drop(y), drop(other), drop(left), drop(right);
+    release(y), release(other), release(left), release(right);
   }
-  drop(a), drop(b), drop(before), free(want);
+  release(a), release(b), release(before), free(want);
 }
 
 /* ---- sums ---- */
 static void check_sums(int64_t n, double shift, double tolerance) {
-  float *a = fresh(n, 2), *b = fresh(n, 2);
+  float *a = random_floats(n, 2), *b = random_floats(n, 2);
   double sum = 0, squares = 0, dot = 0, size = 0, dot_size = 0;
   for (int64_t i = 0; i < n; i++) {
     a[i] = (float)((double)a[i] + shift);
@@ -91,19 +91,19 @@ static void check_sums(int64_t n, double shift, double tolerance) {
         kernels->sum_squares(n, a), squares);
   CHECK(fabs((double)kernels->dot(n, a, b) - dot) <= tolerance * dot_size + 6e-8 * fabs(dot), "%s: dot of %d: %.9g for %.9g", kernels_name,
         (int)n, (double)kernels->dot(n, a, b), dot);
-  drop(a), drop(b);
+  release(a), release(b);
 }
 
 /* ---- softmax ---- */
 static void check_softmax(int64_t rows, int64_t n) {
   const int64_t size = rows * n;
-  float *x = fresh(size, 12), *y = zeros(size), *in_place = copied(x, size), *dy = fresh(size, 1), *dx = fresh(size, 1);
+  float *x = random_floats(size, 12), *y = zeros(size), *in_place = copied(x, size), *dy = random_floats(size, 1), *dx = random_floats(size, 1);
   double *want = doubles(size);
   for (int64_t i = 0; i < n && i < 3; i++) x[i] = in_place[i] = i == 1 ? 300.0f : -300.0f; /* no score is too large to be compared */
   for (int64_t r = 0; r < rows; r++) {
-    double most = -INFINITY, sum = 0;
-    for (int64_t i = r * n; i < (r + 1) * n; i++) most = fmax(most, (double)x[i]);
-    for (int64_t i = r * n; i < (r + 1) * n; i++) sum += want[i] = exp((double)x[i] - most);
+    double max = -INFINITY, sum = 0;
+    for (int64_t i = r * n; i < (r + 1) * n; i++) max = fmax(max, (double)x[i]);
+    for (int64_t i = r * n; i < (r + 1) * n; i++) sum += want[i] = exp((double)x[i] - max);
     for (int64_t i = r * n; i < (r + 1) * n; i++) want[i] /= sum;
   }
   kernels->softmax(rows, n, x, y);
@@ -117,12 +117,12 @@ static void check_softmax(int64_t rows, int64_t n) {
   }
   kernels->softmax_backward(rows, n, y, dy, dx);
   near("softmax_backward", n, size, dx, want, 5e-7);
-  drop(x), drop(y), drop(in_place), drop(dy), drop(dx), free(want);
+  release(x), release(y), release(in_place), release(dy), release(dx), free(want);
 }
 /* a row of -Inf alone becomes zeros, a NaN or Inf makes its own row NaN and no other */
 static void check_softmax_odd(int64_t n) {
   enum { ROWS = 5 };
-  float *x = fresh(ROWS * n, 5), *clean = zeros(ROWS * n), *y = zeros(ROWS * n);
+  float *x = random_floats(ROWS * n, 5), *clean = zeros(ROWS * n), *y = zeros(ROWS * n);
   int wrong = 0;
   kernels->softmax(ROWS, n, x, clean);
   fill(x, n, -(float)INFINITY);
@@ -132,7 +132,7 @@ static void check_softmax_odd(int64_t n) {
   for (int64_t i = 0; i < n; i++) wrong += y[i] != 0 || y[n + i] == y[n + i];
   CHECK(wrong == 0 && y[3 * n - 1] != y[3 * n - 1], "%s: softmax of %d with -Inf, NaN and Inf: %d wrong", kernels_name, (int)n, wrong);
   equal("softmax beside a NaN", n, y + 3 * n, clean + 3 * n, 2 * n);
-  drop(x), drop(clean), drop(y);
+  release(x), release(clean), release(y);
 }
 
 /* ---- layer norm. back: what its gradient's error may be, for a mean far from 0 leaves few digits of x - mean ---- */
@@ -151,7 +151,7 @@ static normed norm_exact(int64_t rows, int64_t n, const float *x) {
 }
 static void check_norm_backward(int64_t rows, int64_t n, const float *x, const normed *e, const float *weight, const float *mean,
                                 const float *rstd, double back) {
-  float *dy = fresh(rows * n, 1), *dx = fresh(rows * n, 1);
+  float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1);
   double *want = doubles(rows * n);
   for (int64_t r = 0; r < rows; r++) {
     double sum = 0, product = 0;
@@ -170,12 +170,12 @@ static void check_norm_backward(int64_t rows, int64_t n, const float *x, const n
   for (int64_t i = 0; i < rows * n; i++) want[i] -= (double)start[i], dx[i] = (float)NAN;
   kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx, false);
   if (n > 2) near("layer_norm_backward, set", n, rows * n, dx, want, back);
-  drop(dy), drop(dx), drop(start), free(want);
+  release(dy), release(dx), release(start), free(want);
 }
 /* column sums: any split of the columns gives the same bits */
 static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean, const float *rstd,
                                double back) {
-  float *dy = fresh(rows * n, 1), *dw = fresh(n, 1), *db = fresh(n, 1), *dw1 = copied(dw, n), *db1 = copied(db, n);
+  float *dy = random_floats(rows * n, 1), *dw = random_floats(n, 1), *db = random_floats(n, 1), *dw1 = copied(dw, n), *db1 = copied(db, n);
   double *want_w = doubles(n), *want_b = doubles(n);
   const int64_t cut = n / 3, cut2 = (n + 1) / 2;
   for (int64_t i = 0; i < n; i++) {
@@ -191,10 +191,10 @@ static void check_norm_weights(int64_t rows, int64_t n, const float *x, const no
   for (int64_t i = n; i-- > 0;) kernels->layer_norm_weights(rows, n, i, i + 1, x, mean, rstd, dy, NULL, db1);
   equal("layer_norm_weights in pieces", n, dw, dw1, n);
   equal("layer_norm_weights, bias, in pieces", n, db, db1, n);
-  drop(dy), drop(dw), drop(db), drop(dw1), drop(db1), free(want_w), free(want_b);
+  release(dy), release(dw), release(db), release(dw1), release(db1), free(want_w), free(want_b);
 }
 static void check_norm(int64_t rows, int64_t n, double shift) {
-  float *x = fresh(rows * n, 2), *weight = fresh(n, 1), *bias = fresh(n, 1), *y = zeros(rows * n), *mean = zeros(rows), *rstd = zeros(rows);
+  float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *bias = random_floats(n, 1), *y = zeros(rows * n), *mean = zeros(rows), *rstd = zeros(rows);
   double *want = doubles(rows * n);
   const double back = shift > 0 ? 1e-3 : 2e-6;
   for (int64_t i = 0; i < rows * n; i++) x[i] = (float)((double)x[i] + shift);
@@ -209,11 +209,11 @@ static void check_norm(int64_t rows, int64_t n, double shift) {
   check_norm_backward(rows, n, x, &e, weight, mean, rstd, back);
   check_norm_backward(rows, n, x, &e, NULL, mean, rstd, back);
   check_norm_weights(rows, n, x, &e, mean, rstd, back);
-  drop(x), drop(weight), drop(bias), drop(y), drop(mean), drop(rstd), free(want), free(e.hat), free(e.rstd);
+  release(x), release(weight), release(bias), release(y), release(mean), release(rstd), free(want), free(e.hat), free(e.rstd);
 }
 static void check_sum_rows(int64_t rows, int64_t n) {
   const int64_t stride = n + 3;
-  float *x = fresh(rows * stride, 1), *y = fresh(n, 1), *pieces = copied(y, n);
+  float *x = random_floats(rows * stride, 1), *y = random_floats(n, 1), *pieces = copied(y, n);
   double *want = doubles(n);
   for (int64_t i = 0; i < n; i++) {
     want[i] = (double)y[i];
@@ -223,13 +223,13 @@ static void check_sum_rows(int64_t rows, int64_t n) {
   near("sum_rows", n, n, y, want, 1e-6 + 2e-8 * (double)rows);
   for (int64_t i = 0; i < n; i += 5) kernels->sum_rows(rows, n, stride, i, i + 5 < n ? i + 5 : n, 0.7f, x, pieces);
   equal("sum_rows in pieces", n, y, pieces, n);
-  drop(x), drop(y), drop(pieces), free(want);
+  release(x), release(y), release(pieces), free(want);
 }
 
 /* ---- cross-entropy: every fourth row is ignored ---- */
 static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   const float factor = 0.25f, eps = (float)smoothing;
-  float *x = fresh(rows * n, 6), *loss = zeros(rows), *lse = zeros(rows), *dx = fresh(rows * n, 1);
+  float *x = random_floats(rows * n, 6), *loss = zeros(rows), *lse = zeros(rows), *dx = random_floats(rows * n, 1);
   double *want = doubles(rows * n), *want_loss = doubles(rows), *want_lse = doubles(rows);
   int32_t *labels = common_tokens(rows, ++kernels_seed, (int32_t)n);
   for (int64_t r = 0; r < rows; r++) {
@@ -250,7 +250,7 @@ static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   near("cross_entropy's lse", n, rows, lse, want_lse, 5e-7);
   kernels->cross_entropy_backward(rows, n, x, labels, -100, eps, lse, factor, dx);
   near("cross_entropy_backward", n, rows * n, dx, want, 1e-6);
-  drop(x), drop(loss), drop(lse), drop(dx), free(labels), free(want), free(want_loss), free(want_lse);
+  release(x), release(loss), release(lse), release(dx), free(labels), free(want), free(want_loss), free(want_lse);
 }
 
 /* ---- the short convolution ---- */
@@ -285,11 +285,11 @@ static void check_convolution_forward(const convolution *c) {
   for (int64_t i = cut * n; i < rows * n; i++) odd[i] = i % 3 ? (float)NAN : (float)INFINITY;
   kernels->short_convolution(rows, n, width, odd, c->history, c->weight, c->bias, z);
   equal("short_convolution before a NaN", n, y, z, cut * n);
-  drop(y), drop(z), drop(later), drop(odd), free(want);
+  release(y), release(z), release(later), release(odd), free(want);
 }
 static void check_convolution_backward(const convolution *c) {
   const int64_t rows = c->rows, n = c->n, width = c->width;
-  float *dy = fresh(rows * n, 1), *dx = fresh(rows * n, 1), *dw = fresh(n * width, 1), *db = fresh(n, 1), *dw1 = copied(dw, n * width),
+  float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *dw = random_floats(n * width, 1), *db = random_floats(n, 1), *dw1 = copied(dw, n * width),
     *db1 = copied(db, n);
   double *want_x = doubles(rows * n), *want_w = doubles(n * width), *want_b = doubles(n);
   for (int64_t i = 0; i < rows * n; i++) want_x[i] = (double)dx[i];
@@ -317,25 +317,25 @@ static void check_convolution_backward(const convolution *c) {
   }
   equal("short_convolution_weights in pieces", n, dw, dw1, n * width);
   equal("short_convolution_weights, bias, in pieces", n, db, db1, n);
-  drop(dy), drop(dx), drop(dw), drop(db), drop(dw1), drop(db1), free(want_x), free(want_w), free(want_b);
+  release(dy), release(dx), release(dw), release(db), release(dw1), release(db1), free(want_x), free(want_w), free(want_b);
 }
 static void check_convolution(int64_t rows, int64_t n, int64_t width, bool history, bool bias) {
   convolution c;
   c.rows = rows, c.n = n, c.width = width;
-  c.x = fresh(rows * n, 1), c.weight = fresh(n * width, 1);
-  c.history = history ? fresh((width - 1) * n, 1) : NULL;
-  c.bias = bias ? fresh(n, 1) : NULL;
+  c.x = random_floats(rows * n, 1), c.weight = random_floats(n * width, 1);
+  c.history = history ? random_floats((width - 1) * n, 1) : NULL;
+  c.bias = bias ? random_floats(n, 1) : NULL;
   check_convolution_forward(&c);
   check_convolution_backward(&c);
-  drop(c.x), drop(c.weight);
-  if (history) drop(c.history);
-  if (bias) drop(c.bias);
+  release(c.x), release(c.weight);
+  if (history) release(c.history);
+  if (bias) release(c.bias);
 }
 
 /* ---- dropout: the rule of Philox, bit for bit; a NaN that is dropped is gone ---- */
 static void check_dropout(int64_t first, int64_t n, double probability) {
   lunai_dropout d;
-  float *x = fresh(n, 1), *y = zeros(n), *in_place = copied(x, n), *sum = fresh(n, 1), *before = copied(sum, n);
+  float *x = random_floats(n, 1), *y = zeros(n), *in_place = copied(x, n), *sum = random_floats(n, 1), *before = copied(sum, n);
   bool good = true, added = true, gone = true;
   d.seed = 0x123456789ABCDEFu, d.op = 7, d.step = 99;
   d.threshold = (uint32_t)(65536 * probability + 0.5);
@@ -354,7 +354,7 @@ static void check_dropout(int64_t first, int64_t n, double probability) {
   CHECK(good, "%s: dropout of %d", kernels_name, (int)n);
   CHECK(added, "%s: dropout that adds, of %d", kernels_name, (int)n);
   CHECK(gone, "%s: dropout of %d NaNs", kernels_name, (int)n);
-  drop(x), drop(y), drop(in_place), drop(sum), drop(before);
+  release(x), release(y), release(in_place), release(sum), release(before);
 }
 
 /* ---- optimisers, each four steps ---- */
@@ -400,7 +400,7 @@ static void check_updates(int64_t n) {
     lunai_update u;
     double *value = doubles(n), *moment[3] = {doubles(n), doubles(n), doubles(n)};
     memset(&u, 0, sizeof u);
-    u.value = fresh(n, 1), u.grad = zeros(n);
+    u.value = random_floats(n, 1), u.grad = zeros(n);
     for (int k = 0; k < moments[kind]; k++) u.moment[k] = zeros(n);
     u.count = n, u.lr = 0.1f, u.decay = 0.01f, u.factor = 0.5f, u.epsilon = 1e-8f;
     u.momentum = kind ? 0.9f : 0, u.nesterov = kind == UPDATE_NESTEROV, u.coupled = kind == UPDATE_ADAM, u.beta1 = 0.9f, u.beta2 = 0.99f;
@@ -417,10 +417,10 @@ static void check_updates(int64_t n) {
       for (int64_t i = 0; i < n; i++) zeroed = zeroed && u.grad[i] == 0;
       CHECK(zeroed, "%s: %d gradients are not zeroed", kernels_name, (int)n);
     }
-    drop(u.value), drop(u.grad), free(value);
+    release(u.value), release(u.grad), free(value);
     for (int k = 0; k < 3; k++) {
       free(moment[k]);
-      if (u.moment[k]) drop(u.moment[k]);
+      if (u.moment[k]) release(u.moment[k]);
     }
   }
 }

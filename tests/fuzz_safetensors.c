@@ -462,7 +462,7 @@ static buffer forged(const char *json, uint64_t claim, size_t data_size) {
 }
 /* The file with data_offsets that fit its dtypes and shapes, in their order, and as much data; false when there would be too much or the
    header is not written as luna.h writes it. */
-static bool repaired(const uint8_t *file, size_t size, size_t most, buffer *out) {
+static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) {
   static const char *const with[2] = {"{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[%159[0-9,]],\"data_offsets\":[%*[0-9,]]}%n",
                                       "{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[],\"data_offsets\":[%*[0-9,]]}%n"};
   const size_t header = size < 8 ? 0 : (size_t)(file[0] | file[1] << 8 | file[2] << 16);
@@ -484,11 +484,11 @@ static bool repaired(const uint8_t *file, size_t size, size_t most, buffer *out)
     for (char *number = shape; *number; number += strcspn(number, ","), number += *number == ',') count *= strtod(number, NULL);
     snprintf(offsets, sizeof offsets, "{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%.0f,%.0f]}", dtype, shape, total, total + count);
     buffer_write(&text, offsets, strlen(offsets));
-    total = total + count <= (double)most ? total + count : -1;
+    total = total + count <= (double)max ? total + count : -1;
     at += used;
   }
   free(copy);
-  const bool fits = total >= 0 && 8 + (double)text.size + total <= (double)most;
+  const bool fits = total >= 0 && 8 + (double)text.size + total <= (double)max;
   for (int i = 0; i < 8 && fits; i++) buffer_write(out, &(uint8_t){(uint8_t)((uint64_t)text.size >> 8 * i)}, 1);
   if (fits) buffer_write(out, text.at, text.size);
   for (size_t i = 0; fits && i < (size_t)total; i++) buffer_write(out, i < size - 8 - header ? file + 8 + header + i : (const uint8_t *)"", 1);
@@ -595,8 +595,8 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
 #ifdef FUZZ_LIBFUZZER
 /* ---- libFuzzer: a third of its changes go to the header, a third to a number in it, and then offsets and sizes are made to fit ---- */
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
-size_t LLVMFuzzerMutate(uint8_t *bytes, size_t size, size_t most);
-size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t most, unsigned int seed);
+size_t LLVMFuzzerMutate(uint8_t *bytes, size_t size, size_t max);
+size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned int seed);
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   uint8_t *copy = (uint8_t *)malloc(size ? size : 1); /* aligned, and of its own size */
@@ -609,7 +609,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
 }
 
 /* a number of the header becomes another; returns the header's new size */
-static size_t change_number(char *header, size_t size, size_t most, uint64_t random) {
+static size_t change_number(char *header, size_t size, size_t max, uint64_t random) {
   static const char *const numbers[] = {"0", "1", "2", "3", "4", "5", "8", "16", "64", "255", "256", "1024", "4095", "65536", "1048576", "16777216", "67108864", "2147483647", "4294967296", "9223372036854775807"};
   const char *number = numbers[random / 65536 % (sizeof numbers / sizeof numbers[0])];
   const size_t n = strlen(number);
@@ -620,18 +620,18 @@ static size_t change_number(char *header, size_t size, size_t most, uint64_t ran
   for (at = 0;; at++)
     if (header[at] >= '0' && header[at] <= '9' && (at == 0 || header[at - 1] < '0' || header[at - 1] > '9') && which-- == 0) break;
   for (end = at; end < size && header[end] >= '0' && header[end] <= '9'; end++) {}
-  if (size - (end - at) + n > most) return size;
+  if (size - (end - at) + n > max) return size;
   memmove(header + at + n, header + end, size - end);
   memcpy(header + at, number, n);
   return size - (end - at) + n;
 }
-size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t most, unsigned int number) {
+size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned int number) {
   const uint64_t random = common_hash(number, size);
   const size_t header = size < 8 ? 0 : (size_t)(bytes[0] | bytes[1] << 8 | bytes[2] << 16), way = (size_t)(random % 3);
   buffer whole = {NULL, 0, 0};
-  if (way == 0 || size < 16 || header == 0 || header > size - 8) return LLVMFuzzerMutate(bytes, size, most);
-  const size_t data = size - 8 - header, room = most - 8 - data;
-  char *text = (char *)common_alloc(most);
+  if (way == 0 || size < 16 || header == 0 || header > size - 8) return LLVMFuzzerMutate(bytes, size, max);
+  const size_t data = size - 8 - header, room = max - 8 - data;
+  char *text = (char *)common_alloc(max);
   memcpy(text, bytes + 8, header);
   size_t now = header;
   if (way == 1) now = LLVMFuzzerMutate((uint8_t *)text, header, room);
@@ -641,7 +641,7 @@ size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t most, unsigne
   for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)((uint64_t)now >> 8 * i);
   free(text);
   size = 8 + now + data;
-  if (random / 65536 % 4 && repaired(bytes, size, most, &whole)) {
+  if (random / 65536 % 4 && repaired(bytes, size, max, &whole)) {
     memcpy(bytes, whole.at, whole.size);
     size = whole.size;
   }
@@ -673,8 +673,8 @@ static void replay_file(const char *path) {
 }
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 static void replay(const char *path) {
-  enum { MOST = 8192 };
-  static char *names[MOST];
+  enum { MAX = 8192 };
+  static char *names[MAX];
   char full[600];
   int count = 0;
   struct dirent *entry;
@@ -683,7 +683,7 @@ static void replay(const char *path) {
     replay_file(path);
     return;
   }
-  while ((entry = readdir(dir)) != NULL && count < MOST)
+  while ((entry = readdir(dir)) != NULL && count < MAX)
     if (entry->d_name[0] != '.') names[count++] = strcpy((char *)common_alloc(strlen(entry->d_name) + 1), entry->d_name);
   closedir(dir);
   qsort(names, (size_t)count, sizeof names[0], by_name);

@@ -1,5 +1,5 @@
 /* gemm against a triple loop in double and against the scalar pass: odd sizes, any strides, batches, epilogues; the same bits for any
-   number of slots, for a row alone, for a column alone, and from the product that attention and causal kernels use. */
+   number of threads, for a row alone, for a column alone, and from the product that attention and causal kernels use. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -7,18 +7,18 @@
 #include "kernels.h"
 
 typedef void (*product_fn)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                           int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *packed_scratch);
-typedef struct product { luna_isa isa; product_fn run; int64_t (*packed_size)(int64_t n, int64_t k); } product;
+                           int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *panels);
+typedef struct product { luna_isa isa; product_fn run; int64_t (*panels_size)(int64_t n, int64_t k); } product;
 static const product products[] = {
-  {LUNA_ISA_SCALAR, lunai_product_scalar, lunai_packed_size_scalar},
+  {LUNA_ISA_SCALAR, lunai_product_scalar, lunai_panels_size_scalar},
 #ifdef LUNAI_X86
-  {LUNA_ISA_SSE2, lunai_product_sse2, lunai_packed_size_sse2},
-  {LUNA_ISA_AVX2, lunai_product_avx2, lunai_packed_size_avx2},
-  {LUNA_ISA_AVX512, lunai_product_avx512, lunai_packed_size_avx512},
+  {LUNA_ISA_SSE2, lunai_product_sse2, lunai_panels_size_sse2},
+  {LUNA_ISA_AVX2, lunai_product_avx2, lunai_panels_size_avx2},
+  {LUNA_ISA_AVX512, lunai_product_avx512, lunai_panels_size_avx512},
 #elif defined(LUNAI_NEON)
-  {LUNA_ISA_NEON, lunai_product_neon, lunai_packed_size_neon},
+  {LUNA_ISA_NEON, lunai_product_neon, lunai_panels_size_neon},
 #elif defined(LUNAI_WASM)
-  {LUNA_ISA_WASM, lunai_product_wasm, lunai_packed_size_wasm},
+  {LUNA_ISA_WASM, lunai_product_wasm, lunai_panels_size_wasm},
 #endif
 };
 
@@ -61,12 +61,12 @@ static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1,
   g->batch[0] = b0, g->batch[1] = b1;
   t.a = operand(m, k, b0, b1, &g->a_row, &g->a_column, g->a_batch);
   t.b = operand(k, n, b0, b1, &g->b_row, &g->b_column, g->b_batch);
-  t.bias = fresh(n, 1);
+  t.bias = random_floats(n, 1);
   g->c_row = n + pick(3);
   g->c_batch[1] = m > 0 ? (m - 1) * g->c_row + n : 0;
   g->c_batch[0] = b1 * g->c_batch[1];
   t.c_size = b0 * g->c_batch[0];
-  t.before = fresh(t.c_size, 1);
+  t.before = random_floats(t.c_size, 1);
   g->a = t.a, g->b = t.b;
   g->bias = mode & BIAS ? t.bias : NULL;
   g->alpha = mode & ALPHA ? 0.37f : 1;
@@ -77,7 +77,7 @@ static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1,
   return t;
 }
 static void trial_close(trial *t) {
-  drop(t->a), drop(t->b), drop(t->bias), drop(t->before);
+  release(t->a), release(t->b), release(t->bias), release(t->before);
   free(t->want), free(t->want_pre), free(t->scale);
 }
 
@@ -115,10 +115,10 @@ static double trial_error(const trial *t, const float *c, const double *want) {
   return worst;
 }
 
-static void run(const lunai_kernels *table, const lunai_gemm *g, int64_t slots) {
-  const lunai_parallel parallel = kernels_parallel(slots);
-  kernels_scratch s = kernels_scratch_open(table->gemm_scratch(g, slots));
-  table->gemm(g, slots > 1 ? &parallel : NULL, s.at);
+static void run(const lunai_kernels *table, const lunai_gemm *g, int64_t threads) {
+  const lunai_parallel parallel = kernels_parallel(threads);
+  kernels_scratch s = kernels_scratch_open(table->gemm_scratch(g, threads));
+  table->gemm(g, threads > 1 ? &parallel : NULL, s.at);
   kernels_scratch_close(&s);
 }
 
@@ -140,17 +140,17 @@ static void check_alone(const trial *t, const float *c, bool column) {
   for (int64_t r = 0; r < g.m; r++) equal = equal && same(g.c + r * g.c_row, c + (i + r) * g.c_row + j, g.n);
   CHECK(equal, "%s: a %s of [%d,%d] x [%d,%d] alone has other bits", kernels_name, column ? "column" : "row", (int)t->g.m, (int)g.k,
         (int)g.k, (int)t->g.n);
-  drop(own), drop(pre);
+  release(own), release(pre);
 }
 static void check_product(const trial *t, const float *c) {
   const lunai_gemm *g = &t->g;
   const product *p = products;
   while (lunai_kernels_of(p->isa) != kernels) p++;
-  float *packed = zeros(p->packed_size(g->n, g->k)), *own = copied(t->before, t->c_size);
-  p->run(g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row, g->accumulate, packed);
+  float *panels = zeros(p->panels_size(g->n, g->k)), *own = copied(t->before, t->c_size);
+  p->run(g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row, g->accumulate, panels);
   CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m, (int)g->k, (int)g->k,
         (int)g->n);
-  drop(packed), drop(own);
+  release(panels), release(own);
 }
 
 static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int mode) {
@@ -161,19 +161,19 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   reference(&t);
   t.g.c = c;
   t.g.pre = mode & PRE ? pre : NULL;
-  for (int s = 0; s <= KERNELS_SLOTS; s++) { /* the last time: the scalar pass */
+  for (int s = 0; s <= KERNELS_THREADS; s++) { /* the last time: the scalar pass */
     memcpy(c, t.before, bytes), memcpy(pre, t.before, bytes);
-    run(s < KERNELS_SLOTS ? kernels : lunai_kernels_of(LUNA_ISA_SCALAR), &t.g, s < KERNELS_SLOTS ? kernels_slots[s] : 1);
+    run(s < KERNELS_THREADS ? kernels : lunai_kernels_of(LUNA_ISA_SCALAR), &t.g, s < KERNELS_THREADS ? kernels_threads[s] : 1);
     if (s == 0) {
       memcpy(first, c, bytes);
       error[0] = trial_error(&t, c, t.want), error[1] = mode & PRE ? trial_error(&t, pre, t.want_pre) : 0;
       CHECK(error[0] <= 5e-7 && error[1] <= 5e-7,
             "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d, activation %d: error %.3g, of the pre-activation %.3g", kernels_name, (int)m,
             (int)k, (int)k, (int)n, (int)b0, (int)b1, mode, t.g.activation, error[0], error[1]);
-    } else if (s < KERNELS_SLOTS)
-      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d slots", kernels_name, (int)m,
+    } else if (s < KERNELS_THREADS)
+      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d threads", kernels_name, (int)m,
             (int)k, (int)k, (int)n, (int)b0, (int)b1, mode,
-            (int)kernels_slots[s]);
+            (int)kernels_threads[s]);
   }
   for (int64_t i = 0; i < t.c_size; i++) t.want[i] = (double)first[i];
   error[0] = trial_error(&t, c, t.want);
@@ -184,14 +184,14 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
     check_alone(&t, first, true);
     if (!(mode & (BIAS | ACTIVATION | PRE | DOTS))) check_product(&t, first);
   }
-  drop(c), drop(pre), drop(first), trial_close(&t);
+  release(c), release(pre), release(first), trial_close(&t);
 }
 
 /* ---- what is not finite stays in its row and column, and is not lost there ---- */
 static void check_not_finite(float odd) {
   enum { M = 37, N = 45, K = 600 };
   lunai_gemm g;
-  float *a = fresh(M * K, 1), *b = fresh(K * N, 1), *clean = zeros(M * N), *c = zeros(M * N);
+  float *a = random_floats(M * K, 1), *b = random_floats(K * N, 1), *clean = zeros(M * N), *c = zeros(M * N);
   memset(&g, 0, sizeof g);
   g.a = a, g.b = b, g.c = clean, g.m = M, g.n = N, g.k = K, g.alpha = 1;
   g.a_row = K, g.b_row = g.c_row = N, g.a_column = g.b_column = g.batch[0] = g.batch[1] = 1;
@@ -212,15 +212,15 @@ static void check_not_finite(float odd) {
           side ? "B" : "A", wrong, lost);
     *at = was;
   }
-  drop(a), drop(b), drop(clean), drop(c);
+  release(a), release(b), release(clean), release(c);
 }
 
 /* random sizes, drawn one after the other, for a call's arguments are evaluated in any order */
-typedef struct range { int64_t least, count; } range; /* of `count` sizes; of a batch: the most of either */
+typedef struct range { int64_t min, count; } range; /* of `count` sizes; of a batch: the most of either */
 static void check_random(int times, range m, range n, range k, range batch, int modes) {
   while (times-- > 0) {
-    const int64_t rows = m.least + pick(m.count), columns = n.least + pick(n.count), depth = k.least + pick(k.count);
-    const int64_t b0 = 1 + pick(batch.least), b1 = 1 + pick(batch.count);
+    const int64_t rows = m.min + pick(m.count), columns = n.min + pick(n.count), depth = k.min + pick(k.count);
+    const int64_t b0 = 1 + pick(batch.min), b1 = 1 + pick(batch.count);
     check(rows, columns, depth, b0, b1, modes < 0 ? (int)pick(64) : modes);
   }
 }

@@ -146,12 +146,12 @@ typedef union golden_layer {
 static luna_status golden_init(const golden *g, golden_layer *layer, luna_params *params) {
   const luna_sharing sharing = g->tied ? LUNA_SHARING_TIED : LUNA_SHARING_FULL;
   if (strcmp(g->kind, "attention") == 0) {
-    luna_nested_attention_config config = {0};
+    luna_nested_attention_layer_config config = {0};
     config.dim = g->dim, config.heads = g->heads, config.pack_heads = g->pack_heads, config.sharing = sharing;
     return luna_nested_attention_layer_init(&layer->attention, params, NULL, &config);
   }
   if (strcmp(g->kind, "causal") == 0) {
-    luna_causal_attention_config config = {0};
+    luna_causal_attention_layer_config config = {0};
     config.dim = g->dim, config.heads = g->heads, config.sharing = sharing, config.omega = g->omega;
     return luna_causal_attention_layer_init(&layer->causal, params, NULL, &config);
   }
@@ -162,12 +162,12 @@ static luna_status golden_init(const golden *g, golden_layer *layer, luna_params
   return luna_decoder_layer_init(&layer->decoder, params, NULL, &config);
 }
 static luna_tensor *golden_forward(const golden *g, const golden_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context,
-                                   const int32_t *lengths, luna_tensor **packed) {
-  if (strcmp(g->kind, "attention") == 0) return luna_nested_attention_layer_forward(&layer->attention, x, p, context, lengths, packed);
+                                   const int32_t *lengths, luna_tensor **packed_context) {
+  if (strcmp(g->kind, "attention") == 0) return luna_nested_attention_layer_forward(&layer->attention, x, p, context, lengths, packed_context);
   if (strcmp(g->kind, "causal") == 0) return luna_causal_attention_layer_forward(&layer->causal, x, p, lengths);
-  *packed = p;
-  if (strcmp(g->kind, "encoder_layer") == 0) return luna_encoder_layer_forward(&layer->encoder, x, packed, lengths);
-  return luna_decoder_layer_forward(&layer->decoder, x, packed, context, lengths);
+  *packed_context = p;
+  if (strcmp(g->kind, "encoder_layer") == 0) return luna_encoder_layer_forward(&layer->encoder, x, packed_context, lengths);
+  return luna_decoder_layer_forward(&layer->decoder, x, packed_context, context, lengths);
 }
 
 /* every parameter from the file, which must have it in the same shape */
@@ -240,11 +240,11 @@ static void golden_gradients(golden *g, const luna_params *params, int compared)
   CHECK(compared == count, "%s (%s): %d gradients of the file's %d were compared", g->name, g->how, compared, count);
 }
 
-static luna_tensor *golden_loss(const golden *g, luna_tensor *y, luna_tensor *packed) {
+static luna_tensor *golden_loss(const golden *g, luna_tensor *y, luna_tensor *packed_context) {
   luna_tensor *part[2] = {NULL, NULL}, *out[2];
   static const char *const seed[2] = {"seed.y", "seed.yp"};
   out[0] = y;
-  out[1] = packed;
+  out[1] = packed_context;
   for (int i = 0; i < 2; i++) {
     luna_tensor *weights = out[i] ? golden_tensor(g, out[i]->ctx, seed[i]) : NULL;
     const int64_t flat[2] = {1, luna_count(weights)};
@@ -256,10 +256,10 @@ static luna_tensor *golden_loss(const golden *g, luna_tensor *y, luna_tensor *pa
 static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   luna_options options = {0};
   golden_layer layer;
-  luna_tensor *packed = NULL;
+  luna_tensor *packed_context = NULL;
   int32_t *lengths = golden_numbers(g, "lengths", NULL);
   char how[96];
-  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "plain", training ? "" : " inference");
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded", training ? "" : " inference");
   g->how = how;
   options.threads = 2;
   options.isa = isa;
@@ -276,10 +276,10 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   if (training) luna_begin_step(ctx);
   else luna_begin_inference(ctx);
   luna_tensor *x = golden_tensor(g, ctx, "x"), *p = golden_tensor(g, ctx, "p"), *context = golden_tensor(g, ctx, "context");
-  luna_tensor *y = golden_forward(g, &layer, x, p, context, lengths, &packed);
+  luna_tensor *y = golden_forward(g, &layer, x, p, context, lengths, &packed_context);
   golden_output(g, "y", y, NULL);
-  if (packed) golden_output(g, "yp", packed, NULL);
-  if (training && CHECK(luna_backward(golden_loss(g, y, packed)) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx)))
+  if (packed_context) golden_output(g, "yp", packed_context, NULL);
+  if (training && CHECK(luna_backward(golden_loss(g, y, packed_context)) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx)))
     golden_gradients(g, params, golden_gradient(g, "x", x) + golden_gradient(g, "p", p) + golden_gradient(g, "context", context));
   luna_close(ctx);
   free(lengths);
@@ -333,7 +333,7 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   lunai_st_tensor t;
   lunai_st_find(&g->st, "logits", &t);
   const int64_t batch = t.shape[0];
-  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "plain", training ? "" : " inference");
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded", training ? "" : " inference");
   g->how = how;
   options.threads = 2;
   options.isa = isa;

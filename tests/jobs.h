@@ -162,7 +162,7 @@ static luna_status job_do(luna_ctx *ctx, const job *j, luna_status (*more)(job_r
 /* ---- an allocator that counts, and fails where it is asked to ---- */
 typedef struct guard {
   int64_t calls, fail_from, fail_to; /* calls with a number in [fail_from, fail_to) fail */
-  int64_t live, blocks, most, wrong;
+  int64_t live, blocks, max, wrong;
 } guard;
 static void *guard_allocate(void *user, size_t bytes) {
   guard *g = (guard *)user;
@@ -174,7 +174,7 @@ static void *guard_allocate(void *user, size_t bytes) {
   memcpy(p, &bytes, sizeof bytes);
   g->live += (int64_t)bytes;
   g->blocks++;
-  if (g->live > g->most) g->most = g->live;
+  if (g->live > g->max) g->max = g->live;
   return p + 24;
 }
 static void guard_release(void *user, void *pointer, size_t bytes) {

@@ -18,8 +18,8 @@
 #define ASAN_UNPOISON_MEMORY_REGION(at, size) ((void)(at), (void)(size))
 #endif
 
-enum { KERNELS_GUARD = 64, KERNELS_SLOTS = 4 };
-static const int64_t kernels_slots[KERNELS_SLOTS] = {1, 2, 3, 7};
+enum { KERNELS_GUARD = 64, KERNELS_THREADS = 4 };
+static const int64_t kernels_threads[KERNELS_THREADS] = {1, 2, 3, 7};
 
 /* what is under test now */
 static const lunai_kernels *kernels;
@@ -36,7 +36,7 @@ TEST_UNUSED static bool kernels_next(int *at) {
   return kernels != NULL;
 }
 
-/* ---- slots: two run backwards in the caller's thread, more in threads of their own ---- */
+/* ---- work: two shares run backwards on the caller's thread, more on threads of their own ---- */
 typedef struct kernels_job { void (*task)(void *work, int64_t index); void *work; int64_t index; } kernels_job;
 static void *kernels_job_run(void *argument) {
   const kernels_job *job = (const kernels_job *)argument;
@@ -44,11 +44,11 @@ static void *kernels_job_run(void *argument) {
   return NULL;
 }
 static void kernels_for(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
-  enum { MOST = 16 };
-  pthread_t thread[MOST];
-  kernels_job job[MOST];
+  enum { MAX = 16 };
+  pthread_t thread[MAX];
+  kernels_job job[MAX];
   (void)user;
-  if (count < 3 || count > MOST)
+  if (count < 3 || count > MAX)
     while (count-- > 0) task(work, count);
   for (int64_t i = 0; i < count; i++) {
     job[i].task = task, job[i].work = work, job[i].index = i;
@@ -56,11 +56,11 @@ static void kernels_for(void *user, int64_t count, void (*task)(void *work, int6
   }
   for (int64_t i = 0; i < count; i++) pthread_join(thread[i], NULL);
 }
-TEST_UNUSED static lunai_parallel kernels_parallel(int64_t slots) {
+TEST_UNUSED static lunai_parallel kernels_parallel(int64_t threads) {
   lunai_parallel parallel;
   parallel.run = kernels_for;
   parallel.user = NULL;
-  parallel.slots = slots;
+  parallel.threads = threads;
   return parallel;
 }
 
@@ -84,10 +84,10 @@ TEST_UNUSED static void kernels_scratch_close(kernels_scratch *s) {
   free(s->memory);
 }
 
-/* ---- arrays, one float after an aligned place; drop() frees them ---- */
+/* ---- arrays, one float after an aligned place; release() frees them ---- */
 TEST_UNUSED static float *zeros(int64_t n) { return (float *)common_alloc((size_t)(n + 1) * sizeof(float)) + 1; }
-TEST_UNUSED static void drop(const float *x) { free((float *)(uintptr_t)x - 1); }
-TEST_UNUSED static float *fresh(int64_t n, double scale) {
+TEST_UNUSED static void release(const float *x) { free((float *)(uintptr_t)x - 1); }
+TEST_UNUSED static float *random_floats(int64_t n, double scale) {
   float *x = zeros(n);
   common_fill(x, n, ++kernels_seed, scale);
   return x;
@@ -111,7 +111,7 @@ typedef struct outputs {
   const char *name[KERNELS_OUTPUTS];
   bool gradient[KERNELS_OUTPUTS];
   int64_t size[KERNELS_OUTPUTS];
-  float *got[KERNELS_OUTPUTS];       /* of the kernel; after outputs_check those of one slot */
+  float *got[KERNELS_OUTPUTS];       /* of the kernel; after outputs_check those of one thread */
   double *want[KERNELS_OUTPUTS];     /* a reference sets results and adds to gradients */
 } outputs;
 TEST_UNUSED static float *outputs_add(outputs *o, const char *name, bool gradient, int64_t size) {
@@ -122,7 +122,7 @@ TEST_UNUSED static float *outputs_add(outputs *o, const char *name, bool gradien
   return o->got[i];
 }
 TEST_UNUSED static void outputs_close(outputs *o) {
-  for (int i = 0; i < o->count; i++) drop(o->got[i]), free(o->want[i]);
+  for (int i = 0; i < o->count; i++) release(o->got[i]), free(o->want[i]);
 }
 TEST_UNUSED static double outputs_error(const outputs *o, int i, const float *first) {
   const double start = o->gradient[i] ? (double)KERNELS_START : 0, floor = o->gradient[i] ? 1e-2 : 1e-3;
@@ -135,27 +135,27 @@ TEST_UNUSED static double outputs_error(const outputs *o, int i, const float *fi
   size = sqrt(size);
   return difference == 0 ? 0 : sqrt(difference) / fmax(size, floor * sqrt((double)o->size[i]));
 }
-/* Runs a call with each number of slots and by the scalar pass: near the reference, the same bits, near the scalar pass. */
+/* Runs a call with each number of threads and by the scalar pass: near the reference, the same bits, near the scalar pass. */
 enum { KERNELS_RESULT, KERNELS_GRADIENT };
 static const double kernels_tolerance[2] = {1e-6, 5e-6};
-typedef void (*outputs_run)(const void *call, const lunai_kernels *table, int64_t slots);
+typedef void (*outputs_run)(const void *call, const lunai_kernels *table, int64_t threads);
 TEST_UNUSED static void outputs_check(outputs *o, const char *what, outputs_run run, const void *call) {
   const lunai_kernels *scalar = lunai_kernels_of(LUNA_ISA_SCALAR);
   float *first[KERNELS_OUTPUTS];
-  for (int s = 0; s < KERNELS_SLOTS + (kernels != scalar); s++) {
+  for (int s = 0; s < KERNELS_THREADS + (kernels != scalar); s++) {
     for (int i = 0; i < o->count; i++) fill(o->got[i], o->size[i], KERNELS_START);
-    run(call, s < KERNELS_SLOTS ? kernels : scalar, s < KERNELS_SLOTS ? kernels_slots[s] : 1);
+    run(call, s < KERNELS_THREADS ? kernels : scalar, s < KERNELS_THREADS ? kernels_threads[s] : 1);
     for (int i = 0; i < o->count; i++) {
-      const double error = s == 0 ? outputs_error(o, i, NULL) : s < KERNELS_SLOTS ? 0 : outputs_error(o, i, first[i]);
-      const double most = kernels_tolerance[o->gradient[i]];
+      const double error = s == 0 ? outputs_error(o, i, NULL) : s < KERNELS_THREADS ? 0 : outputs_error(o, i, first[i]);
+      const double max = kernels_tolerance[o->gradient[i]];
       if (s == 0) first[i] = copied(o->got[i], o->size[i]);
-      CHECK(error <= most, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, most,
+      CHECK(error <= max, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, max,
             s ? " beside the scalar pass" : "");
-      CHECK(s == KERNELS_SLOTS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d slots", kernels_name, what,
-            o->name[i], (int)kernels_slots[s % KERNELS_SLOTS]);
+      CHECK(s == KERNELS_THREADS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d threads", kernels_name, what,
+            o->name[i], (int)kernels_threads[s % KERNELS_THREADS]);
     }
   }
-  for (int i = 0; i < o->count; i++) drop(o->got[i]), o->got[i] = first[i];
+  for (int i = 0; i < o->count; i++) release(o->got[i]), o->got[i] = first[i];
 }
 
 /* ---- references in double ---- */

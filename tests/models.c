@@ -609,8 +609,13 @@ static void check_masking(void) {
   again.input = alias;
   again.count = luna_mask_tokens(&masking, &(luna_input){ alias, lengths, ROWS, COLUMNS }, alias, again.labels);
   CHECK(masked_same(&first, &again), "masking in place masks otherwise");
-  CHECK(luna_mask_tokens(NULL, &(luna_input){ tokens, NULL, 1, 1 }, alias, alias) == 0 && luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1 }, alias, alias) == 0,
+  CHECK(luna_mask_tokens(&masking, NULL, alias, alias) == 0 &&
+            luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1 }, alias, alias) == 0,
         "null is masked");
+  other = (luna_masking){0, 256, 256, 0, 0}; /* what fits a luna_masked_lm of the default config */
+  masked given = mask(&other, tokens, lengths), none = mask(NULL, tokens, lengths);
+  CHECK(none.count > 0 && masked_same(&given, &none), "null masking is not the default");
+  masked_free(&given), masked_free(&none);
   masked_free(&first), masked_free(&again), free(tokens);
 }
 /* logits at the chosen places alone: the loss and the gradients of all logits with labels at those places */
@@ -801,7 +806,7 @@ static void naive_rows(const luna_linear_layer *layer, double x[][DIM], int64_t 
   for (int64_t t = 0; t < rows; t++) naive_linear(layer, x[t], y[t]);
 }
 static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], double p[][DIM], double context[][DIM], int64_t rows,
-                         int64_t real, float *out, float *packed) {
+                         int64_t real, float *out, float *packed_context) {
   const luna_sharing sharing = l->config.sharing;
   double q[KEYS][DIM], k[KEYS][DIM], v[KEYS][DIM], y[KEYS][DIM], yp[MEMORY][DIM];
   naive_rows(&l->pq, p, MEMORY, q);
@@ -816,14 +821,14 @@ static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], 
   naive_softmax(q, k, v, y, rows, real < MEMORY ? real : MEMORY, HEADS);
   naive_rows(&l->out, y, rows, q);
   for (int64_t i = 0; i < rows * DIM; i++) out[i] = (float)q[i / DIM][i % DIM];
-  for (int64_t i = 0; i < MEMORY * DIM; i++) packed[i] = (float)yp[i / DIM][i % DIM];
+  for (int64_t i = 0; i < MEMORY * DIM; i++) packed_context[i] = (float)yp[i / DIM][i % DIM];
 }
 static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool lengths) {
   const int64_t rows = cross ? QUERIES : KEYS;
   luna_options options = plain_options();
   luna_nested_attention_layer layer;
-  luna_nested_attention_config config = {0};
-  luna_tensor *packed = NULL;
+  luna_nested_attention_layer_config config = {0};
+  luna_tensor *packed_context = NULL;
   char what[100];
   options.form = form;
   luna_ctx *ctx = luna_open(&options);
@@ -836,9 +841,9 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 14, SOURCES - 1, rows, DIM, 0), *p = common_tensor(ctx, 15, SOURCES - 1, MEMORY, DIM, 0),
               *context = cross ? common_tensor(ctx, 16, SOURCES - 1, KEYS, DIM, 0) : NULL;
-  float *got = values_of(ctx, luna_nested_attention_layer_forward(&layer, x, p, context, lengths ? key_lengths : NULL, &packed),
+  float *got = values_of(ctx, luna_nested_attention_layer_forward(&layer, x, p, context, lengths ? key_lengths : NULL, &packed_context),
                          "Luna attention"),
-        *got_packed = values_of(ctx, packed, "Y_P");
+        *got_packed = values_of(ctx, packed_context, "Y_P");
   for (int b = 0; b < SOURCES - 1; b++) {
     double row[3][KEYS][DIM];
     float expected[KEYS * DIM], expected_packed[MEMORY * DIM];
@@ -1003,7 +1008,7 @@ static void check_linformer_refusals(void) {
   }
   config.kind = LUNA_ATTENTION_LUNA;
   refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
-          "a plain attention layer of Luna's kind");
+          "an attention layer of Luna's kind");
   CHECK(luna_params_tensor_count(params) == 0, "what was refused leaves %d parameters", (int)luna_params_tensor_count(params));
   luna_close(ctx); /* an init that failed stays in its context */
   ctx = ctx_open(), params = luna_params_open(ctx);
@@ -1317,7 +1322,7 @@ static void check_hook_recomputed(void) {
   luna_ctx *ctx = ctx_open();
   luna_encoder_layer layer;
   luna_layer_config config = {0};
-  config.dim = 1, config.hook = &hook, config.recompute = LUNA_RECOMPUTE_LAYER;
+  config.dim = config.heads = 1, config.hook = &hook, config.recompute = LUNA_RECOMPUTE_LAYER;
   CHECK(luna_encoder_layer_init(&layer, luna_params_open(ctx), "", &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_step(ctx);
   luna_tensor *x = luna_tensor_new(ctx, &value, 3, one), *y = luna_encoder_layer_forward(&layer, x, NULL, NULL);
@@ -1988,9 +1993,9 @@ static void check_seq2seq_forward(void) {
 }
 
 /* ---- searches: against the same rules in the plainest form, over luna_seq2seq_forward ---- */
-enum { MOST = 9, BEGIN = 1, END = 2 };
+enum { MAX = 9, BEGIN = 1, END = 2 };
 typedef struct hypothesis {
-  int32_t tokens[MOST + 2]; /* from BEGIN */
+  int32_t tokens[MAX + 2]; /* from BEGIN */
   int64_t length;           /* without BEGIN */
   double score;
 } hypothesis;
@@ -2011,7 +2016,7 @@ static int better(const void *a, const void *b) {
 }
 /* The best finished hypothesis, its score final. Of all continuations the 2 beam best are looked at; ends among the first `beam` are
    results, the first `beam` others go on. */
-static hypothesis naive_search(translator *t, const int32_t *source, int64_t n, int64_t beam, int64_t most, double penalty,
+static hypothesis naive_search(translator *t, const int32_t *source, int64_t n, int64_t beam, int64_t max, double penalty,
                                bool exhaustive) {
   const int64_t vocab = t->model.config.target_vocab;
   hypothesis *live = (hypothesis *)common_alloc((size_t)beam * sizeof *live),
@@ -2021,12 +2026,12 @@ static hypothesis naive_search(translator *t, const int32_t *source, int64_t n, 
   memset(&best, 0, sizeof best);
   best.score = -INFINITY;
   live[0].tokens[0] = BEGIN;
-  for (int64_t length = 0; length <= most && count > 0; length++) {
+  for (int64_t length = 0; length <= max && count > 0; length++) {
     int64_t candidates = 0;
     for (int64_t i = 0; i < count; i++) {
       next_of(t, source, n, &live[i], next);
       for (int32_t token = 0; token < vocab; token++) {
-        if (length == most && token != END) continue;
+        if (length == max && token != END) continue;
         all[candidates] = live[i];
         all[candidates].tokens[length + 1] = token;
         all[candidates].score += next[token];
@@ -2044,7 +2049,7 @@ static hypothesis naive_search(translator *t, const int32_t *source, int64_t n, 
       }
     }
     if (!exhaustive && results >= beam) break;
-    if (exhaustive && results && count && final_score(live[0].score, most, penalty) <= best.score) break;
+    if (exhaustive && results && count && final_score(live[0].score, max, penalty) <= best.score) break;
   }
   best.length--; /* without END */
   free(live), free(all), free(next);
@@ -2067,14 +2072,14 @@ static void check_searches(int v, uint64_t seed) {
   translator t;
   char what[120];
   if (translator_open(&t, &config, seed)) {
-    int32_t *source = common_tokens(SOURCE, seed, VOCAB), out[MOST], length = -1;
+    int32_t *source = common_tokens(SOURCE, seed, VOCAB), out[MAX], length = -1;
     float score = NAN;
     for (int i = 0; i < 4; i++)
       for (int j = 0; j < 4; j++)
         for (int exhaustive = 0; exhaustive < 2; exhaustive++) {
           luna_beam_config search = {0};
           if (exhaustive && i == 0 && j > 0) continue; /* greedy with an exhaustive search: once */
-          search.begin = BEGIN, search.end = END, search.beam = beams[i], search.max_length = MOST, search.length_penalty = penalties[j],
+          search.begin = BEGIN, search.end = END, search.beam = beams[i], search.max_length = MAX, search.length_penalty = penalties[j],
           search.exhaustive = exhaustive;
           if (i == 0 && j == 1) search.beam = 0; /* the default */
           memset(out, 0, sizeof out);
@@ -2082,7 +2087,7 @@ static void check_searches(int v, uint64_t seed) {
                    exhaustive ? ", exhaustive" : "");
           CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "%s: %s", what,
                 luna_error(t.ctx));
-          hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MOST, penalty_of(penalties[j]), exhaustive);
+          hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MAX, penalty_of(penalties[j]), exhaustive);
           check_result(what, out, length, score, &expected);
         }
     free(source);
@@ -2095,13 +2100,13 @@ static void check_greedy(int v) {
   translator t;
   if (translator_open(&t, &config, 87)) {
     for (uint64_t seed = 0; seed < 6; seed++) {
-      int32_t *source = common_tokens(SOURCE, 88 + seed, VOCAB), out[MOST], length = -1;
+      int32_t *source = common_tokens(SOURCE, 88 + seed, VOCAB), out[MAX], length = -1;
       luna_beam_config search = {0};
       hypothesis h;
       double next[VOCAB], ended = -1;
       memset(&h, 0, sizeof h);
       h.tokens[0] = BEGIN;
-      for (; h.length < MOST && ended < 0; h.length++) {
+      for (; h.length < MAX && ended < 0; h.length++) {
         int32_t likeliest = 0;
         next_of(&t, source, SOURCE, &h, next);
         for (int32_t i = 1; i < config.target_vocab; i++) likeliest = next[i] > next[likeliest] ? i : likeliest;
@@ -2109,7 +2114,7 @@ static void check_greedy(int v) {
         if (likeliest == END) ended = (double)h.length;
       }
       if (ended >= 0) h.length--;
-      search.begin = BEGIN, search.end = END, search.max_length = MOST;
+      search.begin = BEGIN, search.end = END, search.max_length = MAX;
       CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
       CHECK(length == h.length && memcmp(out, h.tokens + 1, (size_t)length * sizeof(int32_t)) == 0,
             "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length, (int)out[0],
@@ -2171,7 +2176,7 @@ static void check_exhaustive(uint64_t seed) {
   luna_close(t.ctx);
 }
 /* several sources in a batch, padded, equal each alone; `most` may be more than the learned positions leave room for */
-static void check_batch_of_sources(int v, int64_t most) {
+static void check_batch_of_sources(int v, int64_t max) {
   enum { COUNT = 4, ROOM = 40 };
   static const int32_t lengths[COUNT] = {4, SOURCE, 1, 6};
   const luna_seq2seq_config config = translator_config(v);
@@ -2181,19 +2186,19 @@ static void check_batch_of_sources(int v, int64_t most) {
     float score[COUNT], one_score;
     for (int64_t beam = 1; beam <= 3; beam += 2) {
       luna_beam_config search = {0};
-      search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = most;
-      const int64_t room = most ? most : 2 * SOURCE + 10;
+      search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = max;
+      const int64_t room = max ? max : 2 * SOURCE + 10;
       for (int i = 0; i < COUNT * ROOM; i++) out[i] = -7;
       CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, lengths, COUNT, SOURCE }, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
       for (int i = 0; i < COUNT; i++) {
         search.max_length = room;
         CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i] }, one, &one_length, &one_score) == LUNA_OK, "%s",
               luna_error(t.ctx));
-        search.max_length = most;
+        search.max_length = max;
         CHECK(one_length <= room && length[i] == one_length && memcmp(out + i * room, one, (size_t)one_length * sizeof(int32_t)) == 0 &&
                   fabs((double)(score[i] - one_score)) <= 1e-5,
               "model %d, beam %d, most %d: source %d of a batch gives %d tokens, %d %d ..., score %.5f; alone %d, %d %d ..., %.5f", v,
-              (int)beam, (int)most, i, (int)length[i], (int)out[i * room], (int)out[i * room + 1], (double)score[i], (int)one_length,
+              (int)beam, (int)max, i, (int)length[i], (int)out[i * room], (int)out[i * room + 1], (double)score[i], (int)one_length,
               (int)one[0], (int)one[1], (double)one_score);
         if (config.encoder.positions == LUNA_POSITIONS_LEARNED) CHECK(one_length < STEPS, "%d tokens with %d positions", (int)one_length, STEPS);
       }
@@ -2207,7 +2212,7 @@ static void check_search_refusals(void) {
   translator t;
   if (translator_open(&t, &config, 91)) {
     int32_t *source = common_tokens(SOURCE, 92, VOCAB), out[64], length = 0, bad[SOURCE] = {0}, lengths[1] = {SOURCE + 1};
-    const luna_beam_config good = {BEGIN, END, 2, MOST, 0, false};
+    const luna_beam_config good = {BEGIN, END, 2, MAX, 0, false};
     luna_beam_config s[10];
     float score;
     for (int i = 0; i < 10; i++) s[i] = good;
@@ -2243,8 +2248,11 @@ static void check_search_refusals(void) {
     CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), VALUE_RANGE,
         "a stream of no source");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0), VALUE_RANGE,
-        "a stream of no sequence");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, -1), VALUE_RANGE,
+        "a stream of -1 sequences");
+    luna_stream *one = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0);
+    CHECK(one && luna_stream_step(one, &good.begin), "beam 0 is not one sequence: \"%s\"", luna_error(t.ctx));
+    luna_stream_close(one);
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX),
         VALUE_RANGE, "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE }, 1), "a stream of no model");
@@ -2281,7 +2289,7 @@ static void check_translation(void) {
   for (int v = 0; v < 16; v += 3) check_greedy(v);
   check_searches(5, 93), check_searches(2, 94), check_searches(8, 95);
   for (uint64_t seed = 96; seed < 100; seed++) check_exhaustive(seed);
-  check_batch_of_sources(1, MOST), check_batch_of_sources(10, 0), check_batch_of_sources(4, MOST), check_batch_of_sources(7, 30),
+  check_batch_of_sources(1, MAX), check_batch_of_sources(10, 0), check_batch_of_sources(4, MAX), check_batch_of_sources(7, 30),
       check_batch_of_sources(12, 0);
   check_search_refusals();
   heap_check("translation");
@@ -2495,16 +2503,16 @@ static void check_model_paths(void) {
 }
 
 /* ---- what fits: a masked language model's encoder for a classifier ---- */
-typedef struct told {
+typedef struct reported {
   char line[40][160];
   int count;
-} told;
+} reported;
 static void told_take(void *user, const char *name, const char *why) {
-  told *t = (told *)user;
+  reported *t = (reported *)user;
   if (t->count < 40) snprintf(t->line[t->count], sizeof t->line[0], "%s: %s", name, why);
   t->count++;
 }
-static bool was_told(const told *t, const char *line) {
+static bool was_reported(const reported *t, const char *line) {
   int found = 0;
   for (int i = 0; i < t->count && i < 40; i++) found += strcmp(t->line[i], line) == 0;
   return found == 1;
@@ -2530,7 +2538,7 @@ static void check_matching(void) {
   luna_lm lm;
   bytes file = {NULL, 0, 0};
   luna_io io = {NULL, bytes_write, NULL, 0};
-  told t;
+  reported t;
   luna_load_report match = {told_take, NULL, -1, -1, -1}, quiet = {NULL, NULL, -1, -1, -1};
   masked_config.vocab = config.vocab = VOCAB, masked_config.encoder = config.encoder = encoder_config(6);
   config.encoder.max_length = 20, config.pre_logits = 5;
@@ -2539,7 +2547,7 @@ static void check_matching(void) {
         "%s", luna_error(ctx));
   common_params(from, 101), common_params(to, 102);
   io.user = &file;
-  luna_optimizer *adam = luna_adamw(from, NULL); /* a training checkpoint, whose moments are nobody's parameters */
+  luna_optimizer *adam = luna_adamw(from, NULL); /* a training checkpoint, whose moments are no parameters */
   CHECK(luna_save_training_io(adam, &io) == LUNA_OK && luna_save(lm_set, path.text) == LUNA_OK, "%s", luna_error(ctx));
   for (int way = 0; way < 3; way++) {
     float *before = common_parameters(to), *at = before;
@@ -2550,8 +2558,8 @@ static void check_matching(void) {
     if (m)
       CHECK(m->loaded == luna_params_tensor_count(to) - 4 && m->missing == 4 && m->unused == 5, "%d are loaded, %d left as they were, %d left out",
             (int)m->loaded, (int)m->missing, (int)m->unused);
-    for (int i = 0; i < LINES && way == 0; i++) CHECK(was_told(&t, lines[i]), "\"%s\" is not told", lines[i]);
-    CHECK(way || t.count == LINES, "%d things are told, not %d", t.count, LINES);
+    for (int i = 0; i < LINES && way == 0; i++) CHECK(was_reported(&t, lines[i]), "\"%s\" is not reported", lines[i]);
+    CHECK(way || t.count == LINES, "%d things are reported, not %d", t.count, LINES);
     for (int64_t i = 0; i < luna_params_tensor_count(to); i++) {
       const char *name;
       const luna_tensor *p = luna_params_at(to, i, &name), *q = luna_params_find(from, name);

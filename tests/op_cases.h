@@ -253,14 +253,14 @@ static void op_attention(trial *t, int v) {
   give(t, luna_softmax_attention(q, k, values, &c));
   if (c.sums) give(t, sums);
 }
-static void op_attention_packed(trial *t, int v) {
+static void op_attention_ragged(trial *t, int v) {
   static const int32_t queries[4] = {0, 3, 4, 9}, keys[4] = {0, 2, 2, 8}, same[4] = {0, 3, 3, 9};
   luna_attention_config c = {0};
   luna_tensor *sums = NULL;
   const bool self = v >= 2;
   const int64_t d = SIZE(2, 19);
   c.heads = 2;
-  c.packed = 3;
+  c.sequences = 3;
   c.query_offsets = self ? same : queries;
   c.key_offsets = self ? same : keys;
   c.causal = v == 2;
@@ -395,14 +395,14 @@ static void op_norm_layer(trial *t, int v) {
   in_params(t);
   give(t, luna_norm_layer_forward(&layer, x));
 }
-/* the four sharings, times plain and folded, times (self, all keys), (another context, lengths), (self, lengths, dropout) */
+/* the four sharings, times unfolded and folded, times (self, all keys), (another context, lengths), (self, lengths, dropout) */
 static void op_nested_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
   const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED;
   const int what = v / 8;
   luna_nested_attention_layer layer;
-  luna_nested_attention_config config = {0};
-  luna_tensor *packed = NULL;
+  luna_nested_attention_layer_config config = {0};
+  luna_tensor *packed_context = NULL;
   const int64_t n = SIZE(5, 37), m = SIZE(7, 70), l = SIZE(3, 9);
   config.dim = SIZE(4, 48);
   config.heads = what == 2 ? 1 : 2;
@@ -412,14 +412,14 @@ static void op_nested_layer(trial *t, int v) {
   if (luna_nested_attention_layer_init(&layer, trial_params(t, form), "attn.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, n, config.dim), *p = in3(t, 2, l, config.dim), *context = what == 1 ? in3(t, 2, m, config.dim) : NULL;
   in_params(t);
-  give(t, luna_nested_attention_layer_forward(&layer, x, p, context, what ? lengths : NULL, &packed));
-  give(t, packed);
+  give(t, luna_nested_attention_layer_forward(&layer, x, p, context, what ? lengths : NULL, &packed_context));
+  give(t, packed_context);
 }
 static void op_causal_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
   static const luna_activation omega[3] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   luna_causal_attention_layer layer;
-  luna_causal_attention_config config = {0};
+  luna_causal_attention_layer_config config = {0};
   config.dim = SIZE(4, 48);
   config.heads = 2;
   config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
@@ -617,7 +617,7 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"embedding", op_embedding, 2},
                                    {"cross_entropy", op_cross_entropy, 6},
                                    {"softmax_attention", op_attention, 15},
-                                   {"softmax_attention packed", op_attention_packed, 4},
+                                   {"softmax_attention ragged", op_attention_ragged, 4},
                                    {"causal_product", op_causal_product, 4},
                                    {"short_convolution", op_short_convolution, 4},
                                    {"pack", op_pack, 6},

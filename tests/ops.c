@@ -1,5 +1,5 @@
 /* Ops: every instruction set against the scalar one; values against naive loops in double; fused against composed, folded against
-   plain, packed against alone; views; what is refused and how it is said. Gradients themselves: tests/gradients.c. */
+   unfolded, ragged against alone; views; what is refused and how it is said. Gradients themselves: tests/gradients.c. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -48,7 +48,7 @@ static void check_isas(const op_case *c, int variant, bool big) {
   trial_free(&scalar);
 }
 
-/* ---- fused rows against their compositions: the same cases on a backend without tier 2 ---- */
+/* ---- fused ops against their compositions: the same cases on a backend without tier 2 ---- */
 static void check_composed(const op_case *c, int variant) {
   luna_backend tier1 = *luna_cpu_backend();
   trial fused, composed;
@@ -67,12 +67,12 @@ static void check_composed(const op_case *c, int variant) {
   trial_free(&composed);
 }
 
-/* ---- folded against plain, with the same dropout masks ---- */
+/* ---- folded against unfolded, with the same dropout masks ---- */
 static void run_form(trial *t, int v) { /* sharing, dropout, lengths; t->options.form is set before */
   static const int32_t lengths[3] = {6, 29, 0};
   luna_nested_attention_layer layer;
-  luna_nested_attention_config config = {0};
-  luna_tensor *packed = NULL;
+  luna_nested_attention_layer_config config = {0};
+  luna_tensor *packed_context = NULL;
   config.dim = 40;
   config.heads = 5;
   config.pack_heads = 4;
@@ -81,23 +81,23 @@ static void run_form(trial *t, int v) { /* sharing, dropout, lengths; t->options
   if (luna_nested_attention_layer_init(&layer, trial_params(t, t->options.form), "", &config)) t->broken = true;
   luna_tensor *x = in3(t, 3, 21, 40), *p = in3(t, 3, 8, 40), *context = in3(t, 3, 29, 40);
   in_params(t);
-  give(t, luna_nested_attention_layer_forward(&layer, x, p, context, v & 8 ? lengths : NULL, &packed));
-  give(t, packed);
+  give(t, luna_nested_attention_layer_forward(&layer, x, p, context, v & 8 ? lengths : NULL, &packed_context));
+  give(t, packed_context);
 }
 static void check_forms(void) {
-  static const op_case c = {"folded against plain", run_form, 16};
+  static const op_case c = {"folded against unfolded", run_form, 16};
   for (int v = 0; v < c.variants; v++) {
-    trial plain, folded;
+    trial unfolded, folded;
     char what[64];
-    memset(&plain, 0, sizeof plain);
+    memset(&unfolded, 0, sizeof unfolded);
     memset(&folded, 0, sizeof folded);
-    plain.options.form = LUNA_FORM_UNFOLDED;
+    unfolded.options.form = LUNA_FORM_UNFOLDED;
     folded.options.form = LUNA_FORM_FOLDED;
     snprintf(what, sizeof what, "%s, variant %d", c.name, v);
-    if (CHECK(trial_run(&plain, &c, v, true), "%s: %s", what, plain.error) &&
+    if (CHECK(trial_run(&unfolded, &c, v, true), "%s: %s", what, unfolded.error) &&
         CHECK(trial_run(&folded, &c, v, true), "%s: %s", what, folded.error))
-      compare_trials(&folded, &plain, what, 2e-6, 2e-5);
-    trial_free(&plain);
+      compare_trials(&folded, &unfolded, what, 2e-6, 2e-5);
+    trial_free(&unfolded);
     trial_free(&folded);
   }
 }
@@ -130,7 +130,7 @@ static double naive_kept(const naive *a, int64_t e) {
   luna_philox(counter, a->seed, word);
   return (word[e % 8 / 2] >> e % 2 * 16 & 0xFFFFu) < (uint32_t)floor(65536 * a->dropout + 0.5) ? 0 : 1 / (1 - a->dropout);
 }
-/* softmax attention of dense [batch, rows, heads, dim] or packed rows */
+/* softmax attention of dense [batch, rows, heads, dim] or ragged rows */
 static void naive_attention(const naive *a, const float *q, const float *k, const float *v, float *out, float *lse, float *sums) {
   for (int64_t b = 0; b < a->batch; b++) {
     const int64_t q0 = a->query_offsets ? a->query_offsets[b] : b * a->queries, k0 = a->key_offsets ? a->key_offsets[b] : b * a->keys;
@@ -139,15 +139,15 @@ static void naive_attention(const naive *a, const float *q, const float *k, cons
     for (int64_t i = 0; i < rows; i++)
       for (int64_t h = 0; h < a->heads; h++) {
         const int64_t keys = a->causal && i + 1 < all ? i + 1 : all;
-        double *p = (double *)common_alloc((size_t)(keys + 1) * sizeof(double)), most = -INFINITY, sum = 0, kept = 0;
+        double *p = (double *)common_alloc((size_t)(keys + 1) * sizeof(double)), max = -INFINITY, sum = 0, kept = 0;
         float *y = out + ((q0 + i) * a->heads + h) * a->value_dim;
         for (int64_t j = 0; j < keys; j++) {
           p[j] = 0;
           for (int64_t e = 0; e < a->dim; e++)
             p[j] += a->scale * (double)q[((q0 + i) * a->heads + h) * a->dim + e] * (double)k[((k0 + j) * a->heads + h) * a->dim + e];
-          if (p[j] > most) most = p[j];
+          if (p[j] > max) max = p[j];
         }
-        for (int64_t j = 0; j < keys; j++) sum += p[j] = exp(p[j] - most);
+        for (int64_t j = 0; j < keys; j++) sum += p[j] = exp(p[j] - max);
         for (int64_t j = 0; j < keys; j++) kept += p[j] *= naive_kept(a, ((b * a->heads + h) * a->queries + i) * a->keys + j) / sum;
         if (sums) sums[(q0 + i) * a->heads + h] = (float)kept;
         for (int64_t e = 0; e < a->value_dim; e++) {
@@ -155,7 +155,7 @@ static void naive_attention(const naive *a, const float *q, const float *k, cons
           for (int64_t j = 0; j < keys; j++) total += p[j] * (double)v[((k0 + j) * a->heads + h) * a->value_dim + e];
           y[e] = (float)total;
         }
-        if (lse) lse[(q0 + i) * a->heads + h] = keys ? (float)(most + log(sum)) : 0;
+        if (lse) lse[(q0 + i) * a->heads + h] = keys ? (float)(max + log(sum)) : 0;
         free(p);
       }
   }
@@ -224,7 +224,7 @@ static void check_values_rows(luna_ctx *ctx) {
   const int32_t labels[7] = {3, 36, -1, 0, 5, 5, 11}, lengths[7] = {37, 1, 5, 36, 0, 17, 2};
   float *x = common_random(rows * n, 2, 3), *w = common_random(n, 3, 1), *b = common_random(n, 4, 1);
   float *soft = common_floats(rows * n), *norm = common_floats(rows * n), loss[3];
-  double plain = 0, smooth = 0, ignored = 0;
+  double unsmoothed = 0, smooth = 0, ignored = 0;
   for (int64_t r = 0; r < rows; r++) {
     double sum = 0, all = 0, mean = 0, variance = 0, mass = 0;
     for (int64_t i = 0; i < n; i++) all += exp((double)x[r * n + i]), mean += (double)x[r * n + i] / (double)n;
@@ -239,7 +239,7 @@ static void check_values_rows(luna_ctx *ctx) {
       norm[r * n + i] = (float)(((double)x[r * n + i] - mean) / sqrt(variance + 1e-5) * (double)w[i] + (double)b[i]);
     if (labels[r] < 0) continue;
     const double nll = log(all) - (double)x[r * n + labels[r]];
-    plain += nll / 6;
+    unsmoothed += nll / 6;
     smooth += 0.9 * nll + 0.1 * mass;
     if (labels[r] != 5) ignored += nll / 4;
   }
@@ -253,7 +253,7 @@ static void check_values_rows(luna_ctx *ctx) {
   luna_tensor *t = luna_tensor_new(ctx, x, 2, shape);
   expect(ctx, "softmax with lengths", luna_softmax(t, lengths), soft, rows * n);
   expect(ctx, "layer norm", luna_layer_norm(t, luna_tensor_new(ctx, w, 1, &n), luna_tensor_new(ctx, b, 1, &n)), norm, rows * n);
-  loss[0] = (float)plain;
+  loss[0] = (float)unsmoothed;
   loss[1] = (float)smooth;
   loss[2] = (float)ignored;
   expect(ctx, "cross-entropy", luna_cross_entropy(t, labels), loss, 1);
@@ -421,7 +421,7 @@ static void check_values(luna_isa isa) {
   luna_close(ctx);
 }
 
-/* ---- packed, padded and alone: the same bits ---- */
+/* ---- ragged, padded and alone: the same bits ---- */
 enum { PACK_PARTS = 4, PACK_DIM = 30, PACK_MOST = 600 };
 static const int32_t pack_lengths[PACK_PARTS] = {37, 1, 600, 0};
 
@@ -441,16 +441,16 @@ static void check_packed(luna_isa isa, bool causal) {
   for (int i = 0; i < PACK_PARTS; i++) offsets[i + 1] = offsets[i] + pack_lengths[i];
   config.heads = 3;
   config.causal = causal;
-  config.packed = PACK_PARTS;
+  config.sequences = PACK_PARTS;
   config.query_offsets = config.key_offsets = offsets;
   luna_begin_step(ctx);
   luna_tensor *q = pack_input(ctx, x[0], 0, total), *k = pack_input(ctx, x[1], 0, total), *v = pack_input(ctx, x[2], 0, total);
   luna_tensor *y = luna_softmax_attention(q, k, v, &config);
   const int64_t flat[2] = {1, numbers};
-  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, y), 2, flat), 1)) == LUNA_OK && luna_read(y, out) == LUNA_OK, "packed: %s",
+  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, y), 2, flat), 1)) == LUNA_OK && luna_read(y, out) == LUNA_OK, "ragged: %s",
         luna_error(ctx));
   luna_read_grad(q, grads), luna_read_grad(k, grads + numbers), luna_read_grad(v, grads + 2 * numbers);
-  config.packed = 0;
+  config.sequences = 0;
   config.query_offsets = config.key_offsets = NULL;
   for (int i = 0; i < PACK_PARTS; i++) {
     const int64_t at = (int64_t)offsets[i] * PACK_DIM, n = (int64_t)pack_lengths[i] * PACK_DIM, alone_flat[2] = {1, n};
@@ -462,12 +462,12 @@ static void check_packed(luna_isa isa, bool causal) {
     if (!CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(alone, alone), 2, alone_flat), 1)) == LUNA_OK, "alone: %s", luna_error(ctx)))
       continue;
     luna_read(alone, one);
-    CHECK(memcmp(one, out + at, (size_t)n * sizeof(float)) == 0, "%s%s: packed sequence %d has other bits than alone", luna_isa_name(isa),
+    CHECK(memcmp(one, out + at, (size_t)n * sizeof(float)) == 0, "%s%s: ragged sequence %d has other bits than alone", luna_isa_name(isa),
           causal ? ", causal" : "", i);
     luna_read_grad(a, part), luna_read_grad(b, part + n), luna_read_grad(c, part + 2 * n);
     for (int g = 0; g < 3; g++)
       CHECK(memcmp(part + g * n, grads + g * numbers + at, (size_t)n * sizeof(float)) == 0,
-            "%s%s: the gradient of %c of packed sequence %d has other bits than alone", luna_isa_name(isa), causal ? ", causal" : "",
+            "%s%s: the gradient of %c of ragged sequence %d has other bits than alone", luna_isa_name(isa), causal ? ", causal" : "",
             "qkv"[g], i);
   }
   luna_close(ctx);
@@ -609,7 +609,7 @@ static void check_gradients_kept(void) {
   CHECK(luna_read_grad(asked, grad) == LUNA_OK && grad[5] == 3 && luna_read_grad(view, grad) == LUNA_OK && grad[5] == 3, "a result that was asked for: %s", luna_error(ctx));
   CHECK(luna_read_grad(again, grad) == LUNA_OK && grad[5] == 1, "a view that was asked for: %s", luna_error(ctx));
   CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD,
-      "a result nobody asked for kept its gradient");
+      "a result without luna_require_grad kept its gradient");
   CHECK(luna_read(other, grad) == LUNA_OK && grad[5] == 10, "a result can no longer be read after backward");
   luna_close(ctx);
 }
@@ -737,7 +737,7 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   c.lengths = lengths;
   REFUSED(luna_softmax_attention(q, cube, cube, &c), ELEMENT_RANGE);
   c.lengths = NULL;
-  c.packed = 3;
+  c.sequences = 3;
   c.query_offsets = good;
   REFUSED(luna_softmax_attention(flat, flat, flat, &c), NULL_ARGUMENT);
   c.key_offsets = offsets;
@@ -762,7 +762,7 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   luna_nested_attention_layer attention;
   luna_encoder_layer encoder;
   luna_lm lm;
-  luna_nested_attention_config config = {0};
+  luna_nested_attention_layer_config config = {0};
   luna_layer_config layer = {0};
   luna_lm_config model = {0};
   const int64_t size = luna_params_tensor_count(params);
@@ -885,7 +885,7 @@ static void check_refusals(void) {
   CHECK(!luna_open(&bad), "-1 threads");
   luna_close(NULL);
   for (int i = 0; i <= LUNA_UNSUPPORTED; i++) CHECK(luna_status_text((luna_status)i)[0], "status %d has no text", i);
-  for (int i = 0; i < LUNA_OP_COUNT; i++) CHECK(luna_op_name((luna_op_kind)i)[0], "row %d has no name", i);
+  for (int i = 0; i < LUNA_OP_COUNT; i++) CHECK(luna_op_name((luna_op_kind)i)[0], "op %d has no name", i);
 }
 
 /* ---- the calls without a context ---- */
@@ -960,17 +960,17 @@ static void check_attention_call(luna_isa isa, int v) {
   static const int32_t lengths[2] = {70, 3}, offsets[3] = {0, 30, 41}, key_offsets[3] = {0, 9, 100};
   luna_attention_args a = {0};
   naive expected = {2, 3, 41, 90, 7, 5, NULL, NULL, NULL, 1 / sqrt(7.0), 0, false, 9, 2, 5};
-  const bool packed = v == 3 || v == 5;
-  const int64_t qr = packed ? 41 : 82, kr = packed ? 100 : 180, qn = qr * 21, kn = kr * 21, vn = kr * 15, on = qr * 15;
+  const bool ragged = v == 3 || v == 5;
+  const int64_t qr = ragged ? 41 : 82, kr = ragged ? 100 : 180, qn = qr * 21, kn = kr * 21, vn = kr * 15, on = qr * 15;
   float *q = common_random(qn, 1, 2), *k = common_random(kn, 2, 2), *values = common_random(vn, 3, 1), *g = common_random(on, 4, 1);
   float *out[3], *grad[3], *lse = common_floats(qr * 3), *want = common_floats(on), *want_lse = common_floats(qr * 3),
                            *sums = common_floats(qr * 3), *want_sums = common_floats(qr * 3);
   a.batch = 2, a.heads = 3, a.queries = 41, a.keys = 90, a.head_dim = 7, a.value_dim = 5;
-  if (packed) a.queries = expected.queries = 30, a.keys = expected.keys = 91; /* of the longest sequence */
+  if (ragged) a.queries = expected.queries = 30, a.keys = expected.keys = 91; /* of the longest sequence */
   a.lengths = expected.lengths = v == 1 ? lengths : NULL;
   a.causal = expected.causal = v == 2;
-  a.query_offsets = expected.query_offsets = packed ? offsets : NULL;
-  a.key_offsets = expected.key_offsets = packed ? key_offsets : NULL;
+  a.query_offsets = expected.query_offsets = ragged ? offsets : NULL;
+  a.key_offsets = expected.key_offsets = ragged ? key_offsets : NULL;
   a.dropout = v >= 4 ? 0.3f : 0;
   expected.dropout = (double)a.dropout;
   a.seed = 9, a.dropout_op = 2, a.step = 5;

@@ -109,7 +109,7 @@ static luna_optimizer *optimizer_open(luna_params *params, int kind, float momen
   return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, &adam) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
 }
 static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threads) {
-  const luna_group group = {NULL, 1, 0.5f, 0, false};
+  const luna_param_group group = {NULL, 1, 0.5f, 0, false};
   luna_options options = {0};
   luna_layer_config layer;
   memset(r, 0, sizeof *r);
@@ -211,7 +211,7 @@ static void check_plain(bool classifies) {
   float *expected = common_floats(BATCH * N * VOCAB), *got = common_floats(BATCH * N * VOCAB);
   run_open(&r, classifies, LUNA_OPTIMIZER_ADAMW, 5, 1);
   for (int step = 1; step <= 3; step++) run_step(&r, step);
-  buffer plain = saved_params(r.params), training = saved(r.optimizer);
+  buffer weights = saved_params(r.params), training = saved(r.optimizer);
   luna_begin_inference(r.ctx);
   luna_tensor *logits = run_logits(&r, 1);
   CHECK(luna_read(logits, expected) == LUNA_OK, "%s", luna_error(r.ctx));
@@ -222,7 +222,7 @@ static void check_plain(bool classifies) {
     other.ctx = luna_open(NULL), other.params = luna_params_open(other.ctx), other.classifies = classifies;
     const luna_status status = way == 0   ? luna_load_model(&model, other.params, path)
                                : way == 1 ? luna_load_model_bytes(&model, other.params, training.at, training.size)
-                               : way == 2 ? luna_load_model_bytes(&model, other.params, plain.at, plain.size)
+                               : way == 2 ? luna_load_model_bytes(&model, other.params, weights.at, weights.size)
                                           : luna_lm_load(&model.lm, other.params, path);
     CHECK(status == LUNA_OK, "way %d: a training file is no model: %s", way, luna_error(other.ctx));
     if (classifies) other.classifier = model.classifier;
@@ -231,7 +231,7 @@ static void check_plain(bool classifies) {
     CHECK(luna_read(run_logits(&other, 1), got) == LUNA_OK && memcmp(got, expected, (size_t)luna_count(logits) * sizeof(float)) == 0,
           "way %d: the model loaded from a training file has other logits: %s", way, luna_error(other.ctx));
     buffer again = saved_params(other.params);
-    CHECK(same(&again, &plain), "way %d: loaded from a training file and saved, it has other bytes", way);
+    CHECK(same(&again, &weights), "way %d: loaded from a training file and saved, it has other bytes", way);
     free(again.at);
     luna_close(other.ctx);
   }
@@ -239,9 +239,9 @@ static void check_plain(bool classifies) {
   run_open(&set, classifies, LUNA_OPTIMIZER_SGD, 9, 1);
   CHECK(luna_load(set.params, path) == LUNA_OK, "luna_load: %s", luna_error(set.ctx));
   buffer again = saved_params(set.params);
-  CHECK(same(&again, &plain), "a training file loaded by luna_load makes another checkpoint");
+  CHECK(same(&again, &weights), "a training file loaded by luna_load makes another checkpoint");
   luna_close(set.ctx), luna_close(r.ctx), remove(path);
-  free(again.at), free(plain.at), free(training.at), free(expected), free(got);
+  free(again.at), free(weights.at), free(training.at), free(expected), free(got);
 }
 
 /* ---- refusals ---- */
@@ -350,12 +350,12 @@ static void check_refusals(void) {
   small from, to;
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(from.optimizer, 0);
-  const buffer file = saved(from.optimizer), plain = saved_params(from.params);
+  const buffer file = saved(from.optimizer), weights = saved_params(from.params);
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) {
     small_open(&to, kind, 0.9f, 8);
     if (kind != LUNA_OPTIMIZER_ADAMW) small_refuses(&to, file.at, file.size, LUNA_MISMATCH, LUNA_ERROR_OPTIMIZER_KIND,
         "another kind of optimiser");
-    small_refuses(&to, plain.at, plain.size, LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD, "a checkpoint of a model alone");
+    small_refuses(&to, weights.at, weights.size, LUNA_BAD_FILE, LUNA_ERROR_FILE_FIELD, "a checkpoint of a model alone");
     small_refuses(&to, "", 0, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, "an empty file");
     small_refuses(&to, NULL, 0, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, "no file");
     luna_close(to.ctx);
@@ -390,20 +390,20 @@ static void check_refusals(void) {
     luna_close(to.ctx), luna_close(other.ctx);
   }
   luna_close(from.ctx);
-  free(file.at), free(plain.at);
+  free(file.at), free(weights.at);
 }
 static void check_borrowed(void) { /* a set that has been borrowed since */
   small from, to;
   small_open(&from, LUNA_OPTIMIZER_ADAMW, 0, 3), small_open(&to, LUNA_OPTIMIZER_ADAMW, 0, 8);
-  const buffer file = saved(from.optimizer), plain = saved_params(from.params);
-  CHECK(luna_load_borrowed(to.params, plain.at, plain.size) == LUNA_OK, "%s", luna_error(to.ctx));
+  const buffer file = saved(from.optimizer), weights = saved_params(from.params);
+  CHECK(luna_load_borrowed(to.params, weights.at, weights.size) == LUNA_OK, "%s", luna_error(to.ctx));
   const buffer copy = saved_params(to.params);
   CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_BAD_ARGUMENT &&
       luna_ctx_error_id(to.ctx) == LUNA_ERROR_SET_BORROWED, "into a borrowed set: %s", luna_error(to.ctx));
   buffer after = saved_params(to.params);
   CHECK(same(&copy, &after), "loading into a borrowed set changes it");
   luna_close(to.ctx), luna_close(from.ctx);
-  free(file.at), free(plain.at), free(copy.at), free(after.at);
+  free(file.at), free(weights.at), free(copy.at), free(after.at);
 }
 
 /* ---- a file of another machine: tests/data/resume/before.safetensors, made on x86-64, goes on here with the bits it went on with there ---- */

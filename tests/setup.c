@@ -107,8 +107,8 @@ static bool bytes_write(void *user, const void *more, size_t size) {
 static luna_status init(made_kind kind, made *m, luna_params *params, int bad, bool no_config) {
   const int64_t heads = bad == 1 ? 3 : 2, dim = bad == 2 ? -1 : DIM;
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
-  luna_nested_attention_config nested = {.dim = dim, .heads = heads};
-  luna_causal_attention_config causal = {.dim = dim, .heads = heads};
+  luna_nested_attention_layer_config nested = {.dim = dim, .heads = heads};
+  luna_causal_attention_layer_config causal = {.dim = dim, .heads = heads};
   luna_attention_layer_config attention = {
       .kind = kind == LINFORMER ? LUNA_ATTENTION_LINFORMER : LUNA_ATTENTION_SOFTMAX,
       .dim = dim,
@@ -148,7 +148,7 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
       return luna_decoder_layer_init(m ? &m->decoder_layer : NULL, params, "x.", no_config ? NULL : &layer);
     case CAUSAL_LAYER:
       return luna_causal_layer_init(m ? &m->causal_layer : NULL, params, "x.", SLOTS, no_config ? NULL : &layer);
-    case LM: return luna_lm_init(m ? &m->lm : NULL, params, &lm);
+    case LM: return luna_lm_init(m ? &m->lm : NULL, params, no_config ? NULL : &lm);
     case ENCODER: return luna_encoder_init(m ? &m->encoder : NULL, params, "x.", VOCAB, no_config ? NULL : &encoder);
     case CLASSIFIER:
     case PAIR: return luna_classifier_init(m ? &m->classifier : NULL, params, no_config ? NULL : &classifier);
@@ -283,6 +283,97 @@ static void check_param(void) {
   luna_close(ctx);
 }
 
+/* ---- why luna_open failed ---- */
+static void *alloc_never(void *user, size_t size) { return (void)user, (void)size, NULL; }
+static void check_open(void) {
+  static const char *const reason[] = {"threads", "isa", "allocate", "form", "backend", "block"};
+  static char block[64];
+  luna_backend backend = *luna_cpu_backend();
+  backend.version++;
+  for (int i = 0; i < 6; i++) {
+    luna_options options = {.threads = i == 0 ? -1 : 1};
+    if (i == 1) options.isa = (luna_isa)99;
+    if (i == 2) options.allocator.allocate = alloc_never;
+    if (i == 3) options.form = (luna_form)9;
+    if (i == 4) options.backend = &backend;
+    if (i == 5) options.block = block, options.block_size = sizeof block;
+    CHECK(!luna_open(&options) && strstr(luna_error(NULL), reason[i]), "luna_open with a bad %s: \"%s\"", reason[i],
+          luna_error(NULL));
+  }
+}
+
+/* ---- the manual's regression ---- */
+static void check_regression(void) {
+  enum { SAMPLES = 8, WORDS = 6 };
+  int32_t tokens[SAMPLES * WORDS];
+  float targets[SAMPLES], first = 0, last = 0;
+  int64_t shape[2] = {SAMPLES, 1};
+  luna_ctx *ctx = ctx_open();
+  luna_params *params = luna_params_open(ctx);
+  luna_classifier model;
+  const luna_classifier_config config = {.vocab = 10, .classes = 1, .encoder = {.layers = 1, .dim = 16, .memory = 4}};
+  const luna_input input = {tokens, NULL, SAMPLES, WORDS};
+  for (int i = 0; i < SAMPLES * WORDS; i++) tokens[i] = (i * 7 + i / WORDS) % 10;
+  for (int i = 0; i < SAMPLES; i++) targets[i] = (float)(i % 4) - 1.5f;
+  CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  luna_optimizer *adam = luna_adam(params, &(luna_adam_config){.lr = 1e-2f});
+  for (int step = 0; step < 80; step++) {
+    luna_begin_step(ctx);
+    luna_tensor *y = luna_classifier_forward(&model, &input);
+    luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
+    luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
+    luna_backward(loss);
+    CHECK(luna_optimizer_step(adam) == LUNA_OK, "%s", luna_error(ctx));
+    last = luna_item(loss);
+    if (step == 0) first = last;
+  }
+  CHECK(last < first / 10, "regression: the loss went from %g to %g", (double)first, (double)last);
+  luna_close(ctx);
+}
+
+/* ---- layers and models have the same defaults ---- */
+static void check_defaults(void) {
+  luna_ctx *ctx = ctx_open();
+  luna_params *params = luna_params_open(ctx);
+  const int64_t x_shape[3] = {2, 5, 128}, p_shape[3] = {2, 3, 128};
+  luna_nested_attention_layer nested;
+  luna_causal_attention_layer causal;
+  luna_attention_layer attention;
+  luna_encoder_layer encoder_layer;
+  luna_decoder_layer decoder_layer;
+  luna_causal_layer causal_layer;
+  luna_lm lm;
+  luna_encoder encoder;
+  const luna_layer_config narrow = {.dim = 12};
+  CHECK(luna_nested_attention_layer_init(&nested, params, "a.", NULL) == LUNA_OK &&
+            luna_causal_attention_layer_init(&causal, params, "b.", NULL) == LUNA_OK &&
+            luna_attention_layer_init(&attention, params, "c.", NULL) == LUNA_OK &&
+            luna_encoder_layer_init(&encoder_layer, params, "d.", NULL) == LUNA_OK &&
+            luna_decoder_layer_init(&decoder_layer, params, "e.", NULL) == LUNA_OK &&
+            luna_causal_layer_init(&causal_layer, params, "f.", 0, NULL) == LUNA_OK &&
+            luna_encoder_init(&encoder, params, "g.", 0, NULL) == LUNA_OK && luna_lm_init(&lm, params, NULL) == LUNA_OK,
+        "all by default: \"%s\"", luna_error(ctx));
+  const int64_t dim[] = {nested.config.dim,        causal.config.dim,       attention.config.dim, encoder_layer.config.dim,
+                         decoder_layer.config.dim, causal_layer.config.dim, encoder.config.dim,   lm.config.dim};
+  const int64_t heads[] = {nested.config.heads,        causal.config.heads,       attention.config.heads,
+                           encoder_layer.config.heads, decoder_layer.config.heads, causal_layer.config.heads,
+                           encoder.config.heads,       lm.config.heads};
+  for (int i = 0; i < 8; i++)
+    CHECK(dim[i] == 128 && heads[i] == 4, "default %d: dim %d, heads %d", i, (int)dim[i], (int)heads[i]);
+  CHECK(attention.config.kind == LUNA_ATTENTION_SOFTMAX && causal_layer.memory->shape[0] == 16 &&
+            encoder.embedding->shape[0] == 256 && lm.config.ffn == 512 && lm.config.layer.dim == 128,
+        "kind, memory, vocab, ffn by default");
+  CHECK(luna_encoder_layer_init(&encoder_layer, params, "h.", &narrow) == LUNA_OK && encoder_layer.config.heads == 4 &&
+            encoder_layer.config.ffn == 48,
+        "a dim alone: \"%s\"", luna_error(ctx));
+  luna_begin_inference(ctx);
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 3, x_shape), *p = luna_tensor_new(ctx, NULL, 3, p_shape);
+  CHECK(luna_nested_attention_layer_forward(&nested, x, p, NULL, NULL, NULL) &&
+            luna_attention_layer_forward(&attention, x, NULL, NULL) && luna_causal_layer_forward(&causal_layer, x),
+        "forward by default: \"%s\"", luna_error(ctx));
+  luna_close(ctx);
+}
+
 /* ---- nulls and zeroed structs ---- */
 static void check_nulls(made_kind kind) {
   made m;
@@ -294,10 +385,10 @@ static void check_nulls(made_kind kind) {
   CHECK(init(kind, NULL, params, 0, false) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0], "%s: no struct",
         kind_names[kind]);
   CHECK(init(kind, NULL, NULL, 0, true) == LUNA_BAD_ARGUMENT, "%s: nothing at all", kind_names[kind]);
-  if (kind != LINEAR && kind != NORM && kind != LM) {
+  if (kind != LINEAR && kind != NORM) {
     memset(&m, 0xA5, sizeof m);
     luna_status status = init(kind, &m, params, 0, true);
-    const bool defaults = is_model[kind] && kind <= SEQ2SEQ; /* layers have no default width */
+    const bool defaults = kind <= SEQ2SEQ;
     CHECK(defaults ? status == LUNA_OK && luna_begin_step(ctx) == LUNA_OK
                    : (status == LUNA_BAD_ARGUMENT || status == LUNA_BAD_FILE) && is_zero(&m, kind) && luna_error(ctx)[0],
           "%s: no config", kind_names[kind]);
@@ -334,7 +425,7 @@ static void check_null_calls(void) {
   const luna_beam_config search = {.begin = 0, .end = 1};
   const luna_init normal = {LUNA_INIT_NORMAL, 1}, odd = {(luna_init_kind)77, 1}, nan = {LUNA_INIT_NORMAL, NAN};
   const luna_io none = {NULL, NULL, NULL, 0};
-  const luna_group group = {.max_rank = 1};
+  const luna_param_group group = {.max_rank = 1};
   const luna_file_tensor entry = {0};
   const int64_t two = 2;
   luna_tensor *p = NULL;
@@ -528,11 +619,11 @@ static void check_errors(void) {
   says(ctx, LUNA_ERROR_SHAPE, sentence);
   for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
     luna_begin_inference(ctx);
+    x = luna_tensor_new(ctx, NULL, 2, shape);
     if (!luna_dropout(x, reals[i].value)) {
       snprintf(sentence, sizeof sentence, "luna_dropout: dropout is %s, outside [0, 1)", reals[i].text);
       says(ctx, LUNA_ERROR_PROBABILITY, sentence);
     } else CHECK(0, "dropout %s", reals[i].text);
-    x = luna_begin_inference(ctx) == LUNA_OK ? luna_tensor_new(ctx, NULL, 2, shape) : NULL;
   }
   CHECK(luna_load(params, "no/such/file") == LUNA_CANNOT_READ, "a file that is not there is loaded");
   says(ctx, LUNA_ERROR_CANNOT_OPEN, "luna_load: no/such/file cannot be opened");
@@ -573,7 +664,7 @@ static void check_contradictions(void) {
         if (i == 0) e.layer.dim = same ? 16 : 8;
         if (i == 1) e.layer.heads = same ? 2 : 4;
         if (i == 2) e.layer.ffn = same ? 24 : 32;
-        if (i == 3) e.layer.ffn = same ? 64 : 32;
+        if (i == 3) e.layer.ffn = 32; /* in one place only */
         if (i == 4) e.layer.own_memory = SLOTS;
         if (i == 5) e.layer.linformer.max_length = same ? 20 : 21;
         if (i == 6) e.layer.convolution = same ? 0 : 3;
@@ -588,11 +679,26 @@ static void check_contradictions(void) {
                                    : kind == MASKED_LM ? luna_masked_lm_init(&m.masked_lm, params, &masked_lm)
                                    : kind == SEQ2SEQ   ? luna_seq2seq_init(&m.seq2seq, params, &seq2seq)
                                                        : luna_classifier_init(&m.classifier, params, &classifier);
-        CHECK(same ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT &&
+        CHECK(same || i == 3 ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT &&
             luna_ctx_error_id(ctx) == LUNA_ERROR_FIELD_DIFFERS,
               "%s, %s, %s: \"%s\"", kind_names[kind], part[i], same ? "the same" : "another", luna_error(ctx));
         luna_close(ctx);
       }
+  for (int i = 0; i < 9; i++) { /* a language model's sizes, in one place, in the other, in both */
+    static const char *const sizes[] = {"layer.dim", "layer.heads", "layer.ffn"};
+    luna_lm_config c = {.layers = 1};
+    const int64_t other = i / 3 == 2 ? 8 : 4; /* i / 3: in layer alone, the same in both, another */
+    if (i / 3 > 0) *(i % 3 == 0 ? &c.dim : i % 3 == 1 ? &c.heads : &c.ffn) = 4;
+    *(i % 3 == 0 ? &c.layer.dim : i % 3 == 1 ? &c.layer.heads : &c.layer.ffn) = other;
+    luna_ctx *ctx = ctx_open();
+    const luna_status status = luna_lm_init(&m.lm, luna_params_open(ctx), &c);
+    const luna_lm_config *got = &m.lm.config;
+    CHECK(i / 3 == 2 ? status == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), sizes[i % 3])
+                     : status == LUNA_OK && (i % 3 == 0 ? got->dim : i % 3 == 1 ? got->heads : got->ffn) == 4 &&
+                           got->layer.dim == got->dim && got->layer.heads == got->heads && got->layer.ffn == got->ffn,
+          "a language model's %s, %d: \"%s\"", sizes[i % 3], i / 3, luna_error(ctx));
+    luna_close(ctx);
+  }
   for (int i = 0; i < 5; i++) { /* what a layer would leave aside */
     luna_layer_config c = {.dim = DIM, .heads = 2};
     if (i == 0 || i == 1) c.convolution = 2;
@@ -833,7 +939,7 @@ static void check_backward_missing(bool measure) {
 /* ---- parameters made after the optimiser: as if made before it, but in no loss until then ---- */
 static void check_late(int kind) {
   enum { JOIN = 3, STEPS = 7 };
-  const luna_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.max_rank = 2, .lr = 2};
+  const luna_param_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.max_rank = 2, .lr = 2};
   run early = run_open(ctx_open(), 3, kind, 0), late = run_open(ctx_open(), 1, kind, 0), again;
   bytes file = {NULL, 0};
   for (int i = 0; i < 2; i++)
@@ -919,6 +1025,9 @@ int main(void) {
     check_memory((made_kind)kind);
   }
   check_param();
+  check_open();
+  check_regression();
+  check_defaults();
   check_null_calls();
   check_pairs();
   check_errors();

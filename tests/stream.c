@@ -233,9 +233,9 @@ static void check_state(int kind) {
 
   luna_stream_reset(a), luna_stream_reset(b);
   CHECK(luna_stream_position(a) == 0, "after a reset the position is %lld", (long long)luna_stream_position(a));
-  luna_stream *fresh = stream_open(&m, BATCH, 0, LUNA_ISA_BEST);
-  memcpy(kept, prefill_at(fresh, tokens, BATCH, N, 0, 66), sizeof kept);
-  CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a fresh one");
+  luna_stream *random_floats = stream_open(&m, BATCH, 0, LUNA_ISA_BEST);
+  memcpy(kept, prefill_at(random_floats, tokens, BATCH, N, 0, 66), sizeof kept);
+  CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a new one");
   for (int i = 0; i < BATCH; i++) { /* one sequence of a batch = alone */
     luna_stream_reset(single);
     y = luna_stream_prefill(single, &(luna_input){ tokens + i * N, NULL, 0, 66 });
@@ -278,7 +278,7 @@ static void check_state(int kind) {
     luna_stream_close(foreign);
   }
   luna_close(other.ctx);
-  luna_stream_close(a), luna_stream_close(b), luna_stream_close(single), luna_stream_close(fresh);
+  luna_stream_close(a), luna_stream_close(b), luna_stream_close(single), luna_stream_close(random_floats);
   free(tokens), free(state);
   luna_close(m.ctx);
 }
@@ -353,8 +353,8 @@ static void check_bytes(int kind) {
   luna_stream_close(b);
 
   lm loaded;
-  luna_options plain = {0};
-  loaded.ctx = luna_open(&plain);
+  luna_options defaults = {0};
+  loaded.ctx = luna_open(&defaults);
   loaded.params = luna_params_open(loaded.ctx);
   if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK, "luna_lm_load_bytes: %s",
             luna_error(loaded.ctx))) {

@@ -331,11 +331,11 @@ static void check_fork(int way, const float *expected) {
   CHECK(forked_end(&f, expected) == 0, "fork, way %d: the parent goes on with other bits", way);
 }
 static void check_forks(void) {
-  forked plain;
-  float *expected = forked_open(&plain, 1) ? forked_run(&plain, 0) : NULL;
-  if (CHECK(expected != NULL, "fork: %s", luna_error(plain.ctx)))
+  forked parent;
+  float *expected = forked_open(&parent, 1) ? forked_run(&parent, 0) : NULL;
+  if (CHECK(expected != NULL, "fork: %s", luna_error(parent.ctx)))
     for (int way = 0; way < 3; way++) check_fork(way, expected);
-  forked_close(&plain);
+  forked_close(&parent);
   free(expected);
 }
 #endif

@@ -152,18 +152,18 @@ static void check_params_distribution(void) {
   static const double deviation[5] = {0, 0, 0.5, 0.02, 0.25}, scale[5] = {0, 0, 0.5, 0.02, 0.25};
   for (int k = 0; k < 5; k++) {
     luna_tensor *p = luna_param(params, names[k], 2, shape, init_of(kinds[k], (float)scale[k]));
-    double mean = 0, square = 0, most = 0, bound;
+    double mean = 0, square = 0, max = 0, bound;
     if (!CHECK(p != NULL, "%s: %s", names[k], luna_error(ctx))) continue;
     for (int64_t i = 0; i < 30000; i++) {
       const double x = (double)p->data[i];
       mean += x / 30000, square += x * x / 30000;
-      if (fabs(x) > most) most = fabs(x);
+      if (fabs(x) > max) max = fabs(x);
     }
     bound = k == 2 ? 0.5 * sqrt(6.0 / 400) : k == 4 ? 0.25 : 0; /* Xavier uniform: gain sqrt(6 / (in + out)) */
     const double expected = k == 3 ? deviation[k] : k == 1 ? 1 : bound / sqrt(3.0);
     CHECK(fabs(sqrt(square) - expected) <= 0.02 * expected, "%s: root mean square %g, expected %g", names[k], sqrt(square), expected);
     CHECK(fabs(mean - (k == 1)) <= 0.02 * expected, "%s: mean %g", names[k], mean);
-    if (k == 2 || k == 4) CHECK(most <= bound * 1.000001 && most > 0.99 * bound, "%s: largest %g, bound %g", names[k], most, bound);
+    if (k == 2 || k == 4) CHECK(max <= bound * 1.000001 && max > 0.99 * bound, "%s: largest %g, bound %g", names[k], max, bound);
   }
   luna_close(ctx);
 }
@@ -639,7 +639,7 @@ static void check_groups(void) {
   static const int64_t shape[2] = {3, 5};
   static const int axes[4] = {2, 1, 2, 1};
   static const struct {
-    luna_group group[2];
+    luna_param_group group[2];
     float lr[4], decay[4]; /* lr 0: frozen */
   } cases[] = {
       {{{NULL, 1, 0, 0, false}}, {1, 1, 1, 1}, {0.2f, 0, 0.2f, 0}},
@@ -664,7 +664,7 @@ static void check_groups(void) {
     config.lr = 0.1f, config.weight_decay = 0.2f;
     luna_optimizer *sgd = luna_sgd(params, &config);
     for (int g = 0; g < 2; g++) {
-      const luna_group *group = &cases[c].group[g];
+      const luna_param_group *group = &cases[c].group[g];
       if (g == 0 || group->name || group->max_rank) CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
     }
     luna_begin_step(ctx);
@@ -687,7 +687,7 @@ static void check_groups(void) {
   }
 }
 static void check_groups_refused(void) {
-  const luna_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
+  const luna_param_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
   fit f;
   fit_open(&f);
   f.optimizer = luna_sgd(f.params, NULL);
@@ -695,7 +695,7 @@ static void check_groups_refused(void) {
       luna_ctx_error_id(f.ctx) == LUNA_ERROR_GROUP_EMPTY, "a group of none: \"%s\"", luna_error(f.ctx));
   CHECK(luna_optimizer_group(f.optimizer, &negative) == LUNA_BAD_ARGUMENT && luna_optimizer_group(f.optimizer, &decay) == LUNA_BAD_ARGUMENT &&
             luna_optimizer_group(f.optimizer, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_group(NULL, &all) == LUNA_BAD_ARGUMENT,
-        "a group that cannot be is accepted");
+        "an invalid group is accepted");
   luna_close(f.ctx);
 }
 
@@ -725,17 +725,17 @@ static luna_tensor *poison_loss(fit *f, int part, float poison, float add) {
   return loss;
 }
 
-typedef struct told {
+typedef struct reports {
   int calls;
   luna_status status;
   char sentence[200];
-} told;
+} reports;
 static void tell(void *user, luna_status status, const char *sentence) {
-  told *t = (told *)user;
+  reports *t = (reports *)user;
   t->calls++, t->status = status;
   snprintf(t->sentence, sizeof t->sentence, "%s", sentence);
 }
-static void fit_open_told(fit *f, told *t) {
+static void fit_open_logged(fit *f, reports *t) {
   fit_open(f);
   memset(t, 0, sizeof *t);
   f->ctx->options.log = tell, f->ctx->options.log_user = t;
@@ -767,8 +767,8 @@ static void check_nonfinite(int kind) {
   enum { BAD = sizeof bad / sizeof bad[0], ROOM = 4 * 64 };
   float before[ROOM], after[ROOM], value;
   fit f, calm;
-  told t;
-  fit_open_told(&f, &t), fit_open(&calm);
+  reports t;
+  fit_open_logged(&f, &t), fit_open(&calm);
   f.optimizer = optimizer_of(f.params, kind), calm.optimizer = optimizer_of(calm.params, kind);
   for (int i = 0; i < BAD; i++) {
     fit_step(&f), fit_step(&calm);
@@ -785,12 +785,12 @@ static void check_nonfinite(int kind) {
       const luna_tensor *p = luna_params_at(f.params, k, NULL);
       for (int64_t j = 0; j < part_size[k]; j++) CHECK(p->grad[j] == 0, "kind %d, %s: a gradient is left", kind, bad[i].what);
     }
-    CHECK(t.calls == i, "kind %d, %s: told before anything was read", kind, bad[i].what);
+    CHECK(t.calls == i, "kind %d, %s: reported before anything was read", kind, bad[i].what);
     if (i % 2) luna_read(kept, after);
     else value = luna_item(loss), (void)value;
-    CHECK(t.calls == i + 1 && t.status == LUNA_OK && strstr(t.sentence, "skipped"), "kind %d, %s: told %d times, \"%s\"", kind, bad[i].what, t.calls, t.sentence);
+    CHECK(t.calls == i + 1 && t.status == LUNA_OK && strstr(t.sentence, "skipped"), "kind %d, %s: reported %d times, \"%s\"", kind, bad[i].what, t.calls, t.sentence);
     luna_item(loss);
-    CHECK(t.calls == i + 1, "kind %d, %s: told again", kind, bad[i].what);
+    CHECK(t.calls == i + 1, "kind %d, %s: reported again", kind, bad[i].what);
   }
   /* a step that was skipped leaves no trace (but in Apollo, whose warm-up counts it) */
   fit_step(&f), fit_step(&calm);
@@ -799,11 +799,11 @@ static void check_nonfinite(int kind) {
   luna_close(f.ctx), luna_close(calm.ctx);
 }
 static void check_nonfinite_rest(void) {
-  const luna_group frozen = {"b", 0, 0, 0, true};
+  const luna_param_group frozen = {"b", 0, 0, 0, true};
   fit f;
-  told t;
+  reports t;
   /* of two micro-batches only the first has a NaN, in the loss alone */
-  fit_open_told(&f, &t);
+  fit_open_logged(&f, &t);
   f.optimizer = luna_adamw(f.params, NULL);
   const double before = read_weight(&f, 0, 0);
   luna_begin_step(f.ctx);
@@ -812,7 +812,7 @@ static void check_nonfinite_rest(void) {
   CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) != before && luna_optimizer_skipped(f.optimizer) == 1, "a NaN counts for the step after its own");
   luna_close(f.ctx);
   /* who drops the gradients drops the NaN too */
-  fit_open_told(&f, &t);
+  fit_open_logged(&f, &t);
   f.optimizer = luna_adamw(f.params, NULL);
   luna_begin_step(f.ctx);
   luna_backward(poison_loss(&f, -1, 0, NAN));
@@ -820,7 +820,7 @@ static void check_nonfinite_rest(void) {
   CHECK(fit_step(&f) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0 && read_weight(&f, 0, 0) != before, "luna_params_zero_grad leaves a NaN of the loss for the next step");
   luna_close(f.ctx);
   /* the gradient of what is frozen counts for nothing */
-  fit_open_told(&f, &t);
+  fit_open_logged(&f, &t);
   f.optimizer = luna_adamw(f.params, NULL);
   luna_optimizer_group(f.optimizer, &frozen);
   const double still = read_weight(&f, 1, 0);

@@ -60,7 +60,7 @@ static void accuracy_of(accuracy *worst, const float *x, const float *got, const
 }
 
 /* what is promised of a function between least and most; the maps are those of the kernels table */
-typedef struct claim { const char *name; int function, activation, slope; double least, most, relative, absolute; } claim;
+typedef struct claim { const char *name; int function, activation, slope; double min, max, relative, absolute; } claim;
 static const claim claims[] = {
   {"exp", VECTORS_EXP, 0, 0, -87, 0, 2e-7, 1e-7},
   {"exp", VECTORS_EXP, 0, 0, 0, 88.72, 2e-7, INFINITY},
@@ -106,7 +106,7 @@ static void check_claim(const claim *c) {
     int64_t n = 0;
     for (; n < BLOCK && (more = bits <= UINT32_MAX) != 0; bits += STRIDE) {
       x[n] = float_of((uint32_t)bits);
-      if ((double)x[n] >= c->least && (double)x[n] <= c->most && fabs((double)x[n]) < INFINITY) n++;
+      if ((double)x[n] >= c->min && (double)x[n] <= c->max && fabs((double)x[n]) < INFINITY) n++;
     }
     for (int64_t i = 0; i < n; i++) want[i] = claim_exact(c, (double)x[i]);
     for (int p = 0; p < PASSES; p++) {
@@ -120,9 +120,9 @@ static void check_claim(const claim *c) {
   for (int p = 0; p < PASSES; p++)
     CHECK(worst[p].relative <= c->relative && worst[p].absolute <= c->absolute,
           "%s: %s from %g to %g: relative %.3g (at %.9g) over %.3g, absolute %.3g over %.3g",
-          luna_isa_name(vectors_passes[p].isa), c->name, c->least, c->most, worst[p].relative, (double)worst[p].at, c->relative,
+          luna_isa_name(vectors_passes[p].isa), c->name, c->min, c->max, worst[p].relative, (double)worst[p].at, c->relative,
             worst[p].absolute, c->absolute);
-  drop(x), drop(y), drop(ones), free(want);
+  release(x), release(y), release(ones), free(want);
 }
 
 /* ---- edges ---- */
@@ -191,7 +191,7 @@ static float arithmetic(int which, float a, float b) {
 static void check_lanes(int which) {
   enum { N = 99 };
   const float odd[6] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 0, -0.0f, 1e-41f};
-  float *x = fresh(N, 10), *z = fresh(N, 10), *whole = zeros(N);
+  float *x = random_floats(N, 10), *z = random_floats(N, 10), *whole = zeros(N);
   for (int i = 0; i < 12; i++) x[5 + 7 * i] = odd[i % 6], z[5 + 7 * i + i % 2] = odd[(i * 5 / 6 + i) % 6];
   pass->map(which, N, x, z, whole);
   for (int64_t i = 0; i < N && which >= VECTORS_FUNCTIONS && which < VECTORS_FMA; i++)
@@ -212,7 +212,7 @@ static void check_lanes(int which) {
     for (int64_t i = 0; i < n; i++) equal = equal && same_bits(y[i], whole[at + i]);
     CHECK(equal && y[n] == 77, "%s: %s of %d numbers differs from the same among %d, or is written beyond", kernels_name,
           vectors_name[which], (int)n, (int)N);
-    drop(a), drop(b), drop(y);
+    release(a), release(b), release(y);
   }
   for (int64_t i = 0; i < N && which <= VECTORS_LOG; i++) {
     float y;
@@ -220,19 +220,19 @@ static void check_lanes(int which) {
     CHECK(same_bits(y, whole[i]), "%s: %s of a single %g is %.9g, in a vector %.9g", kernels_name, vectors_name[which], (double)x[i],
           (double)y, (double)whole[i]);
   }
-  drop(x), drop(z), drop(whole);
+  release(x), release(z), release(whole);
 }
 static void check_reductions(void) {
   float x[16], out[3];
   for (int round = 0; round < 50; round++) {
     double sum = 0, size = 0;
-    float most = -(float)INFINITY;
+    float max = -(float)INFINITY;
     common_fill(x, 16, ++kernels_seed, 10);
     const int n = pass->lanes(x, out);
-    for (int i = 0; i < n; i++) sum += (double)x[i], size += fabs((double)x[i]), most = x[i] > most ? x[i] : most;
-    CHECK(fabs((double)out[0] - sum) <= 3e-7 * size && out[1] == most && out[2] == x[0],
+    for (int i = 0; i < n; i++) sum += (double)x[i], size += fabs((double)x[i]), max = x[i] > max ? x[i] : max;
+    CHECK(fabs((double)out[0] - sum) <= 3e-7 * size && out[1] == max && out[2] == x[0],
           "%s: over %d lanes: sum %g for %g, largest %g for %g, first %g for %g", kernels_name, n,
-          (double)out[0], sum, (double)out[1], (double)most, (double)out[2], (double)x[0]);
+          (double)out[0], sum, (double)out[1], (double)max, (double)out[2], (double)x[0]);
     x[round % n] = (float)NAN;
     pass->lanes(x, out);
     CHECK(out[0] != out[0], "%s: a NaN in lane %d is lost in the sum", kernels_name, round % n);
