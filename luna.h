@@ -9280,45 +9280,56 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
-/* Y_X + residual, or null, after a dropout */
-LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths, luna_tensor **packed) {
-  const luna_nested_attention_config *c;
+/* the second half: Y_X + residual, or null, after a dropout */
+LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *packed,
+                                          luna_tensor *residual, float dropout, const int32_t *lengths) {
+  const luna_nested_attention_config *c = &layer->config;
   luna_attention_config a;
-  luna_tensor *both[2], *k, *v;
-  lunai_mark mark;
+  luna_tensor *k, *v;
   bool failed = false;
-  const int32_t *memory_lengths;
-  luna_ctx *ctx;
-  if (!context) context = x;
-  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_nested_attention_layer_forward")) return NULL;
-  ctx = x->ctx;
-  c = &layer->config;
-  if (!p) return lunai_fail_null(ctx, "luna_nested_attention_layer_forward", "p");
-  if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
-      x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
-    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_forward: x %t, p %t, context %t: want [batch, n, %d], [batch, l, %d], [batch, m, %d]", x, p, context, c->dim, c->dim, c->dim);
-  mark = lunai_step_mark(ctx);
-  memory_lengths = lunai_memory_lengths(ctx, lengths, x->shape[0], p->shape[1], &failed);
+  if (!packed) return NULL;
+  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], packed->shape[1], &failed);
   if (failed) return NULL;
-  both[0] = lunai_nested_pack(layer, p, context, lengths);
-  if (!both[0]) return NULL;
+  if (lunai_fold(x->ctx, x->shape[1], c->dim, c->heads, packed->shape[1], 2))
+    return lunai_unpack_folded(layer, x, packed, residual, dropout, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
   a.heads = c->heads;
-  a.lengths = memory_lengths;
-  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) both[1] = lunai_unpack_folded(layer, x, both[0], residual, dropout, memory_lengths);
-  else {
-    v = luna_linear_layer_forward(&layer->v, both[0]);
-    k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, both[0]);
-    both[1] = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
-  }
-  if (!both[1]) return NULL;
-  lunai_keep(ctx, mark, both, 2);
+  a.lengths = lengths;
+  v = luna_linear_layer_forward(&layer->v, packed);
+  k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, packed);
+  return lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight,
+                           layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
+}
+
+/* *y: Y_X + residual, or null, after a dropout; *packed: Y_P. y or packed is null where its result is not wanted. */
+LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
+                                     luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths,
+                                     luna_tensor **y, luna_tensor **packed) {
+  const luna_nested_attention_config *c;
+  luna_tensor *both[2] = { NULL, NULL };
+  lunai_mark mark;
+  luna_ctx *ctx;
+  if (!context) context = x;
+  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_nested_attention_layer_forward")) return false;
+  ctx = x->ctx;
+  c = &layer->config;
+  if (!p) return lunai_fail_null(ctx, "luna_nested_attention_layer_forward", "p") != NULL;
+  if (x->rank != 3 || p->rank != 3 || context->rank != 3 || x->shape[0] != p->shape[0] || x->shape[0] != context->shape[0] ||
+      x->shape[2] != c->dim || p->shape[2] != c->dim || context->shape[2] != c->dim)
+    return lunai_fail(ctx, LUNA_BAD_ARGUMENT, "luna_nested_attention_layer_forward: x %t, p %t, context %t: want [batch, n, %d], [batch, l, %d], [batch, m, %d]", x, p, context, c->dim, c->dim, c->dim) != NULL;
+  mark = lunai_step_mark(ctx);
+  both[0] = lunai_nested_pack(layer, p, context, lengths);
+  if (y) both[1] = lunai_nested_unpack(layer, x, both[0], residual, dropout, lengths);
+  if (!both[0] || (y && !both[1])) return false;
+  lunai_keep(ctx, mark, both, y ? 2 : 1);
   if (packed) *packed = both[0];
-  return both[1];
+  if (y) *y = both[1];
+  return true;
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context, const int32_t *lengths, luna_tensor **packed) {
-  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed);
+  luna_tensor *y = NULL;
+  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, &y, packed) ? y : NULL;
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -9710,13 +9721,16 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return c->hook->forward(hook_state, x, p, lengths, causal);
 }
 
-/* what a layer's block needs besides its inputs */
-typedef struct lunai_layer_state { const void *layer; const int32_t *lengths; } lunai_layer_state;
-LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer, const int32_t *lengths, luna_tensor *const *in, int count, luna_tensor **second) {
+/* What a layer's block needs besides its inputs. It hands out X' and, where `second` is not null, P'; `memory_only`: P' alone. */
+typedef struct lunai_layer_state { const void *layer; const int32_t *lengths; bool memory_only; } lunai_layer_state;
+LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer, const int32_t *lengths,
+                                      luna_tensor *const *in, int count, bool memory_only, luna_tensor **second) {
   lunai_layer_state s;
   bool failed = false;
+  memset(&s, 0, sizeof s);
   s.layer = layer;
   s.lengths = lengths;
+  s.memory_only = memory_only;
   if (c->recompute != LUNA_RECOMPUTE_LAYER || !in[0]->ctx->training) return block(&s, in, second);
   s.lengths = lunai_memory_lengths(in[0]->ctx, lengths, in[0]->shape[0], INT32_MAX, &failed); /* backward may come when the caller's are gone */
   return failed ? NULL : lunai_recompute_block(block, &s, sizeof s, in, count, second, false);
@@ -9748,15 +9762,17 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* Luna attention with both residuals: x and *p forward */
-LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
-                                        const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
-  luna_tensor *packed = NULL, *in = lunai_normed(c, x, norm);
-  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &packed);
+/* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
+LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x,
+                                luna_tensor *p, luna_tensor *context, const int32_t *lengths, const luna_norm_layer *norm,
+                                const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
+  luna_tensor *packed = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
+  const bool good = lunai_nested_attention(attention, in, lunai_normed(c, p, memory_norm), context ? context : in, x,
+                                           c->dropout, lengths, next_x ? &sum : NULL, &packed);
   lunai_normed_end(c, in);
-  x = lunai_sum_normed(c, x, norm);
-  *p = lunai_residual(c, *p, packed, memory_norm);
-  return x;
+  if (good && next_x) *next_x = lunai_sum_normed(c, sum, norm);
+  if (good && next_p) *next_p = lunai_residual(c, p, packed, memory_norm);
+  return good && (!next_x || *next_x) && (!next_p || *next_p);
 }
 
 LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
@@ -9766,36 +9782,41 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   luna_ctx *ctx = in[0]->ctx;
   const lunai_mark mark = lunai_mark_prepared(ctx, luna_count(in[0]), 1);
   luna_tensor *both[2] = { NULL, NULL }, *x;
-  const int had = second ? 2 : 1;      /* both: P when there is one, then X */
-  if (second) {
-    both[0] = layer->memory ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
-    both[1] = lunai_nested_half(c, &layer->attention, in[0], &both[0], NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
-    if (!both[0]) return NULL;
-    x = both[0];                       /* made after X: older first */
-    both[0] = both[1];
-    both[1] = x;
+  const int had = second ? 2 : 1;      /* both: X, then P, those that are wanted */
+  if (lunai_is_luna(c)) {
+    x = layer->memory ? luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, in[0]->shape[1]))), in[0]->shape[0]) : in[1];
+    if (!lunai_nested_half(c, &layer->attention, in[0], x, NULL, s->lengths, &layer->attention_norm, &layer->memory_norm,
+                           s->memory_only ? NULL : &both[0], second || s->memory_only ? &both[had - 1] : NULL)) return NULL;
   } else both[0] = lunai_residual(c, in[0], lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, in[0], &layer->attention_norm), in[1], s->lengths, false), &layer->attention_norm);
   if (!both[0]) return NULL;
   lunai_keep(ctx, mark, both, had);
+  if (s->memory_only) return both[0];
   x = both[0];
-  both[0] = both[1];
+  both[0] = both[1];                   /* older than X' */
   both[had - 1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
   if (!both[had - 1]) return NULL;
   lunai_keep(ctx, mark, both, had);
   if (second) *second = both[0];
   return both[had - 1];
 }
-LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
-  luna_tensor *in[2], *next = NULL, *y;
+/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths,
+                                  luna_tensor **next_x, luna_tensor **next_p) {
+  luna_tensor *in[2], *y;
   bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
   is_luna = lunai_is_luna(&layer->config);
-  if (is_luna && (!p || (!*p && !layer->memory))) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p");
+  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
   in[0] = x;
-  in[1] = p && !layer->memory ? *p : NULL;
-  y = lunai_layer_run(&layer->config, lunai_encoder_layer_block, layer, lengths, in, in[1] ? 2 : 1, is_luna ? &next : NULL);
-  if (y && is_luna) *p = next;
-  return y;
+  in[1] = layer->memory ? NULL : p;
+  y = lunai_layer_run(&layer->config, lunai_encoder_layer_block, layer, lengths, in, in[1] ? 2 : 1, !next_x,
+                      is_luna && next_x ? next_p : NULL);
+  if (y) *(next_x ? next_x : next_p) = y;
+  return y != NULL;
+}
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
+  luna_tensor *y = NULL;
+  return lunai_encoder_layer(layer, x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
@@ -9829,35 +9850,40 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   const lunai_layer_state *s = (const lunai_layer_state *)state;
   const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
-  luna_tensor *both[2], *x = in[0], *y;
+  luna_tensor *both[2] = { NULL, NULL }, *x = in[0], *y;
+  const int had = second ? 2 : 1;      /* both: X, then P where it is wanted */
   const lunai_mark mark = lunai_mark_prepared(x->ctx, luna_count(x), 1);
+  bool good;
   y = lunai_normed(c, x, &layer->self_norm);
   x = lunai_causal_attention(&layer->self_attention, y, in[1], x, c->dropout, s->lengths);
   lunai_normed_end(c, y);
   x = lunai_sum_normed(c, x, &layer->self_norm);
-  both[1] = in[1];
-  both[0] = lunai_nested_half(c, &layer->cross_attention, x, &both[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
+  good = lunai_nested_half(c, &layer->cross_attention, x, in[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm,
+                           &both[0], second ? &both[1] : NULL);
   if (!c->pre_norm) lunai_drop(x);
-  if (!both[0] || !both[1]) return NULL;
-  lunai_keep(in[0]->ctx, mark, both, 2);
+  if (!good) return NULL;
+  lunai_keep(in[0]->ctx, mark, both, had);
   x = both[0];
   both[0] = both[1];
-  both[1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
-  if (!both[1]) return NULL;
-  lunai_keep(in[0]->ctx, mark, both, 2);
-  *second = both[0];
-  return both[1];
+  both[had - 1] = lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm);
+  if (!both[had - 1]) return NULL;
+  lunai_keep(in[0]->ctx, mark, both, had);
+  if (second) *second = both[0];
+  return both[had - 1];
+}
+/* -> X'; *next_p: P', or next_p is null where it is not wanted */
+LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
+                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p) {
+  luna_tensor *in[3];
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
+  if (!p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
+  in[0] = x;
+  in[1] = p;
+  in[2] = context;
+  return lunai_layer_run(&layer->config, lunai_decoder_layer_block, layer, lengths, in, 3, false, next_p);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
-  luna_tensor *in[3], *next = NULL, *y;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!p || !*p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", "p or the context");
-  in[0] = x;
-  in[1] = *p;
-  in[2] = context;
-  y = lunai_layer_run(&layer->config, lunai_decoder_layer_block, layer, lengths, in, 3, &next);
-  if (y) *p = next;
-  return y;
+  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p);
 }
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
@@ -9908,7 +9934,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *c
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
-  return lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, NULL);
+  return lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, false, NULL);
 }
 #endif /* !LUNA_ONLY_STREAM */
 
@@ -10409,34 +10435,47 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   return lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input);
 }
 
-LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
+/* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is null
+   where its result is not wanted, and what only that needs is not computed. */
+LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
+                            luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
   const luna_encoder_config *c;
-  luna_tensor *both[2] = { p ? *p : NULL, NULL }, *x;  /* P, X */
+  luna_tensor *both[2], *x;            /* P, X */
   lunai_mark mark;
   int64_t i;
-  bool is_luna;
-  if (!ctx) return NULL;
+  bool has_x = true, has_p = false, is_luna;
+  if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
   mark = lunai_mark_prepared(ctx, lunai_floats_of(input->batch, input->n, c->dim), 2);
+  both[0] = p;
   both[1] = luna_encoder_embed(e, input, &both[0]);
-  for (i = 0; i < c->layers && both[1]; i++) {
+  for (i = 0; i < c->layers; i++) {
     x = both[1];
-    both[1] = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &both[0], input->lengths);
-    if (both[1]) lunai_drop(x);
-    if (both[1]) lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
+    has_x = last_x || i < c->layers - 1;
+    has_p = is_luna && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], x, both[0], input->lengths,
+                                   has_x ? &both[1] : NULL, has_p ? &both[0] : NULL)) return false;
+    lunai_drop(x);
+    lunai_keep(ctx, mark, has_p ? both : both + 1, has_p + has_x);
   }
-  if (e->memory_norm.weight && both[1]) both[0] = luna_norm_layer_forward(&e->memory_norm, both[0]);
-  if (e->norm.weight) both[1] = luna_norm_layer_forward(&e->norm, both[1]);
-  if (!c->keep_padding) both[1] = luna_mask(both[1], input->lengths);
-  if (!both[1] || (is_luna && !both[0])) return NULL;
-  lunai_keep(ctx, mark, is_luna ? both : both + 1, is_luna ? 2 : 1);
-  if (p) *p = both[0];
-  return both[1];
+  if (has_p && e->memory_norm.weight) both[0] = luna_norm_layer_forward(&e->memory_norm, both[0]);
+  if (has_x && e->norm.weight) both[1] = luna_norm_layer_forward(&e->norm, both[1]);
+  if (has_x && !c->keep_padding) both[1] = luna_mask(both[1], input->lengths);
+  if ((has_x && !both[1]) || (has_p && !both[0])) return false;
+  lunai_keep(ctx, mark, has_p ? both : both + 1, has_p + has_x);
+  if (has_p) *last_p = both[0];
+  if (has_x) *last_x = both[1];
+  return true;
+}
+LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
+  luna_tensor *x = NULL;
+  return lunai_encoder(e, input, p ? *p : NULL, &x, p) ? x : NULL;
 }
 
 /* --- classifier --- */
+LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) { return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH; }
 LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
   s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
@@ -10454,7 +10493,7 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   if (c.vocab == 0) c.vocab = 256;
   if (c.classes == 0) c.classes = 2;
   if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && (c.pooling == LUNA_POOLING_MEMORY || c.pooling == LUNA_POOLING_MEMORY_BATCH)) {
+  if (!is_luna && lunai_pools_memory(c.pooling)) {
     lunai_fail_status(params->ctx, LUNA_BAD_ARGUMENT,
                  "luna_classifier_init: to pool the memory takes Luna attention, which has one");
     return lunai_setup_end(&setup, false);
@@ -10488,11 +10527,13 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  if (!lunai_layer_made(x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
-  if (x->rank != 3)
-    return lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: x %t is not [batch, n, dim]", x);
-  if (!p && (model->config.pooling == LUNA_POOLING_MEMORY || model->config.pooling == LUNA_POOLING_MEMORY_BATCH))
-    return lunai_fail_null(x->ctx, "luna_classifier_pool", "p");
+  const bool memory = model && lunai_pools_memory(model->config.pooling);
+  luna_tensor *rows = memory ? p : x;
+  if (!lunai_layer_made(rows ? rows : x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
+  if (!rows) return lunai_fail_null(x->ctx, "luna_classifier_pool", "p");
+  if (rows->rank != 3)
+    return lunai_fail(rows->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %s %t is not [batch, n, dim]",
+                      memory ? "p" : "x", rows);
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_BAD_ARGUMENT, "luna_classifier_pool: %t has no first row", x)
                                                : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
@@ -10502,7 +10543,9 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   }
 }
 LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const luna_input *input) {
-  luna_tensor *p = NULL, *x = luna_encoder_forward(&model->encoder, input, &p);
+  const bool memory = lunai_pools_memory(model->config.pooling);
+  luna_tensor *x = NULL, *p = NULL;
+  if (!lunai_encoder(&model->encoder, input, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
   return lunai_instead(x, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
@@ -10677,6 +10720,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_encoder_config c;
   lunai_mark mark;
   int64_t i;
+  bool has_p;
   if (!ctx) return NULL;
   context = luna_encoder_forward(&model->encoder, source, &p);
   mark = lunai_mark_prepared(ctx, lunai_floats_of(target->batch, target->n, model->config.encoder.dim), 2);
@@ -10686,9 +10730,10 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   both[1] = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
   for (i = 0; i < model->config.decoder_layers && both[1]; i++) {
     x = both[1];
-    both[1] = luna_decoder_layer_forward(&model->layers[i], x, &both[0], context, source->lengths);
+    has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
+    both[1] = lunai_decoder_layer(&model->layers[i], x, both[0], context, source->lengths, has_p ? &both[0] : NULL);
     if (both[1]) lunai_drop(x);
-    if (both[1]) lunai_keep(ctx, mark, both, 2);
+    if (both[1]) lunai_keep(ctx, mark, has_p ? both : both + 1, has_p ? 2 : 1);
   }
   if (model->norm.weight) both[1] = luna_norm_layer_forward(&model->norm, both[1]);
   both[1] = luna_linear(both[1], model->output, NULL);
