@@ -15,6 +15,8 @@
      Both take n l dot products instead of n n: time and memory are linear in n. After the last layer P summarises the
      sequence in a fixed size: classifiers pool it, decoders read it, and it can be carried into the next segment. The
      causal form replaces the pack by running sums, and so streams one token at a time in memory that does not grow.
+     A classifier that pools P (the default) does not use its last layer's unpack and feed-forward: they are not
+     computed and have no gradient, and a parameter without gradient is changed by no optimiser, nor by weight decay.
 
    WHEN NOT TO USE IT
      When sequences are short: what Luna saves grows with n / l, and softmax attention (layer.attention =
@@ -653,7 +655,8 @@ typedef struct luna_encoder_layer {
   luna_linear_layer fc1, fc2;
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. Without Luna attention p may be null, and *p stays. */
+/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. p may be null with own_memory (then P' is not
+   computed) or without Luna attention, where *p stays. */
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths);
 
 typedef struct luna_decoder_layer {
@@ -766,7 +769,8 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
 /* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
-/* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d] */
+/* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
+   does not pool may be null. */
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
@@ -898,7 +902,8 @@ typedef struct luna_group {
 } luna_group;
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
 
-/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no
+/* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
+   decay does not change it either. Does nothing but return the error when a call since begin failed, or when there was no
    luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
    among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read reports it to
    options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
