@@ -903,8 +903,8 @@ typedef struct luna_group {
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_group *group); /* the last that fits a parameter counts */
 
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
-   decay does not change it either. Does nothing but return the error when a call since begin failed, or when there was no
-   luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
+   decay does not change it either. Does nothing but return the error when a call since begin failed, or when there was
+   no luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
    among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read reports it to
    options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
    until one is good; on a device by what luna_item or luna_read found last. */
@@ -9726,10 +9726,12 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return c->hook->forward(hook_state, x, p, lengths, causal);
 }
 
-/* What a layer's block needs besides its inputs. It hands out X' and, where `second` is not null, P'; `memory_only`: P' alone. */
+/* What a layer's block needs besides its inputs. It hands out X' and, where `second` is not null, P'; `memory_only`:
+   P' alone. */
 typedef struct lunai_layer_state { const void *layer; const int32_t *lengths; bool memory_only; } lunai_layer_state;
-LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer, const int32_t *lengths,
-                                      luna_tensor *const *in, int count, bool memory_only, luna_tensor **second) {
+LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer,
+                                      const int32_t *lengths, luna_tensor *const *in, int count, bool memory_only,
+                                      luna_tensor **second) {
   lunai_layer_state s;
   bool failed = false;
   memset(&s, 0, sizeof s);
@@ -10480,7 +10482,9 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 }
 
 /* --- classifier --- */
-LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) { return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH; }
+LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
+  return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
+}
 LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
   s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
