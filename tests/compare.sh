@@ -80,8 +80,10 @@ NF == 2 { split("", seen); next } # a program begins
   if (seen[row]++) row = row " #" seen[row] # a name that a program has twice
   if (!(row in known)) { known[row] = 1; order[++rows] = row }
   runs = $0
-  if (sub(/.*"runs": \[/, "", runs) && sub(/\].*/, "", runs)) for (i = split(runs, time, ", "); i > 0; i--) add(time[i])
-  else add(field("ms"))
+  if (sub(/.*"runs": \[/, "", runs) && sub(/\].*/, "", runs)) {
+    n = split(runs, time, ", ")
+    for (i = 1; i <= n; i++) add(time[i])
+  } else add(field("ms"))
   bytes = field("peak") == "" ? field("bytes") : field("peak")
   if (bytes + 0 > peak[$1, row]) peak[$1, row] = bytes + 0
 }
