@@ -9,6 +9,7 @@
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
 #   make size                object sizes by build switch
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
+#   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
 #   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
@@ -116,6 +117,10 @@ bench: $(BENCHES)
 	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
 	@echo "every row is in $(BUILD)/bench.json"
 
+REF ?= HEAD
+compare:
+	@BUILD=$(BUILD) CC='$(CC)' CFLAGS='$(CFLAGS)' LIBS='$(LIBS)' sh tests/compare.sh $(REF)
+
 $(BUILD)/cuda/%.o: tests/%.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/registers.sh
 	@mkdir -p $(BUILD)/cuda/tests
 	$(NVCC) $(NVCC_FLAGS) -Xptxas -v -I. -c $< -o $@ 2>$@.log || { cat $@.log; exit 1; }
@@ -148,4 +153,4 @@ cuda-bench:
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize cross golden headers fuzz size bench cuda cuda-test cuda-bench clean
+.PHONY: run examples programs test sanitize cross golden headers fuzz size bench compare cuda cuda-test cuda-bench clean

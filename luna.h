@@ -15,6 +15,8 @@
      Both take n l dot products instead of n n: time and memory are linear in n. After the last layer P summarises the
      sequence in a fixed size: classifiers pool it, decoders read it, and it can be carried into the next segment. The
      causal form replaces the pack by running sums, and so streams one token at a time in memory that does not grow.
+     A classifier that pools P (the default) does not use its last layer's unpack and feed-forward: they are not
+     computed and have no gradient, and a parameter without gradient is changed by no optimiser, nor by weight decay.
 
    WHEN NOT TO USE IT
      When sequences are short: what Luna saves grows with n / l, and softmax attention (layer.attention =
@@ -859,7 +861,8 @@ typedef struct luna_encoder_layer {
   luna_linear_layer fc1, fc2;
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. Without Luna attention p may be null, and *p stays. */
+/* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. p may be null with own_memory (then P' is not
+   computed) or without Luna attention, where *p stays. */
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths);
 
 typedef struct luna_decoder_layer {
@@ -976,7 +979,8 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
 /* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
-/* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d] */
+/* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
+   does not pool may be null. */
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
 
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
@@ -1113,8 +1117,9 @@ typedef struct luna_param_group {
 /* the last that fits a parameter counts */
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
 
-/* Uses and zeroes the gradients. Does nothing but return the error when a call since begin failed, or when there was no
-   luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
+/* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
+   decay does not change it either. Does nothing but return the error when a call since begin failed, or when there was
+   no luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
    among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read reports it to
    options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
    until one is good; on a device by what luna_item or luna_read found last. */
@@ -9939,47 +9944,58 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
-/* Y_X + residual, or null, after a dropout */
-LUNAI_FN luna_tensor *lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                             luna_tensor *context, luna_tensor *residual, float dropout,
-                                             const int32_t *lengths, luna_tensor **packed_context) {
-  const luna_nested_attention_layer_config *c;
+/* the second half: Y_X + residual, or null, after a dropout */
+LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
+                                          luna_tensor *residual, float dropout, const int32_t *lengths) {
+  const luna_nested_attention_layer_config *c = &layer->config;
   luna_attention_config a;
-  luna_tensor *y, *y_p, *k, *v;
-  luna_scope scope;
+  luna_tensor *k, *v;
   bool failed = false;
-  const int32_t *memory_lengths;
-  luna_ctx *ctx;
-  if (!context) context = x;
-  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_nested_attention_layer_forward")) return NULL;
-  ctx = x->ctx;
-  c = &layer->config;
-  if (!p) return lunai_fail_null(ctx, "luna_nested_attention_layer_forward", "p");
-  if (!lunai_is_sequence("luna_nested_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
-      !lunai_is_sequence("luna_nested_attention_layer_forward", "p", p, x->shape[0], c->dim) ||
-      !lunai_is_sequence("luna_nested_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
-  scope = luna_scope_begin(ctx);
-  memory_lengths = lunai_memory_lengths(ctx, lengths, x->shape[0], p->shape[1], &failed);
-  if (failed) return NULL;
-  y_p = lunai_nested_pack(layer, p, context, lengths);
   if (!y_p) return NULL;
+  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], y_p->shape[1], &failed);
+  if (failed) return NULL;
+  if (lunai_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
+    return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
   a.heads = c->heads;
-  a.lengths = memory_lengths;
-  if (lunai_fold(ctx, x->shape[1], c->dim, c->heads, p->shape[1], 2)) y = lunai_unpack_folded(layer, x, y_p, residual, dropout, memory_lengths);
-  else {
-    v = luna_linear_layer_forward(&layer->v, y_p);
-    k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
-    y = lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
-  }
+  a.lengths = lengths;
+  v = luna_linear_layer_forward(&layer->v, y_p);
+  k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
+  return lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight,
+                           layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
+}
+
+/* *y: Y_X + residual, or null, after a dropout; *packed_context: Y_P. Either is null where its result is not wanted. */
+LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
+                                     luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths,
+                                     luna_tensor **y, luna_tensor **packed_context) {
+  static const char name[] = "luna_nested_attention_layer_forward";
+  luna_tensor *y_x = NULL, *y_p;
+  luna_scope scope;
+  int64_t batch, d;
+  if (!context) context = x;
+  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
+  if (!p) return lunai_fail_null(x->ctx, name, "p") != NULL;
+  batch = x->shape[0];
+  d = layer->config.dim;
+  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", p, batch, d) ||
+      !lunai_is_sequence(name, "context", context, batch, d)) return false;
+  scope = luna_scope_begin(x->ctx);
+  y_p = lunai_nested_pack(layer, p, context, lengths);
+  if (y) y_x = lunai_nested_unpack(layer, x, y_p, residual, dropout, lengths);
+  (void)lunai_results(scope, y_p, y_x);
   if (packed_context) *packed_context = y_p;
-  return lunai_results(scope, y, packed_context ? y_p : NULL);
+  if (y) *y = y_x;
+  return y_p && (!y || y_x);
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context) {
-  return lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, packed_context);
+  luna_tensor *y = NULL, *y_p = NULL;
+  if (!lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, &y, &y_p)) return NULL;
+  if (packed_context) *packed_context = y_p;
+  return y;
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -10373,13 +10389,18 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return c->hook->forward(hook_state, x, p, lengths, causal);
 }
 
-/* what a layer's block needs besides its inputs */
-typedef struct lunai_layer_state { const void *layer; const int32_t *lengths; } lunai_layer_state;
-LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer, const int32_t *lengths, luna_tensor *const *in, int count, luna_tensor **second) {
+/* What a layer's block needs besides its inputs. It hands out X' and, where `second` is not null, P'; `memory_only`:
+   P' alone. */
+typedef struct lunai_layer_state { const void *layer; const int32_t *lengths; bool memory_only; } lunai_layer_state;
+LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer,
+                                      const int32_t *lengths, luna_tensor *const *in, int count, bool memory_only,
+                                      luna_tensor **second) {
   lunai_layer_state s;
   bool failed = false;
+  memset(&s, 0, sizeof s);
   s.layer = layer;
   s.lengths = lengths;
+  s.memory_only = memory_only;
   if (c->recompute != LUNA_RECOMPUTE_LAYER || !in[0]->ctx->training) return block(&s, in, second);
   s.lengths = lunai_memory_lengths(in[0]->ctx, lengths, in[0]->shape[0], INT32_MAX, &failed); /* backward may come when the caller's are gone */
   return failed ? NULL : lunai_recompute_block(block, &s, sizeof s, in, count, second, false);
@@ -10412,15 +10433,18 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* Luna attention with both residuals: x and *p forward */
-LUNAI_FN luna_tensor *lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x, luna_tensor **p, luna_tensor *context,
-                                        const int32_t *lengths, const luna_norm_layer *norm, const luna_norm_layer *memory_norm) {
+/* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
+LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x,
+                                luna_tensor *p, luna_tensor *context, const int32_t *lengths, const luna_norm_layer *norm,
+                                const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
   const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
-  luna_tensor *y_p = NULL, *in = lunai_normed(c, x, norm);
-  x = lunai_nested_attention(attention, in, lunai_normed(c, *p, memory_norm), context ? context : in, x, c->dropout, lengths, &y_p);
-  x = lunai_sum_normed(c, x, norm);
-  *p = lunai_residual(c, *p, y_p, memory_norm);
-  return lunai_results(scope, x, *p);
+  luna_tensor *y_p = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
+  if (!lunai_nested_attention(attention, in, lunai_normed(c, p, memory_norm), context ? context : in, x, c->dropout,
+                              lengths, next_x ? &sum : NULL, &y_p)) return false;
+  if (next_x) *next_x = lunai_sum_normed(c, sum, norm);
+  if (next_p) *next_p = lunai_residual(c, p, y_p, memory_norm);
+  (void)lunai_results(scope, next_x ? *next_x : NULL, next_p ? *next_p : NULL);
+  return (!next_x || *next_x) && (!next_p || *next_p);
 }
 
 LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
@@ -10428,27 +10452,43 @@ LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *
   const luna_encoder_layer *layer = (const luna_encoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
   const luna_scope scope = luna_scope_begin(in[0]->ctx);
-  luna_tensor *x = in[0], *p = in[1];
-  if (layer->memory) p = luna_expand(luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, x->shape[1]))), x->shape[0]);
-  if (second) x = lunai_nested_half(c, &layer->attention, x, &p, NULL, s->lengths, &layer->attention_norm, &layer->memory_norm);
-  else x = lunai_residual(c, x, lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, x, &layer->attention_norm), p, s->lengths, false), &layer->attention_norm);
-  x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
-  if (second) *second = p;
-  return second && !p ? NULL : x;
+  luna_tensor *x = in[0], *p = in[1], *next_p = NULL;
+  if (!lunai_is_luna(c)) {
+    x = lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, x, &layer->attention_norm), p,
+                    s->lengths, false);
+    x = lunai_residual(c, in[0], x, &layer->attention_norm);
+  } else {
+    if (layer->memory) {
+      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, x->shape[1])));
+      p = luna_expand(p, x->shape[0]);
+    }
+    if (!lunai_nested_half(c, &layer->attention, x, p, NULL, s->lengths, &layer->attention_norm, &layer->memory_norm,
+                           s->memory_only ? NULL : &x, second || s->memory_only ? &next_p : NULL)) return NULL;
+    if (s->memory_only) return lunai_result(scope, next_p);
+  }
+  x = lunai_results(scope, x, next_p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), next_p);
+  if (second) *second = next_p;
+  return lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), next_p);
+}
+/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths,
+                                  luna_tensor **next_x, luna_tensor **next_p) {
+  luna_tensor *in[2], *y;
+  bool is_luna;
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  is_luna = lunai_is_luna(&layer->config);
+  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
+  in[0] = x;
+  in[1] = layer->memory ? NULL : p;
+  y = lunai_layer_run(&layer->config, lunai_encoder_layer_block, layer, lengths, in, in[1] ? 2 : 1, !next_x,
+                      is_luna && next_x ? next_p : NULL);
+  if (y) *(next_x ? next_x : next_p) = y;
+  return y != NULL;
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
-  luna_tensor *in[2], *next = NULL, *y;
-  bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return NULL;
-  is_luna = lunai_is_luna(&layer->config);
-  if (is_luna && (!p || (!*p && !layer->memory))) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p");
-  in[0] = x;
-  in[1] = p && !layer->memory ? *p : NULL;
-  y = lunai_layer_run(&layer->config, lunai_encoder_layer_block, layer, lengths, in, in[1] ? 2 : 1, is_luna ? &next : NULL);
-  if (y && is_luna) *p = next;
-  return y;
+  luna_tensor *y = NULL;
+  return lunai_encoder_layer(layer, x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
@@ -10483,26 +10523,29 @@ LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *
   const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
   const luna_layer_config *c = &layer->config;
   const luna_scope scope = luna_scope_begin(in[0]->ctx);
-  luna_tensor *x = in[0], *p = in[1];
-  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), p, x, c->dropout, s->lengths);
+  luna_tensor *x = in[0], *next_p = NULL;
+  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), in[1], x, c->dropout, s->lengths);
   x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  x = lunai_nested_half(c, &layer->cross_attention, x, &p, in[2], s->lengths, &layer->cross_norm, &layer->memory_norm);
-  x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
-  *second = p;
-  return p ? x : NULL;
+  if (!lunai_nested_half(c, &layer->cross_attention, x, in[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm,
+                         &x, second ? &next_p : NULL)) return NULL;
+  x = lunai_results(scope, x, next_p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), next_p);
+  if (second) *second = next_p;
+  return lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), next_p);
+}
+/* -> X'; *next_p: P', or next_p is null where it is not wanted */
+LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
+                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p) {
+  luna_tensor *in[3];
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
+  if (!p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
+  in[0] = x;
+  in[1] = p;
+  in[2] = context;
+  return lunai_layer_run(&layer->config, lunai_decoder_layer_block, layer, lengths, in, 3, false, next_p);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
-  luna_tensor *in[3], *next = NULL, *y;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!p || !*p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p && *p ? "context" : "p");
-  in[0] = x;
-  in[1] = *p;
-  in[2] = context;
-  y = lunai_layer_run(&layer->config, lunai_decoder_layer_block, layer, lengths, in, 3, &next);
-  if (y) *p = next;
-  return y;
+  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p);
 }
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
@@ -10549,7 +10592,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *c
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
-  return lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, NULL);
+  return lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, false, NULL);
 }
 #endif /* !LUNA_ONLY_STREAM */
 
@@ -11039,31 +11082,46 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   return lunai_results(scope, lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input), memory);
 }
 
-LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
+/* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is null
+   where its result is not wanted, and what only that needs is not computed. */
+LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
+                            luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
   const luna_encoder_config *c;
-  luna_tensor *memory = p ? *p : NULL, *x;
+  luna_tensor *x;
   luna_scope scope;
   int64_t i;
-  bool is_luna;
-  if (!ctx) return NULL;
+  bool has_x = true, has_p = false, is_luna;
+  if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
   scope = luna_scope_begin(ctx);
-  x = luna_encoder_embed(e, input, &memory);
-  for (i = 0; i < c->layers && x; i++) {
-    x = luna_encoder_layer_forward(&e->layers[c->tied_layers ? 0 : i], x, &memory, input->lengths);
-    x = lunai_results(scope, x, memory);
+  x = luna_encoder_embed(e, input, &p);
+  for (i = 0; i < c->layers; i++) {
+    has_x = last_x || i < c->layers - 1;
+    has_p = is_luna && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], x, p, input->lengths, has_x ? &x : NULL,
+                                   has_p ? &p : NULL)) return false;
+    (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
   }
-  if (e->memory_norm.weight && x) memory = luna_norm_layer_forward(&e->memory_norm, memory);
-  if (e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
-  if (!c->keep_padding) x = luna_mask(x, input->lengths);
-  if (!x || (is_luna && !memory)) return NULL;
-  if (p) *p = memory;
-  return lunai_results(scope, x, memory);
+  if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
+  if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
+  if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
+  if ((has_x && !x) || (has_p && !p)) return false;
+  (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
+  if (has_p) *last_p = p;
+  if (has_x) *last_x = x;
+  return true;
+}
+LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
+  luna_tensor *x = NULL;
+  return lunai_encoder(e, input, p ? *p : NULL, &x, p) ? x : NULL;
 }
 
 /* --- classifier --- */
+LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
+  return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
+}
 LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
   s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
@@ -11082,7 +11140,7 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   if (c.vocab == 0) c.vocab = 256;
   if (c.classes == 0) c.classes = 2;
   if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && (c.pooling == LUNA_POOLING_MEMORY || c.pooling == LUNA_POOLING_MEMORY_BATCH)) {
+  if (!is_luna && lunai_pools_memory(c.pooling)) {
     lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
     return lunai_setup_end(&setup, false);
   }
@@ -11117,10 +11175,12 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  if (!lunai_layer_made(x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
-  if (!lunai_is_sequence("luna_classifier_pool", "x", x, x->shape[0], model->config.encoder.dim)) return NULL;
-  if (!p && (model->config.pooling == LUNA_POOLING_MEMORY || model->config.pooling == LUNA_POOLING_MEMORY_BATCH))
-    return lunai_fail_null(x->ctx, "luna_classifier_pool", "p");
+  const bool memory = model && lunai_pools_memory(model->config.pooling);
+  luna_tensor *rows = memory ? p : x;
+  if (!lunai_layer_made(rows ? rows : x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
+  if (!rows) return lunai_fail_null(x->ctx, "luna_classifier_pool", "p");
+  if (!lunai_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], model->config.encoder.dim))
+    return NULL;
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x)
                                                : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
@@ -11130,8 +11190,10 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   }
 }
 LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const luna_input *input) {
+  const bool memory = lunai_pools_memory(model->config.pooling);
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  luna_tensor *p = NULL, *x = luna_encoder_forward(&model->encoder, input, &p);
+  luna_tensor *x = NULL, *p = NULL;
+  if (!lunai_encoder(&model->encoder, input, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
   return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
@@ -11316,6 +11378,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_encoder_config c;
   luna_scope scope, inner;
   int64_t i;
+  bool has_p;
   if (!ctx) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
@@ -11324,7 +11387,8 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   x = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   for (i = 0; i < model->config.decoder_layers && x; i++) {
-    x = luna_decoder_layer_forward(&model->layers[i], x, &p, context, source->lengths);
+    has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
+    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL);
     x = lunai_results(inner, x, p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);

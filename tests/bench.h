@@ -1,21 +1,26 @@
 /* bench.h: what the benchmarks share. Cases that belong together are run in turn, A B A B ..., the machine's multiply-add peak is measured
    beside every run, on as many threads, or a read-only pass, and medians are told: of the time, of the share of that. One line of JSON a case goes to the
-   file that the program's argument names. */
+   file that the program's argument names. In the environment: BENCH_ROWS, only cases whose name has this in it, and those that
+   belong to them; BENCH_TURN and BENCH_RUNS, set by tests/compare.sh: two programs take turns, a run each, BENCH_RUNS after the first. A case's
+   name, with its threads, is what tests/compare.sh knows it by. */
 #ifndef BENCH_H
 #define BENCH_H
 #include "luna.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #define BENCH_MOST_RUNS 64
 #define BENCH_MOST_CASES 16
 
 static FILE *bench_json;
 static double bench_budget = 0.8;    /* seconds a case may take */
+static int bench_turns;              /* runs of each case when two programs take turns, else 0 */
 
 static double bench_seconds(void) {
   struct timespec t;
@@ -135,6 +140,7 @@ typedef struct bench_case {
   void *arg;
   const luna_ctx *ctx;               /* whose peak memory is reported, or null */
   double min;                      /* share that is expected, or 0 */
+  bool once;                       /* one run is enough (two in turns) */
   /* found: */
   double seconds, share;
   size_t bytes;
@@ -154,6 +160,15 @@ static double bench_limit(const bench_case *c) {
   if (c->read) return bench_read(c->read, c->floats, ((int64_t)8 << 20) / c->floats + 1) / 4;
   return bench_peak(c->isa, c->threads ? c->threads : 1);
 }
+/* The other program's turn: a byte to descriptor 4, and until one comes from 3 this one waits. At the other's end there is none to wait for. */
+static void bench_wait_turn(void) {
+  char byte;
+  if (read(3, &byte, 1) < 0) exit(1);
+}
+static void bench_pass_turn(void) {
+  if (!bench_turns) return;
+  if (write(4, "", 1) == 1) bench_wait_turn();
+}
 static double bench_run(const bench_case *c, int64_t times, double *share, double *limit) {
   const double before = bench_limit(c), start = bench_seconds();
   double seconds;
@@ -161,21 +176,30 @@ static double bench_run(const bench_case *c, int64_t times, double *share, doubl
   seconds = (bench_seconds() - start) / (double)times;
   *limit = 0.5 * (before + bench_limit(c));
   *share = *limit > 0 ? (c->read ? (double)c->floats : c->flops) / seconds / *limit : 0;
+  bench_pass_turn();
   return seconds;
 }
 
 /* runs the cases in turn until each had its time, and prints a line of each; where one takes a second, its first run counts */
+static bool bench_is_wanted(const char *name) {
+  const char *part = getenv("BENCH_ROWS");
+  return !part || strstr(name, part) != NULL;
+}
 static void bench_cases(bench_case *cases, int count) {
   static double seconds[BENCH_MOST_CASES][BENCH_MOST_RUNS], shares[BENCH_MOST_CASES][BENCH_MOST_RUNS], limits[BENCH_MOST_CASES][BENCH_MOST_RUNS];
   int64_t times[BENCH_MOST_CASES];
   int runs = 0, i;
   double spent = 0;
+  bool wanted = false;
+  for (i = 0; i < count; i++) wanted = wanted || bench_is_wanted(cases[i].name);
+  if (!wanted) return;
   for (i = 0; i < count; i++) {
     const double once = seconds[i][0] = bench_run(&cases[i], 1, &shares[i][0], &limits[i][0]);
     times[i] = once > 0.005 ? 1 : (int64_t)(0.005 / (once + 1e-9)) + 1;
-    if (once > 1) runs = 1;
+    if ((once > 1 && !bench_turns) || cases->once) runs = 1;
   }
-  while (runs < BENCH_MOST_RUNS && (runs < 3 || (runs < 5 && spent < 3) || spent < bench_budget * count)) {
+  while (bench_turns ? runs < (cases->once ? 2 : bench_turns)
+                     : !cases->once && runs < BENCH_MOST_RUNS && (runs < 3 || (runs < 5 && spent < 3) || spent < bench_budget * count)) {
     const double begin = bench_seconds();
     for (i = 0; i < count; i++) seconds[i][runs] = bench_run(&cases[i], times[i], &shares[i][runs], &limits[i][runs]);
     spent += bench_seconds() - begin;
@@ -183,6 +207,10 @@ static void bench_cases(bench_case *cases, int count) {
   }
   for (i = 0; i < count; i++) {
     bench_case *c = &cases[i];
+    if (bench_json) {
+      fprintf(bench_json, "{\"name\": \"%s\", \"threads\": %d, \"runs\": [", c->name, c->threads ? c->threads : 1);
+      for (int r = 0; r < runs; r++) fprintf(bench_json, "%s%.5f", r ? ", " : "", 1e3 * seconds[i][r]);
+    }
     const double rate = (c->seconds = bench_median(seconds[i], runs), c->flops / c->seconds * 1e-9);
     c->share = bench_median(shares[i], runs);
     if (c->ctx) c->bytes = luna_memory(c->ctx).peak;
@@ -196,8 +224,7 @@ static void bench_cases(bench_case *cases, int count) {
     if (c->bytes) printf("  %.1f MB", (double)c->bytes * 1e-6);
     puts("");
     if (bench_json)
-      fprintf(bench_json, "{\"name\": \"%s\", \"threads\": %d, \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"bytes\": %zu}\n", c->name,
-              c->threads ? c->threads : 1, rate, c->share, 1e3 * c->seconds, c->bytes);
+      fprintf(bench_json, "], \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"peak\": %zu}\n", rate, c->share, 1e3 * c->seconds, c->bytes);
   }
   fflush(stdout);
 }
@@ -205,6 +232,11 @@ static void bench_cases(bench_case *cases, int count) {
 static void bench_title(const char *title) { printf("\n%s\n  %-46s %3s %10s %8s  %6s\n", title, "", "thr", "ms", "GF/s", "share"); }
 
 static void bench_start(int argc, char **argv) {
+  const char *turn = getenv("BENCH_TURN"), *runs = getenv("BENCH_RUNS");
+  bench_turns = turn && runs ? atoi(runs) : 0;
+  if (bench_turns < 0 || bench_turns > BENCH_MOST_RUNS) bench_turns = BENCH_MOST_RUNS;
+  if (bench_turns) signal(SIGPIPE, SIG_IGN);
+  if (bench_turns && strcmp(turn, "second") == 0) bench_wait_turn();
   if (argc > 1 && (bench_json = fopen(argv[1], "w")) == NULL) {
     fprintf(stderr, "cannot write %s\n", argv[1]);
     exit(1);

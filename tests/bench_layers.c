@@ -79,6 +79,7 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
     c[count].flops = (i / 2 ? 3 : 1) * (causal ? causal_flops((double)n, (double)memory) : encoder_flops((double)n, (double)memory));
     c[count].run = layer_run;
     c[count].arg = &b[i];
+    c[count].ctx = b[i].ctx;
     c[count].min = i / 2 ? training : forward;
     count++;
   }
@@ -112,7 +113,7 @@ static void length_rows(const char *name, bool causal, int threads) {
   }
 }
 
-/* a byte classifier's whole training step; the mean is pooled, so that every layer has a gradient */
+/* A byte classifier's whole training step. The mean pooled, every layer has a gradient; the memory pooled, the last layer computes P alone. */
 typedef struct classifier_bench {
   luna_ctx *ctx;
   luna_classifier model;
@@ -130,9 +131,9 @@ static void classifier_run(void *arg) {
     exit(1);
   }
 }
-static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute) {
+static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute, luna_pooling pooling) {
   luna_options options = {.threads = threads};
-  luna_classifier_config config = {.classes = 2, .pooling = LUNA_POOLING_MEAN, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+  luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.vocab = 256;
@@ -147,8 +148,9 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
   for (int64_t i = 0; i < batch * n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
   for (int64_t i = 0; i < batch; i++) b->labels[i] = (int32_t)(i % 2), b->lengths[i] = (int32_t)n;
 }
-static void classifier_rows(int64_t batch, int threads) {
+static void classifier_rows(int64_t batch, int threads, luna_pooling pooling) {
   static const luna_recompute_kind kinds[] = {LUNA_RECOMPUTE_NONE, LUNA_RECOMPUTE_FFN};
+  const bool memory = pooling == LUNA_POOLING_MEMORY;
   classifier_bench b[4];
   bench_case c[4];
   int count = 0, i;
@@ -156,10 +158,10 @@ static void classifier_rows(int64_t batch, int threads) {
   for (i = 0; i < 4; i++) {
     const int t = i % 2 ? threads : 1;
     if (i % 2 && threads == 1) continue;
-    classifier_open(&b[count], t, batch, 4096, kinds[i / 2]);
-    snprintf(c[count].name, sizeof c[count].name, "classifier, batch %d%s", (int)batch, i / 2 ? ", feed-forward recomputed" : "");
+    classifier_open(&b[count], t, batch, 4096, kinds[i / 2], pooling);
+    snprintf(c[count].name, sizeof c[count].name, "batch %d, %s pooled%s", (int)batch, memory ? "memory" : "mean", i / 2 ? ", feed-forward recomputed" : "");
     c[count].threads = t;
-    c[count].flops = 3 * 4 * folded_flops((double)(batch * 4096), 16);
+    c[count].flops = memory ? 0 : 3 * 4 * folded_flops((double)(batch * 4096), 16);
     c[count].run = classifier_run;
     c[count].arg = &b[count];
     c[count].ctx = b[count].ctx;
@@ -185,7 +187,7 @@ void peer_layer_close(void *b) {
 }
 void *peer_classifier(int threads, int64_t batch, int64_t n, int recompute) {
   classifier_bench *b = (classifier_bench *)malloc(sizeof *b);
-  classifier_open(b, threads, batch, n, recompute ? LUNA_RECOMPUTE_FFN : LUNA_RECOMPUTE_NONE);
+  classifier_open(b, threads, batch, n, recompute ? LUNA_RECOMPUTE_FFN : LUNA_RECOMPUTE_NONE, LUNA_POOLING_MEAN);
   return b;
 }
 void peer_classifier_run(void *b) { classifier_run(b); }
@@ -217,8 +219,9 @@ int main(int argc, char **argv) {
   length_rows("encoder", false, threads);
   length_rows("causal", true, threads);
   bench_title("4-layer byte classifier, training step");
-  classifier_rows(1, threads);
-  classifier_rows(4, 1);
+  classifier_rows(1, threads, LUNA_POOLING_MEMORY);
+  classifier_rows(1, threads, LUNA_POOLING_MEAN);
+  classifier_rows(4, 1, LUNA_POOLING_MEAN);
   bench_end();
   return 0;
 }

@@ -44,6 +44,7 @@ static void stream_row(void) {
   row.flops = 2.0 * (double)weights;
   row.run = stream_run;
   row.arg = &b;
+  row.ctx = b.ctx;
   row.min = 0.85;
   bench_cases(&row, 1);
   luna_stream_close(b.stream);
@@ -120,9 +121,9 @@ static void model_run(void *arg) {
   }
   must(b->ctx);
 }
-static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention, bool training) {
+static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention, luna_pooling pooling, bool training) {
   luna_options options = {.threads = threads};
-  luna_classifier_config config = {.classes = 2, .pooling = LUNA_POOLING_MEAN, .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+  luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.encoder.layer.attention = attention;
@@ -155,7 +156,7 @@ static void transformer_rows(void) {
     double bytes[2];
     memset(c, 0, sizeof c);
     for (int j = 0; j < 2; j++) {
-      model_open(&b[j], 1, n, LAYERS, j ? LUNA_ATTENTION_SOFTMAX : LUNA_ATTENTION_LUNA, true);
+      model_open(&b[j], 1, n, LAYERS, j ? LUNA_ATTENTION_SOFTMAX : LUNA_ATTENTION_LUNA, LUNA_POOLING_MEAN, true);
       snprintf(c[j].name, sizeof c[j].name, "%s, n = %d, training step", j ? "softmax Transformer" : "Luna-16", (int)n);
       c[j].run = model_run;
       c[j].arg = &b[j];
@@ -172,20 +173,39 @@ static void transformer_rows(void) {
   }
 }
 
+/* a classifier of one layer that reads the memory alone, and one that reads every token */
+static void inference_rows(void) {
+  model_bench b[2];
+  bench_case c[2];
+  memset(c, 0, sizeof c);
+  for (int i = 0; i < 2; i++) {
+    model_open(&b[i], 1, 4096, 1, LUNA_ATTENTION_LUNA, i ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY, false);
+    snprintf(c[i].name, sizeof c[i].name, "1 layer, n = 4096, %s pooled, forward", i ? "mean" : "memory");
+    c[i].run = model_run;
+    c[i].arg = &b[i];
+    c[i].ctx = b[i].ctx;
+  }
+  bench_cases(c, 2);
+  for (int i = 0; i < 2; i++) model_close(&b[i]);
+}
+
 /* --- a million tokens --- */
 static void million_row(int threads) {
   const int64_t n = 1048576;
   model_bench b;
-  double start, seconds;
-  model_open(&b, threads, n, LAYERS, LUNA_ATTENTION_LUNA, false);
-  start = bench_seconds();
-  model_run(&b);
-  seconds = bench_seconds() - start;
-  printf("  4 layers forward on 1,048,576 tokens, once, %d threads: %.2f s, %.2f GB (%.0f bytes a token), %.1f GFLOP/s\n", threads, seconds,
-         1e-9 * (double)luna_memory(b.ctx).peak, (double)luna_memory(b.ctx).peak / (double)n, 1e-9 * (double)n * LAYERS * (8. * HEADS * 16 * DIM + 4. * DIM * FFN) / seconds);
-  if (bench_json)
-    fprintf(bench_json, "{\"name\": \"forward, n = 1048576, 4 layers\", \"threads\": %d, \"gflops\": %.2f, \"share\": 0, \"ms\": %.1f, \"bytes\": %zu}\n", threads,
-            1e-9 * (double)n * LAYERS * (8. * HEADS * 16 * DIM + 4. * DIM * FFN) / seconds, 1e3 * seconds, luna_memory(b.ctx).peak);
+  bench_case row;
+  memset(&row, 0, sizeof row);
+  snprintf(row.name, sizeof row.name, "forward, n = 1048576, 4 layers, once");
+  if (!bench_is_wanted(row.name)) return;
+  model_open(&b, threads, n, LAYERS, LUNA_ATTENTION_LUNA, LUNA_POOLING_MEAN, false);
+  row.threads = threads;
+  row.flops = (double)n * LAYERS * (8. * HEADS * 16 * DIM + 4. * DIM * FFN);
+  row.run = model_run;
+  row.arg = &b;
+  row.ctx = b.ctx;
+  row.once = true;
+  bench_cases(&row, 1);
+  printf("    %.2f GB, %.0f bytes a token\n", 1e-9 * (double)row.bytes, (double)row.bytes / (double)n);
   model_close(&b);
 }
 
@@ -208,6 +228,8 @@ int main(int argc, char **argv) {
   gpt_rows(threads);
   bench_title("Luna-16 and a softmax Transformer whose scores are never stored, 4 layers, one sequence");
   transformer_rows();
+  bench_title("a classifier's inference");
+  inference_rows();
   bench_title("a million tokens");
   million_row(threads);
   bench_end();
