@@ -1905,7 +1905,7 @@ static luna_optimizer *unread_optimizer(luna_params *params, int kind) {
   const luna_sgd_config sgd = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.1f, .clip = 1};
   const luna_adamw_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .clip = 1};
   const luna_apollo_config apollo = {.weight_decay = 0.1f, .clip = 1};
-  const luna_group group = {.name = "layers.", .lr = 2, .weight_decay = 0.2f};
+  const luna_param_group group = {.name = "layers.", .lr = 2, .weight_decay = 0.2f};
   luna_optimizer *o = kind == 0 ? luna_sgd(params, &sgd) : kind == 1 ? luna_adam(params, &adam) : kind == 2 ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
   CHECK(luna_optimizer_group(o, &group) == LUNA_OK, "a group that decays what has no gradient");
   return o;
@@ -2022,13 +2022,13 @@ static void check_unread_default(void) {
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 3, 128, 0), *p = common_tensor(ctx, 2, 1, 3, 128, 0);
   CHECK(luna_classifier_pool(&model, NULL, p, NULL) && luna_ctx_status(ctx) == LUNA_OK, "pooling P takes an X: %s", luna_error(ctx));
-  refused(ctx, !luna_classifier_pool(&model, x, NULL, NULL), "p is null", "pooling P without one");
-  refused(ctx, !luna_classifier_pool(&model, NULL, NULL, NULL), "luna_classifier_pool", "pooling nothing");
+  refused(ctx, !luna_classifier_pool(&model, x, NULL, NULL), NULL_ARGUMENT, "pooling P without one");
+  refused(ctx, !luna_classifier_pool(&model, NULL, NULL, NULL), NULL_ARGUMENT, "pooling nothing");
   x = common_tensor(ctx, 1, 3, 128, 0, 0);
-  refused(ctx, !luna_classifier_pool(&model, NULL, x, NULL), "p [3,128]", "pooling a P without a batch");
+  refused(ctx, !luna_classifier_pool(&model, NULL, x, NULL), SEQUENCE_SHAPE, "pooling a P without a batch");
   model.config.pooling = LUNA_POOLING_MEAN;
   p = common_tensor(ctx, 2, 1, 3, 128, 0);
-  refused(ctx, !luna_classifier_pool(&model, NULL, p, NULL), "luna_classifier_pool", "pooling X without one");
+  refused(ctx, !luna_classifier_pool(&model, NULL, p, NULL), NULL_ARGUMENT, "pooling X without one");
   luna_close(ctx);
 }
 static void check_unread_all(void) {
