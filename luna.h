@@ -42,7 +42,7 @@
             for (...) {
               luna_input input = { tokens, lengths, batch, n };
               luna_begin_step(ctx);                              releases the last step's activations
-              luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &input), labels);
+              luna_tensor *loss = luna_lm_loss(&model, &input, labels);
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
@@ -65,7 +65,9 @@
      calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
      the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
-     result after its last use unless luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with
+     result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024 classes
+     is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the logits either.
+     Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with
      the feed-forward recomputed (layer.recompute trades time for memory and changes no bit); norms and embeddings are
      always recomputed. Several begin/forward/backward before one optimiser step accumulate.
 
