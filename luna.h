@@ -44,7 +44,7 @@
             for (...) {
               luna_input input = { tokens, lengths, batch, n };
               luna_begin_step(ctx);                              releases the last step's activations
-              luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &input), labels);
+              luna_tensor *loss = luna_lm_loss(&model, &input, labels);
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
@@ -76,9 +76,11 @@
      embeddings, activations). So an inference of many layers takes little more than one of two. Hidden values to look
      at, or to hand out of an attention hook: luna_keep. Functions of your own: luna_scope_begin and luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
-     result after its last use unless luna_require_grad asked for it. Folded Luna layers keep 2 dim + ffn floats a
-     token for backward, or 2 dim with the feed-forward recomputed (layer.recompute trades time for memory and changes
-     no bit). Several begin/forward/backward before one optimiser step accumulate.
+     result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024
+     classes is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the
+     logits either. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with the feed-forward
+     recomputed (layer.recompute trades time for memory and changes no bit). Several begin/forward/backward before one
+     optimiser step accumulate.
 
    ERRORS
      Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, ops given
@@ -258,7 +260,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
   X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
   X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
-  X(SMOOTHING, BAD_ARGUMENT, "luna_cross_entropy: smoothing is %f, outside 0..1") \
+  X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
+  X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
@@ -617,6 +620,9 @@ typedef struct luna_cross_entropy_config {
 } luna_cross_entropy_config;
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels); /* [...,V] and one label a row -> [1] */
 LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config);
+/* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one label a row of x -> [1]. Of more
+   than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
+LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config);
 
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
@@ -915,6 +921,9 @@ typedef struct luna_lm {
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]. Nothing looks ahead: lengths count for nothing, give padding labels of -1 */
+/* The mean loss of those logits by labels [batch,n], negative ones ignored: as luna_cross_entropy finds it, up to rounding, but of a large vocabulary no
+   logits are stored (luna_linear_cross_entropy) */
+LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
 /* Encoder: embeddings and encoder layers; part of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
@@ -1244,7 +1253,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(PACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false)
+  R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
   LUNA_OPS(LUNAI_OP_KIND)
@@ -1271,7 +1281,7 @@ typedef struct luna_op {
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
-    struct { float smoothing, factor; } cross_entropy; /* factor 1, or 1 / labels that count */
+    struct { float smoothing, factor; } cross_entropy; /* and linear cross-entropy: factor 1, or 1 / labels that count */
     struct { int64_t heads, batch, queries, keys; float scale; bool causal; } attention; /* softmax attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
   } arg;
@@ -1284,6 +1294,9 @@ typedef struct luna_op {
   int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
   bool in_place;                     /* forward may write the result where the first input lies */
   int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
+  bool takes_loss;                   /* LINEAR: backward can take `loss` in place of out[0]'s gradient */
+  const struct luna_op *loss;        /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
+                                        is asked again; or null */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   int64_t position;                  /* where it is 0 the means count as 0, and are not read */
@@ -1298,7 +1311,7 @@ typedef struct luna_op {
 } luna_op;
 
 typedef struct luna_op_functions {
-  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set`, `take` and `in_place` */
+  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set`, `take`, `in_place` and `takes_loss` */
   luna_status (*forward)(luna_op *op);
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad; an input of `take` may have the
                                         very gradient of out[0], which is then already in it */
@@ -1474,6 +1487,32 @@ typedef struct lunai_gemm {
   bool dots;                         /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
 } lunai_gemm;
 
+/* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts of a row in order, and with
+   the last one writes loss and lse; backward meets them in any. A negative label is ignored. */
+typedef struct lunai_row_sums { double exps, logits; float shift, label; } lunai_row_sums; /* so far: sum of exp(logit - shift), of logits;
+                                        the largest logit; that of the label */
+typedef struct lunai_cross_entropy {
+  const float *logits;               /* [rows, columns] in rows of logits_row */
+  const int32_t *labels;             /* [rows] */
+  int64_t rows, classes, first, columns, logits_row, grad_row;
+  float smoothing, factor;           /* factor: of the gradient */
+  lunai_row_sums *sums;              /* [rows] from one part to the next; null: one part is all */
+  float *loss, *lse;                 /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
+  float *grad;                       /* [rows, columns] in rows of grad_row; may be the logits themselves */
+  bool add;                          /* to what is in grad, which is else set */
+} lunai_cross_entropy;
+LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy *all, int64_t first, int64_t last) {
+  lunai_cross_entropy a = *all;
+  a.rows = last - first;
+  if (a.logits) a.logits += first * a.logits_row;
+  if (a.labels) a.labels += first;
+  if (a.sums) a.sums += first;
+  if (a.loss) a.loss += first;
+  if (a.lse) a.lse += first;
+  if (a.grad) a.grad += first * a.grad_row;
+  return a;
+}
+
 /* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
    shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
    when ragged. */
@@ -1578,8 +1617,8 @@ typedef struct lunai_update {
   T(void, layer_norm_backward, (int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
   T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
   R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
-  R(void, cross_entropy, (int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore, float smoothing, float *loss, float *lse)) \
-  T(void, cross_entropy_backward, (int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore, float smoothing, const float *lse, float factor, float *dlogits)) \
+  R(void, cross_entropy, (const lunai_cross_entropy *a)) \
+  T(void, cross_entropy_backward, (const lunai_cross_entropy *a)) \
   K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight, const float *bias, float *y)) \
   T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx)) \
   T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
@@ -2792,10 +2831,9 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
-/* the shift before exp: the maximum, or 0 where that is -Inf. A NaN may be missed here; the sum of exp is then NaN */
-LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x) {
-  vf max = vf_set((float)-INFINITY);
-  float largest;
+/* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
+LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+  vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
   largest = vf_hmax(max);
@@ -2805,7 +2843,7 @@ LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x) {
 LUNAI_FN void LUNAI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y) {
   int64_t row, i;
   for (row = 0; row < rows; row++, x += n, y += n) {
-    const vf shift = vf_set(LUNAI_K(softmax_shift)(n, x));
+    const vf shift = vf_set(LUNAI_K(softmax_shift)(n, x, (float)-INFINITY));
     double sum;
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, vf_exp(vf_sub(LUNAI_GET(x), shift)));
     sum = LUNAI_K(sum)(n, y);
@@ -2919,36 +2957,58 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 }
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n ---- */
-LUNAI_FN void LUNAI_K(cross_entropy)(int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore, float smoothing,
-                                     float *loss, float *lse) {
-  int64_t row;
-  for (row = 0; row < rows; row++, logits += n) {
-    float total = 0, value = 0;
-    if (labels[row] != ignore) {
-      const float shift = LUNAI_K(softmax_shift)(n, logits);
-      const double sum = LUNAI_K(reduce)(LUNAI_EXP, n, logits, NULL, NULL, shift, 0, NULL);
-      const double log_sum = sum > 0 ? (double)LUNAI_K(log1)((float)sum) : sum == 0 ? -(double)INFINITY : sum;
-      const double off = (double)shift - (double)logits[labels[row]];
-      double result = log_sum + off;
-      if (smoothing > 0) result += (double)smoothing * ((double)logits[labels[row]] - LUNAI_K(sum)(n, logits) / (double)n);
-      total = (float)((double)shift + log_sum);
-      value = (float)result;
-    }
-    if (lse) lse[row] = total;
-    loss[row] = value;
+LUNAI_FN void LUNAI_K(cross_entropy_row)(const lunai_cross_entropy *a, int64_t row) {
+  const float *logits = a->logits + row * a->logits_row;
+  const int64_t label = a->labels[row] - a->first;
+  const bool last = a->first + a->columns == a->classes;
+  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
+  float shift;
+  if (a->first == 0) {
+    s->exps = s->logits = 0;
+    s->shift = (float)-INFINITY;
+    s->label = 0;
+  }
+  shift = LUNAI_K(softmax_shift)(a->columns, logits, s->shift);
+  if (s->exps != 0 && shift > s->shift) s->exps *= (double)LUNAI_K(exp1)(s->shift - shift);
+  s->exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
+  if (shift != 0 || s->exps != 0) s->shift = shift;
+  if (a->smoothing > 0) s->logits += LUNAI_K(sum)(a->columns, logits);
+  if (label >= 0 && label < a->columns) s->label = logits[label];
+  if (last) {
+    const double log_sum = s->exps > 0 ? (double)LUNAI_K(log1)((float)s->exps) : s->exps == 0 ? -(double)INFINITY : s->exps;
+    const double off = (double)shift - (double)s->label;
+    double result = log_sum + off;
+    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
+    a->loss[row] = (float)result;
   }
 }
-
-LUNAI_FN void LUNAI_K(cross_entropy_backward)(int64_t rows, int64_t n, const float *logits, const int32_t *labels, int32_t ignore,
-                                              float smoothing, const float *lse, float factor, float *dlogits) {
-  int64_t row, i;
-  for (row = 0; row < rows; row++, logits += n, dlogits += n) {
-    if (labels[row] != ignore) {
-      const vf total = vf_set(lse[row]), f = vf_set(factor), base = vf_set(smoothing / (float)n);
-      for (i = 0; i < n; i += VF)
-        LUNAI_PUT(dlogits, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base), LUNAI_GET(dlogits)));
-      dlogits[labels[row]] -= factor * (1 - smoothing);
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
+  int64_t row;
+  for (row = 0; row < a->rows; row++)
+    if (a->labels[row] >= 0) LUNAI_K(cross_entropy_row)(a, row);
+    else {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
     }
+}
+
+LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
+  const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
+  const int64_t n = a->columns;
+  int64_t row, i;
+  for (row = 0; row < a->rows; row++) {
+    const float *logits = a->logits + row * a->logits_row;
+    float *grad = a->grad + row * a->grad_row;
+    const int64_t label = a->labels[row] - a->first;
+    const vf total = vf_set(a->lse[row]);
+    if (a->labels[row] < 0) {
+      if (!a->add) memset(grad, 0, (size_t)n * sizeof(float));
+      continue;
+    }
+    for (i = 0; i < n; i += VF)
+      LUNAI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base), a->add ? LUNAI_GET(grad) : vf_zero()));
+    if (label >= 0 && label < n) grad[label] -= a->factor * (1 - a->smoothing);
   }
 }
 
@@ -7251,12 +7311,20 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
   g->accumulate = which == 2 || (which == 1 && !(op->fresh & 1));
 }
+#define LUNAI_LOGIT_COLUMNS 1024     /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
+LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
+LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss);
 /* whether something comes between the product and y */
 LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
+  if (op->loss) {
+    op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
+    return;
+  }
+  op->takes_loss = lunai_last(op->out[0]) > LUNAI_LOGIT_COLUMNS && !lunai_linear_changes(op) && !op->in[3];
   op->set = 1;
   op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient is not made in place of y's */
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
@@ -7309,6 +7377,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
   lunai_gemm g;
   int which;
+  if (op->loss) return lunai_logits_backward(op, op->loss);
   if (lunai_linear_changes(op)) {
     lunai_split(op, luna_count(op->out[0]), 1, lunai_linear_slope);
     (void)lunai_take(&scratch, luna_count(op->out[0]));
@@ -7603,23 +7672,42 @@ LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
 
-/* --- cross-entropy: in logits; index: labels (-1: ignored); arg: smoothing, factor. kept: log-sum-exp of each row
-   --- */
+/* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
+/* of logits [rows, classes], by the op that has the labels */
+LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
+  lunai_cross_entropy a;
+  memset(&a, 0, sizeof a);
+  a.logits = logits;
+  a.labels = op->index;
+  a.rows = rows;
+  a.classes = a.columns = a.logits_row = a.grad_row = classes;
+  a.smoothing = op->arg.cross_entropy.smoothing;
+  a.lse = (float *)op->kept;
+  return a;
+}
+LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) { return op->arg.cross_entropy.factor * op->out[0]->grad[0]; }
+LUNAI_FN lunai_cross_entropy lunai_cross_entropy_args(const luna_op *op) {
+  return lunai_cross_entropy_of(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), op->in[0]->data);
+}
 LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
   const size_t rows = (size_t)lunai_rows(op->in[0]) * sizeof(float);
+  op->set = 1;
   if (op->training) op->kept_size = rows;
   op->workspace_size = rows;
 }
 LUNAI_FN void lunai_cross_entropy_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]);
-  float *kept = (float *)op->kept;
-  lunai_k(op)->cross_entropy(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->arg.cross_entropy.smoothing,
-                             (float *)op->workspace + first, kept ? kept + first : NULL);
+  lunai_cross_entropy a = lunai_cross_entropy_args(op);
+  a.loss = (float *)op->workspace;
+  a = lunai_cross_entropy_rows(&a, first, last);
+  lunai_k(op)->cross_entropy(&a);
 }
 LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]);
-  lunai_k(op)->cross_entropy_backward(last - first, n, op->in[0]->data + first * n, op->index + first, -1, op->arg.cross_entropy.smoothing,
-                                      (const float *)op->kept + first, op->arg.cross_entropy.factor * op->out[0]->grad[0], op->in[0]->grad + first * n);
+  lunai_cross_entropy a = lunai_cross_entropy_args(op);
+  a.grad = op->in[0]->grad;
+  a.factor = lunai_cross_entropy_factor(op);
+  a.add = !(op->fresh & 1);
+  a = lunai_cross_entropy_rows(&a, first, last);
+  lunai_k(op)->cross_entropy_backward(&a);
 }
 LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
   const int64_t rows = lunai_rows(op->in[0]);
@@ -7631,6 +7719,136 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
   return LUNA_OK;
 }
+
+/* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel to panel and no logits kept, and
+   backward, where also LINEAR makes the gradient of logits that a cross-entropy alone reads, to the bits of the whole products. --- */
+typedef struct lunai_logits {
+  luna_op *op;                       /* with x, W and b */
+  lunai_cross_entropy part;          /* of the panel */
+  float *panel;                      /* [rows, part.columns] in rows of part.grad_row: logits, then their gradient */
+  float *panels;                     /* x, as the products for W's gradient read it */
+  void *scratch;
+} lunai_logits;
+/* a panel's products: 0 logits, 1 for x's gradient, 2 for W's */
+LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm *g) {
+  const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
+  const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first, stride = w->part.grad_row;
+  if (which == 0) {
+    lunai_matrix(g, x->data, in, 1, weight->data + first * in, 1, in, w->panel, rows, columns, in);
+    g->c_row = stride;
+    g->bias = bias ? bias->data + first : NULL;
+  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, weight->data + first * in, in, 1, x->grad, rows, in, columns);
+  else {
+    lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, weight->grad ? weight->grad + first * in : NULL, columns, in, rows);
+    g->b_panels = w->panels;
+  }
+  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->fresh & 1)));
+}
+LUNAI_FN void lunai_logits_multiply(const lunai_logits *w, int which) {
+  lunai_gemm g;
+  lunai_logits_product(w, which, &g);
+  if (g.c) lunai_k(w->op)->gemm(&g, &w->op->ctx->parallel, w->scratch);
+}
+/* to the panel from column `first` on; false after the last */
+LUNAI_FN bool lunai_logits_next(lunai_logits *w, int64_t first) {
+  w->part.first = first;
+  w->part.columns = lunai_min(LUNAI_LOGIT_COLUMNS, w->part.classes - first);
+  return w->part.columns > 0;
+}
+/* The sizes, and where the parts lie in the workspace; the bytes of them without the products' scratch */
+LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *loss, bool backward, void *workspace) {
+  char *at = workspace ? (char *)workspace : (char *)w, *const start = at; /* without one only distances count */
+  const int64_t rows = lunai_rows(op->in[0]);
+  lunai_gemm g;
+  memset(w, 0, sizeof *w);
+  w->op = op;
+  w->part = lunai_cross_entropy_of(loss, rows, op->in[1]->shape[0], NULL);
+  w->part.grad_row = w->part.logits_row = LUNAI_LOGIT_COLUMNS + 16; /* no power of two, or rows would share cache sets */
+  lunai_logits_next(w, 0);
+  w->panel = lunai_take(&at, rows * w->part.grad_row);
+  w->part.logits = w->part.grad = w->panel;
+  if (backward) {
+    w->panels = (float *)(void *)at;
+    at += lunai_k(op)->panels_bytes(lunai_last(op->in[0]), rows);
+    lunai_logits_product(w, 2, &g);
+    if (workspace && g.c) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels);
+  } else {
+    w->part.sums = (lunai_row_sums *)(void *)at;
+    at += lunai_round((size_t)rows * sizeof *w->part.sums);
+    w->part.loss = lunai_take(&at, rows);
+  }
+  w->scratch = at;
+  return (size_t)(at - start);
+}
+LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward) {
+  lunai_logits w;
+  size_t bytes = lunai_logits_start(&w, op, loss, backward, NULL), gemm = 0;
+  int which;
+  for (which = 0; which < (backward ? 3 : 1); which++) {
+    lunai_gemm g;
+    size_t need;
+    lunai_logits_product(&w, which, &g);
+    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
+    if (need > gemm) gemm = need;
+  }
+  return bytes + gemm;
+}
+LUNAI_FN lunai_cross_entropy lunai_logits_rows(const lunai_logits *w, int64_t thread, int64_t threads) {
+  return lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads), lunai_share(w->part.rows, thread + 1, threads));
+}
+LUNAI_FN void lunai_logits_sums(void *work, int64_t thread, int64_t threads) {
+  const lunai_logits *w = (const lunai_logits *)work;
+  const lunai_cross_entropy a = lunai_logits_rows(w, thread, threads);
+  lunai_k(w->op)->cross_entropy(&a);
+}
+LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads) {
+  const lunai_logits *w = (const lunai_logits *)work;
+  const lunai_cross_entropy a = lunai_logits_rows(w, thread, threads);
+  lunai_k(w->op)->cross_entropy_backward(&a);
+}
+LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
+  const lunai_logits *w = (const lunai_logits *)work;
+  const int64_t n = w->part.columns;
+  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads), lunai_share(n, thread + 1, threads), 1.0f, w->panel,
+                           w->op->in[2]->grad + w->part.first);
+}
+LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
+  const lunai_parallel *parallel = &op->ctx->parallel;
+  const float *logits = loss == op ? NULL : loss->in[0]->data;
+  lunai_logits w;
+  int64_t first;
+  lunai_logits_start(&w, op, loss, true, op->workspace);
+  w.part.factor = lunai_cross_entropy_factor(loss);
+  if (logits) w.part.logits_row = w.part.classes;
+  for (first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
+    if (logits) w.part.logits = logits + first;
+    else lunai_logits_multiply(&w, 0);
+    lunai_run(parallel, lunai_logits_gradient, &w);
+    lunai_logits_multiply(&w, 1);
+    lunai_logits_multiply(&w, 2);
+    if (lunai_grad(op, 2)) lunai_run(parallel, lunai_logits_bias, &w);
+  }
+  return LUNA_OK;
+}
+/* in x, W, b; index, arguments and kept as of cross-entropy */
+LUNAI_FN void lunai_linear_cross_entropy_query(luna_op *op) {
+  op->set = 1;
+  if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * sizeof(float);
+  op->workspace_size = lunai_logits_workspace(op, op, false);
+  op->backward_workspace_size = lunai_logits_workspace(op, op, true);
+}
+LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
+  lunai_logits w;
+  int64_t first;
+  lunai_logits_start(&w, op, op, false, op->workspace);
+  for (first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
+    lunai_logits_multiply(&w, 0);
+    lunai_run(&op->ctx->parallel, lunai_logits_sums, &w);
+  }
+  op->out[0]->data[0] = (float)(lunai_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
 
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
@@ -7945,7 +8163,8 @@ static const luna_backend lunai_cpu = {
     { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
     { lunai_unpack_residual_query, lunai_unpack_forward, LUNAI_TRAIN(lunai_unpack_residual_backward) },
     { lunai_causal_luna_query, lunai_causal_luna_forward, LUNAI_TRAIN(lunai_causal_luna_backward) },
-    { lunai_feed_forward_query, lunai_feed_forward_forward, LUNAI_TRAIN(lunai_feed_forward_backward) }
+    { lunai_feed_forward_query, lunai_feed_forward_forward, LUNAI_TRAIN(lunai_feed_forward_backward) },
+    { lunai_linear_cross_entropy_query, lunai_linear_cross_entropy_forward, LUNAI_TRAIN(lunai_linear_cross_entropy_backward) }
   }
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
@@ -8447,15 +8666,48 @@ LUNAI_FN bool lunai_is_single(const luna_op *op, int at) {
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
+/* the gradients of an op's results, which nothing reads any more */
+LUNAI_FN void lunai_release_grads(const luna_op *op) {
+  luna_ctx *ctx = op->ctx;
+  int i;
+  for (i = 0; i < op->outputs; i++) {
+    luna_tensor *out = op->out[i];
+    if (out->maker == op && !out->keep_grad) {
+      lunai_piece_give(ctx, &out->grad_piece);
+      out->grad = NULL;
+      out->has_grad = false;
+    }
+  }
+}
+
+/* Leaves the gradient of a cross-entropy's logits to the LINEAR op that made them, which stores only parts of it at a time. False where that op cannot,
+   or where the gradient is kept or has other parts: something has reached it, or an op between the two reads the logits and still may. */
+LUNAI_FN bool lunai_leave_gradient(const luna_op *loss) {
+  const luna_tensor *logits = lunai_owner(loss->in[0]);
+  luna_op *maker = logits->maker;
+  const luna_op *op;
+  int i;
+  if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR || !maker->takes_loss) return false;
+  if (luna_count(logits) == 0 || !lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
+  if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
+  for (op = loss->previous; op && op != maker; op = op->previous)
+    for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
+  if (!op) return false;
+  maker->loss = loss;
+  maker->ctx->backend->op[maker->kind].query(maker);
+  return true;
+}
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
-  bool reached = false, good;
+  bool reached = op->loss != NULL, good;
   int i;
   *status = LUNA_OUT_OF_MEMORY;
   for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
   if (!reached) return true;
-  for (i = 0; i < op->outputs && !op->recompute; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
+  if (lunai_leave_gradient(op)) return true;
+  for (i = 0; i < op->outputs && !op->recompute && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
   for (i = 0; i < op->outputs; i++) if (op->out[i]->recomputed) lunai_release(op->out[i]); /* those that read it are done, and its own op never does */
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
@@ -8480,14 +8732,9 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
     lunai_step_rewind(ctx, mark);
     good = *status == LUNA_OK;
   }
-  for (i = 0; i < op->outputs; i++) {  /* nothing reads them any more */
-    luna_tensor *out = op->out[i];
-    if (out->maker == op && !out->keep_grad) {
-      lunai_piece_give(ctx, &out->grad_piece);
-      out->grad = NULL;
-      out->has_grad = false;
-    }
-  }
+  lunai_release_grads(op);
+  if (op->loss) lunai_release_grads(op->loss);
+  op->loss = NULL;
   return good;
 }
 
@@ -9262,14 +9509,17 @@ LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
   return t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
 }
 
+/* whether x, weight and bias go together; false: the failure is reported */
+LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
+  const luna_tensor *x = s->op.in[0], *weight = s->op.in[1];
+  return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
+         lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
+}
 /* act(x W^T + b), or drop(x W^T + b) + residual */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL)) return NULL;
-  if (!lunai_has_rank("luna_linear", x, 1) ||
-      !lunai_is_weight(x->ctx, "luna_linear", "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, "luna_linear", "bias", bias, weight->shape[0])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
   lunai_input(&s, bias);
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1] = weight->shape[0];
@@ -9382,41 +9632,58 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
 }
 
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) { return luna_cross_entropy_with(logits, labels, NULL); }
-LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config) {
-  static const luna_cross_entropy_config other_attention = { 0, false, 0, false };
-  const luna_cross_entropy_config *c = config ? config : &other_attention;
-  const int64_t one = 1;
-  int64_t rows, classes, i, counted = 0;
+/* Labels of `rows` rows and the config into an op; false: the failure is reported */
+LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels, const luna_cross_entropy_config *config) {
+  luna_ctx *ctx = s->op.ctx;
+  luna_cross_entropy_config c;
+  int64_t i, counted = 0;
   void *memory;
   int32_t *kept;
-  lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_cross_entropy", logits, 1)) return NULL;
-  if (!labels) return lunai_fail_null(logits->ctx, "luna_cross_entropy", "labels");
-  if (!(c->smoothing >= 0 && c->smoothing <= 1))
-    return lunai_fail(logits->ctx, LUNA_ERROR_SMOOTHING, (double)c->smoothing);
-  rows = lunai_rows(logits);
-  classes = lunai_last(logits);
-  if (!lunai_step(logits->ctx, (size_t)rows * sizeof(int32_t), false, &memory))
-    return lunai_op_no_memory(&s, (size_t)rows * sizeof(int32_t));
+  if (config) c = *config;
+  else memset(&c, 0, sizeof c);
+  if (!labels) return lunai_fail_null(ctx, s->name, "labels") != NULL;
+  if (!(c.smoothing >= 0 && c.smoothing <= 1)) return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
+  if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
+    return lunai_op_no_memory(s, (size_t)rows * sizeof(int32_t)) != NULL;
   kept = (int32_t *)memory;
   for (i = 0; i < rows; i++) {
-    const bool ignored = labels[i] < 0 || (c->ignore && labels[i] == c->ignore_index);
+    const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
     const int32_t label = ignored ? -1 : labels[i];
-    if (label >= classes) {
-      lunai_fail(logits->ctx, LUNA_ERROR_ELEMENT_RANGE, "luna_cross_entropy", "label", i, (int64_t)label, (int64_t)-1,
-                 classes - 1);
-      return lunai_abandon(&s);
-    }
+    if (label >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, s->name, "label", i, (int64_t)label, (int64_t)-1,
+                        classes - 1) != NULL;
     counted += !ignored;
     kept[i] = label;
   }
-  s.op.index = lunai_on_device(logits->ctx) ? lunai_integers_copy(&s, kept, rows) : kept;
-  if (rows && !s.op.index) return lunai_abandon(&s);
-  s.op.arg.cross_entropy.smoothing = c->smoothing;
-  s.op.arg.cross_entropy.factor = c->sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
-  return lunai_finish(&s, 1, &one);
+  s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
+  s->op.arg.cross_entropy.smoothing = c.smoothing;
+  s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
+  return rows == 0 || s->op.index != NULL;
+}
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) { return luna_cross_entropy_with(logits, labels, NULL); }
+LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config) {
+  const int64_t one = 1;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
+  if (!lunai_has_rank(s.name, logits, 1)) return NULL;
+  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
+}
+
+LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
+  return t->ctx->backend->op[kind].forward != NULL;
+}
+LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config) {
+  const int64_t one = 1;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY)) /* a panel is all the logits, or the backend has none */
+    return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
+  lunai_input(&s, bias);
+  if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
+    lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
+    return lunai_abandon(&s);
+  }
+  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
 }
 
 /* --- attention --- */
@@ -9526,9 +9793,6 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
   return lunai_finish_like(&s, x);
 }
 
-LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
-  return t->ctx->backend->op[kind].forward != NULL;
-}
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
   int64_t sums_shape[3];
@@ -10895,19 +11159,29 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
   lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
   return NULL;
 }
-LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
-  luna_tensor *x;
-  luna_scope scope;
+/* what the logits are made of */
+LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
+  const luna_scope scope = luna_scope_begin(model->params->ctx);
+  luna_tensor *x = luna_embedding(model->embedding, input->tokens, input->batch, input->n);
   int64_t i;
-  if (!ctx) return NULL;
-  scope = luna_scope_begin(ctx);
-  x = luna_embedding(model->embedding, input->tokens, input->batch, input->n);
   x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
   for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
-  if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
-  return lunai_result(scope, luna_linear(x, model->embedding, NULL));
+  return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
+}
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
+  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
+  const luna_scope scope = luna_scope_begin(ctx);
+  return ctx ? lunai_result(scope, luna_linear(lunai_lm_features(model, input), model->embedding, NULL)) : NULL;
+}
+LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
+  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
+  const luna_scope scope = luna_scope_begin(ctx);
+  luna_tensor *x;
+  if (!ctx) return NULL;
+  if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  x = lunai_lm_features(model, input);
+  return lunai_result(scope, luna_linear_cross_entropy(x, model->embedding, NULL, labels, NULL));
 }
 
 /* --- the fields of models with an encoder --- */
@@ -11244,13 +11518,14 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   model->params = params;
   return lunai_setup_end(&setup, good);
 }
+/* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
-  x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
-  return luna_linear(luna_norm_layer_forward(&model->norm, x), model->encoder.embedding, model->bias);
+  return luna_norm_layer_forward(&model->norm, lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  return model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
+  luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
+  return x ? luna_linear(x, model->encoder.embedding, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
@@ -11273,7 +11548,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
       chosen[count++] = labels[i];
     }
   x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
-  return luna_cross_entropy(lunai_masked_lm_head(model, x), chosen);
+  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->encoder.embedding, model->bias, chosen, NULL);
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {

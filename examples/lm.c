@@ -62,7 +62,7 @@ static int read_text(const char *path, text *t) {
 
 /* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. */
 static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const int32_t *next, int64_t rows, int64_t n) {
-  return luna_cross_entropy(luna_lm_forward(model, &(luna_input){ bytes, NULL, rows, n }), next);
+  return luna_lm_loss(model, &(luna_input){ bytes, NULL, rows, n }, next);
 }
 
 /* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `most` are enough. NaN on failure. */

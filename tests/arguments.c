@@ -756,6 +756,18 @@ static void cross_entropy(bool with) {
 }
 static void case_luna_cross_entropy(void) { cross_entropy(false); }
 static void case_luna_cross_entropy_with(void) { cross_entropy(true); }
+static void case_luna_linear_cross_entropy(void) {
+  const int64_t d = small(), classes = size(coin() ? 1031 : VOCAB);
+  luna_tensor *x = tensor(3, small(), small(), d, 1), *weight = tensor(2, classes, d, 1, 1);
+  const int64_t rows = x ? product(x->shape[0] * (x->rank > 1), x->rank > 2 ? x->shape[1] : 1) : 1;
+  luna_cross_entropy_config c = {0};
+  const int32_t *labels = whole(tokens, x && x->rank == 4 ? product(rows, x->shape[2]) : x && x->rank == 1 ? 1 : rows, VOCAB - 1);
+  c.smoothing = probability();
+  c.ignore = coin();
+  c.ignore_index = number(3);
+  c.sum = coin();
+  got_tensor(luna_linear_cross_entropy(x, weight, optional(1, classes, 1, 1, 1), labels, coin() ? NULL : &c), x && weight);
+}
 static void case_luna_softmax_attention(void) {
   static int32_t offsets[2][4];
   const int64_t b = small(), n = small(), m = small(), h = size(1 + pick(3)), d = product(h, small()), e = product(h, small());
@@ -1270,6 +1282,11 @@ static void case_luna_masked_lm_init(void) {
 }
 static void case_luna_masked_lm_forward(void) { masked_lm(&w->masked, false); }
 static void case_luna_masked_lm_loss(void) { masked_lm(&w->masked, true); }
+static void case_luna_lm_loss(void) {
+  const int64_t batch = small(), n = small();
+  const int32_t *t = words(batch, n), *labels = labels_of(batch, n);
+  got_tensor(luna_lm_loss(&w->lm, input_of(t, NULL, batch, n), labels), true);
+}
 static void case_luna_mask_tokens(void) {
   static int32_t labels[NUMBERS];
   luna_masking m = {0};
@@ -1584,7 +1601,7 @@ static void case_luna_scope_begin(void) {
 }
 static void case_luna_scope_end(void) {
   luna_scope scope = luna_scope_begin(turn() ? NULL : w->ctx);
-  luna_tensor *x = plain(), *y = x ? luna_scale(x, 2) : NULL, *results[2];
+  luna_tensor *x = any_tensor(), *y = x ? luna_scale(x, 2) : NULL, *results[2];
   results[0] = turn() ? NULL : coin() ? x : y;
   results[1] = coin() ? NULL : y;
   y = luna_scope_end(scope, turn() ? NULL : results, (int)pick(4) - 1);
@@ -1593,7 +1610,7 @@ static void case_luna_scope_end(void) {
 static void case_luna_keep(void) {
   const luna_scope scope = luna_scope_begin(w->ctx);
   const bool early = coin();
-  luna_tensor *x = plain(), *y = x ? luna_scale(x, 2) : NULL, *kept = early ? luna_keep(x) : NULL;
+  luna_tensor *x = any_tensor(), *y = x ? luna_scale(x, 2) : NULL, *kept = early ? luna_keep(x) : NULL;
   expect(!early || kept == x, "luna_keep returns another tensor");
   if (!y || x->ctx != w->ctx || luna_count(x) == 0 || luna_ctx_status(w->ctx) != LUNA_OK) return;
   (void)luna_scope_end(scope, &y, 1);
@@ -1636,7 +1653,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_stream_prefill) F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
   F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
-  F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep)
+  F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep) \
+  F(luna_linear_cross_entropy) F(luna_lm_loss)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 static row functions[] = {FUNCTIONS(ROW)};
@@ -1879,6 +1897,7 @@ static void null_forwards(void) {
   NONE(luna_decoder_layer, luna_decoder_layer_forward(none, here(), &p, here(), NULL));
   NONE(luna_causal_layer, luna_causal_layer_forward(none, here()));
   NONE(luna_lm, luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  NONE(luna_lm, luna_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2 }, tokens));
   NONE(luna_encoder, luna_encoder_embed(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
   NONE(luna_encoder, luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
   NONE(luna_classifier, luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));

@@ -130,7 +130,7 @@ __attribute__((unused)) static double bench_round_trip(void) {
 
 /* --- cases --- */
 typedef struct bench_case {
-  char name[64];
+  char name[80];
   int threads;                       /* 0 = 1 */
   luna_isa isa;
   double flops;                      /* of one run, or 0 */

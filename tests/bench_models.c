@@ -59,42 +59,46 @@ typedef struct gpt_bench {
   luna_optimizer *adam;
   int32_t *tokens;
   int64_t batch, n;
+  bool lm_loss;
 } gpt_bench;
 static void gpt_run(void *arg) {
   gpt_bench *b = (gpt_bench *)arg;
+  const luna_input input = {b->tokens, NULL, b->batch, b->n};
   luna_begin_step(b->ctx);
-  luna_backward(luna_cross_entropy(luna_lm_forward(&b->model, &(luna_input){ b->tokens, NULL, b->batch, b->n }), b->tokens + 1));
+  luna_backward(b->lm_loss ? luna_lm_loss(&b->model, &input, b->tokens + 1) : luna_cross_entropy(luna_lm_forward(&b->model, &input), b->tokens + 1));
   luna_optimizer_step(b->adam);
   must(b->ctx);
 }
 static void gpt_rows(int threads) {
   enum { VOCAB = 50257, T = 1024, B = 4 };
-  gpt_bench b[2];
-  bench_case c[2];
+  enum { LOGITS, LM_LOSS, THREADED, CASES };
+  gpt_bench b[CASES];
+  bench_case c[CASES];
   memset(c, 0, sizeof c);
-  for (int i = 0; i < 2; i++) {
-    luna_options options = {.threads = i ? threads : 1};
+  for (int i = 0; i < CASES; i++) {
+    luna_options options = {.threads = i == THREADED ? threads : 1};
     luna_lm_config config = {.vocab = VOCAB, .layers = LAYERS, .positions = LUNA_POSITIONS_LEARNED, .max_length = T};
     luna_params *params;
     config.layer = (luna_layer_config){.dim = DIM, .heads = HEADS, .ffn = FFN, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .attention = LUNA_ATTENTION_SOFTMAX};
     b[i].ctx = luna_open(&options);
     b[i].batch = B;
     b[i].n = T;
+    b[i].lm_loss = i == LM_LOSS;
     params = luna_params_open(b[i].ctx);
     if (luna_lm_init(&b[i].model, params, &config) != LUNA_OK) must(b[i].ctx);
     b[i].adam = luna_adamw(params, &(luna_adamw_config){.lr = 1e-4f});
     b[i].tokens = (int32_t *)malloc((B * T + 1) * sizeof(int32_t));
     for (int64_t t = 0; t <= B * T; t++) b[i].tokens[t] = (int32_t)(t * 7919 % VOCAB);
-    snprintf(c[i].name, sizeof c[i].name, "4 layers, d 256, vocabulary 50257, 4 x 1024 tokens");
+    snprintf(c[i].name, sizeof c[i].name, "4 layers, d 256, vocabulary 50257, 4 x 1024 tokens%s", b[i].lm_loss ? ", luna_lm_loss" : "");
     c[i].threads = options.threads;
     c[i].flops = 3.0 * B * T * (LAYERS * (24.0 * DIM * DIM + 2.0 * T * DIM) + 2.0 * VOCAB * DIM);
     c[i].run = gpt_run;
     c[i].arg = &b[i];
     c[i].ctx = b[i].ctx;
   }
-  bench_cases(c, threads > 1 ? 2 : 1);
-  printf("    %.2f thousand tokens/s on one thread, %.2f on %d\n", B * T / c[0].seconds * 1e-3, B * T / c[1].seconds * 1e-3, threads);
-  for (int i = 0; i < 2; i++) {
+  bench_cases(c, threads > 1 ? CASES : THREADED);
+  printf("    %.2f thousand tokens/s on one thread, %.2f on %d\n", B * T / c[LOGITS].seconds * 1e-3, B * T / c[THREADED].seconds * 1e-3, threads);
+  for (int i = 0; i < CASES; i++) {
     free(b[i].tokens);
     luna_close(b[i].ctx);
   }

@@ -115,7 +115,8 @@ extern "C" const luna_backend *cuda_strict_backend(bool exact) {
   strict.check = strict_check;
   strict.norm = strict_norm;
   strict.update = strict_update;
-  for (luna_op_functions &row : strict.op) row.forward = strict_forward, row.backward = strict_backward;
+  for (luna_op_functions &row : strict.op)
+    if (row.forward) row.forward = strict_forward, row.backward = strict_backward;
   return &strict;
 }
 extern "C" bool cuda_emulated(void) { return true; }

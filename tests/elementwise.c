@@ -227,9 +227,68 @@ static void check_sum_rows(int64_t rows, int64_t n) {
 }
 
 /* ---- cross-entropy: every fourth row is ignored ---- */
+/* the columns of every row in parts of `width`: near the whole's loss, and its gradient in the logits' place, to its bits from the same lse */
+static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t width, const double *want_loss, const double *want_lse) {
+  const int64_t rows = whole->rows, n = whole->classes;
+  float *x = zeros(rows * n), *set = zeros(rows * n), *loss = zeros(rows), *lse = zeros(rows);
+  lunai_row_sums *sums = (lunai_row_sums *)common_alloc((size_t)rows * sizeof *sums);
+  lunai_cross_entropy a = *whole;
+  memcpy(x, whole->logits, (size_t)(rows * n) * sizeof *x);
+  a.grad = set;
+  a.add = false;
+  kernels->cross_entropy_backward(&a);
+  a.sums = sums;
+  a.loss = loss;
+  a.lse = lse;
+  for (a.first = 0; a.first < n; a.first += width) {
+    a.columns = lunai_min(width, n - a.first);
+    a.logits = x + a.first;
+    kernels->cross_entropy(&a);
+  }
+  near("cross_entropy by parts", n, rows, loss, want_loss, 1e-6);
+  near("cross_entropy's lse by parts", n, rows, lse, want_lse, 5e-7);
+  a.lse = whole->lse;
+  for (a.first = 0; a.first < n; a.first += width) {
+    a.columns = lunai_min(width, n - a.first);
+    a.logits = x + a.first;
+    a.grad = x + a.first;
+    kernels->cross_entropy_backward(&a);
+  }
+  equal("cross_entropy_backward by parts", n, x, set, rows * n);
+  release(x), release(set), release(loss), release(lse), free(sums);
+}
+/* rows without a single finite logit, and a large one after them: by parts as in one */
+static void check_cross_entropy_odd(void) {
+  const float inf = (float)INFINITY;
+  static const int32_t labels[4] = {0, 4, 5, 1};
+  const float rows[4][6] = {{-inf, -inf, -inf, -inf, -200, -201}, {-inf, -inf, 3, 3, 90, -inf}, {0, 1, NAN, -inf, 2, 3}, {-inf, -inf, -inf, -inf, -inf, -inf}};
+  lunai_cross_entropy a;
+  lunai_row_sums sums[4];
+  float loss[2][4], lse[2][4];
+  memset(&a, 0, sizeof a);
+  a.labels = labels;
+  a.rows = 4;
+  a.classes = a.logits_row = 6;
+  a.sums = sums;
+  for (int width = 2; width <= 6; width += 4) {
+    a.loss = loss[width == 6];
+    a.lse = lse[width == 6];
+    for (a.first = 0; a.first < 6; a.first += width) {
+      a.columns = width;
+      a.logits = rows[0] + a.first;
+      kernels->cross_entropy(&a);
+    }
+  }
+  for (int r = 0; r < 4; r++)
+    for (int i = 0; i < 2; i++) {
+      const double part = (double)(i ? lse : loss)[0][r], whole = (double)(i ? lse : loss)[1][r];
+      CHECK(isnan(part) ? isnan(whole) : part == whole || fabs(part - whole) < 1e-6 * fabs(whole), "cross_entropy, odd row %d: %g by parts, %g in one", r, part, whole);
+    }
+}
 static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   const float factor = 0.25f, eps = (float)smoothing;
   float *x = random_floats(rows * n, 6), *loss = zeros(rows), *lse = zeros(rows), *dx = random_floats(rows * n, 1);
+  lunai_cross_entropy a;
   double *want = doubles(rows * n), *want_loss = doubles(rows), *want_lse = doubles(rows);
   int32_t *labels = common_tokens(rows, ++kernels_seed, (int32_t)n);
   for (int64_t r = 0; r < rows; r++) {
@@ -244,12 +303,24 @@ static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
       want[r * n + i] += (double)factor * (exp((double)x[r * n + i] - want_lse[r]) - target);
     }
   }
-  kernels->cross_entropy(rows, n, x, labels, -100, eps, loss, NULL);
+  memset(&a, 0, sizeof a);
+  a.logits = x;
+  a.labels = labels;
+  a.rows = rows;
+  a.classes = a.columns = a.logits_row = a.grad_row = n;
+  a.smoothing = eps;
+  a.factor = factor;
+  a.loss = loss;
+  kernels->cross_entropy(&a);
   near("cross_entropy", n, rows, loss, want_loss, 1e-6);
-  kernels->cross_entropy(rows, n, x, labels, -100, eps, loss, lse);
+  a.lse = lse;
+  kernels->cross_entropy(&a);
   near("cross_entropy's lse", n, rows, lse, want_lse, 5e-7);
-  kernels->cross_entropy_backward(rows, n, x, labels, -100, eps, lse, factor, dx);
+  a.grad = dx;
+  a.add = true;
+  kernels->cross_entropy_backward(&a);
   near("cross_entropy_backward", n, rows * n, dx, want, 1e-6);
+  for (int64_t width = 1; width < 2 * n; width = 3 * width + 1) check_cross_entropy_parts(&a, width, want_loss, want_lse);
   release(x), release(loss), release(lse), release(dx), free(labels), free(want), free(want_loss), free(want_lse);
 }
 
@@ -441,6 +512,7 @@ int main(void) {
         "Philox of zeros gives %08x ...", (unsigned)word[0]);
   for (int at = 0; kernels_next(&at);) {
     for (int64_t n = 0; n <= 70; n++) check_small(n);
+    check_cross_entropy_odd();
     check_activations(5000), check_maps(5000), check_softmax(2, 5000), check_cross_entropy(3, 20000, 0.1);
     check_norm(700, 133, 0), check_norm(3, 1000, 0), check_norm(3, 300, 1000), check_norm(0, 5, 0), check_norm(1, 4000, 30);
     check_sums(1000000, 0, 2e-7), check_sums(1000000, 1000, 2e-7), check_sum_rows(100000, 20);

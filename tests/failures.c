@@ -139,6 +139,8 @@ int main(void) {
     {"a language model, feed-forwards computed again", JOB_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_FFN, 0.1f},
     {"a language model, layers computed again", JOB_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"a softmax language model", JOB_LM, 40, 2, 2, false, true, LUNA_RECOMPUTE_LAYER, 0.1f},
+    {"a language model of many words", JOB_LM_LARGE, 40, 1, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
+    {"a language model of many words without logits", JOB_LM_LARGE_LOSS, 40, 1, 2, false, false, LUNA_RECOMPUTE_LAYER, 0},
     {"encoder layers", JOB_ENCODER, 60, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
     {"encoder layers computed again", JOB_ENCODER, 60, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0},
     {"a classifier", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},

@@ -3,9 +3,10 @@
 #ifndef JOBS_H
 #define JOBS_H
 
-enum { VOCAB = 23, DIM = 16 };
+enum { VOCAB = 23, LARGE_VOCAB = 1100, DIM = 16 };
 
-typedef enum job_model { JOB_LM, JOB_ENCODER, JOB_CLASSIFIER, JOB_MASKED_LM, JOB_SEQ2SEQ } job_model;
+/* LARGE: of a large vocabulary, trained by its logits; LARGE_LOSS: by luna_lm_loss */
+typedef enum job_model { JOB_LM, JOB_LM_LARGE, JOB_LM_LARGE_LOSS, JOB_ENCODER, JOB_CLASSIFIER, JOB_MASKED_LM, JOB_SEQ2SEQ } job_model;
 typedef struct job {
   const char *name;
   job_model model;
@@ -91,6 +92,7 @@ static luna_status job_init(job_run *r) {
   encoder.layer.recompute = j->recompute;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = lm.vocab = VOCAB;
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
+  if (j->model != JOB_LM) lm.vocab = LARGE_VOCAB;
   lm.layers = j->layers, lm.memory = 4;
   lm.layer.dim = DIM, lm.layer.heads = 2, lm.layer.ffn = 24, lm.layer.convolution = 4;
   lm.layer.dropout = j->dropout;
@@ -101,7 +103,7 @@ static luna_status job_init(job_run *r) {
     classifier.encoder.layer.linformer.k = 7;
   }
   switch (j->model) {
-    case JOB_LM: return luna_lm_init(&r->model.lm, r->params, &lm);
+    case JOB_LM: case JOB_LM_LARGE: case JOB_LM_LARGE_LOSS: return luna_lm_init(&r->model.lm, r->params, &lm);
     case JOB_ENCODER: return job_init_encoder(r);
     case JOB_CLASSIFIER: return luna_classifier_init(&r->model.classifier, r->params, &classifier);
     case JOB_MASKED_LM: return luna_masked_lm_init(&r->model.masked_lm, r->params, &masked_lm);
@@ -119,7 +121,8 @@ static luna_status job_open_optimizer(job_run *r) {
 static luna_tensor *job_forward(job_run *r) {
   const job *j = r->j;
   const int32_t *tokens = r->tokens, lengths[2] = {(int32_t)j->n, 3}, labels[2] = {1, 0};
-  if (j->model == JOB_LM) return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n }), tokens + 1);
+  if (j->model == JOB_LM_LARGE_LOSS) return luna_lm_loss(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n }, tokens + 1);
+  if (j->model == JOB_LM || j->model == JOB_LM_LARGE) return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n }), tokens + 1);
   if (j->model == JOB_CLASSIFIER) return luna_cross_entropy(luna_classifier_forward(&r->model.classifier, &(luna_input){ tokens, lengths, 2, j->n }), labels);
   if (j->model == JOB_MASKED_LM) return luna_masked_lm_loss(&r->model.masked_lm, &(luna_input){ tokens, lengths, 2, j->n }, tokens + 1);
   if (j->model == JOB_SEQ2SEQ)

@@ -149,6 +149,33 @@ static void check_sizes(void) {
   }
 }
 
+/* A language model of 30,000 words on 2048 tokens: besides parameters, gradients and moments a step takes one array of logits at most, and
+   by luna_lm_loss a fifth of one */
+static void check_logits_bytes(void) {
+  enum { WORDS = 30000, TOKENS = 2048 };
+  const double logits = (double)WORDS * TOKENS * sizeof(float);
+  int32_t *tokens = common_tokens(TOKENS + 1, 4, WORDS);
+  for (int loss = 0; loss < 2; loss++) {
+    luna_options options = {.measure = true, .threads = 1};
+    luna_lm_config config = {.vocab = WORDS, .layers = 1, .layer = {.dim = DIM, .heads = 2, .ffn = 24}};
+    luna_lm model;
+    luna_ctx *ctx = luna_open(&options);
+    luna_params *params = luna_params_open(ctx);
+    const luna_input input = {tokens, NULL, 1, TOKENS};
+    luna_lm_init(&model, params, &config);
+    luna_optimizer *adam = luna_adamw(params, NULL);
+    for (int step = 0; step < 2; step++) {
+      luna_begin_step(ctx);
+      luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1) : luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1));
+      CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a language model: %s", luna_error(ctx));
+    }
+    const double rest = (double)luna_memory(ctx).peak - 4 * sizeof(float) * (double)luna_params_element_count(params);
+    CHECK(rest < (loss ? 0.2 : 1.2) * logits, "a step with %d words takes %.1f MB beside its parameters; the logits are %.1f MB", WORDS, rest * 1e-6, logits * 1e-6);
+    luna_close(ctx);
+  }
+  free(tokens);
+}
+
 /* What the manual says that training takes: a 4-layer byte classifier of 256 dimensions on 4096 tokens, one and four sequences */
 static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, luna_pooling pooling) {
   const int64_t n = 4096;
@@ -193,7 +220,10 @@ int main(void) {
     {"a model for inference, saved as it is made", JOB_MASKED_LM, 40, 1, 0, true, false, LUNA_RECOMPUTE_NONE, 0},
     {"training", JOB_LM, 60, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
     {"training with softmax attention and SGD", JOB_LM, 70, 1, 2, false, true, LUNA_RECOMPUTE_NONE, 0},
+    {"training with many words", JOB_LM_LARGE, 60, 1, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
+    {"training with many words without logits", JOB_LM_LARGE_LOSS, 60, 1, 2, false, true, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"inference", JOB_LM, 150, 3, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
+    {"a loss without logits in inference", JOB_LM_LARGE_LOSS, 150, 3, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
     {"an encoder", JOB_ENCODER, 90, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
     {"an encoder's inference", JOB_ENCODER, 600, 4, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
     {"a classifier, layers computed again", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
@@ -206,5 +236,6 @@ int main(void) {
   check_steady();
   check_sizes();
   check_training_bytes();
+  check_logits_bytes();
   return test_report("memory");
 }

@@ -668,8 +668,37 @@ static void check_masked_loss(int v, luna_form form) {
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
+/* luna_lm_loss and the cross-entropy of the logits: of few words and of many, some without a label, in training and in inference */
+static void check_lm_loss(int64_t vocab, bool inference) {
+  enum { TOKENS = 26 };
+  const luna_lm_config config = {.vocab = vocab, .layers = 2, .layer = {.dim = 12, .heads = 2, .ffn = 20, .pre_norm = true}};
+  int32_t *tokens = common_tokens(TOKENS, 4, (int32_t)vocab), *labels = common_tokens(TOKENS, 5, (int32_t)vocab);
+  const luna_input input = {tokens, NULL, 2, TOKENS / 2};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  float loss[2], *gradient[2] = {NULL, NULL};
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(ctx));
+  labels[3] = labels[TOKENS - 1] = -1;
+  for (int i = 0; i < 2; i++) {
+    luna_params_zero_grad(params);
+    if (inference) luna_begin_inference(ctx);
+    else luna_begin_step(ctx);
+    luna_tensor *y = i ? luna_lm_loss(&model, &input, labels) : luna_cross_entropy(luna_lm_forward(&model, &input), labels);
+    loss[i] = luna_item(y);
+    if (!inference) CHECK(luna_backward(y) == LUNA_OK, "luna_lm_loss: %s", luna_error(ctx));
+    if (!inference) gradient[i] = all_gradients(params);
+  }
+  test_close("luna_lm_loss", loss + 1, loss, 1, 1e-6);
+  if (!inference) test_close("luna_lm_loss's gradient", gradient[1], gradient[0], (size_t)luna_params_element_count(params), 2e-6);
+  refused(ctx, !luna_lm_loss(&model, &input, NULL), NULL_ARGUMENT, "null for labels");
+  free(gradient[0]), free(gradient[1]), free(tokens), free(labels);
+  luna_close(ctx);
+}
+
 static void check_masked_lm(void) {
   check_masking();
+  for (int i = 0; i < 4; i++) check_lm_loss(i % 2 ? 2200 : VOCAB, i > 1);
   for (int v = 0; v < ENCODERS; v += 3) check_masked_loss(v, LUNA_FORM_CHEAPEST);
   check_masked_loss(0, LUNA_FORM_FOLDED);
   heap_check("masked language model");

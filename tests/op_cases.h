@@ -233,6 +233,43 @@ static void op_cross_entropy(trial *t, int v) {
   config.sum = v >= 4;
   give(t, v < 2 ? luna_cross_entropy(x, labels) : luna_cross_entropy_with(x, labels, &config));
 }
+/* fused above 1024 classes, by panels of so many */
+static void op_linear_cross_entropy(trial *t, int v) {
+  const int32_t labels[6] = {4, 0, -1, 2, 1026, 1}, none[6] = {-1, -1, -2, 4, -1, -1};
+  const int64_t in = SIZE(3, 67), classes = v == 0 ? 1027 : SIZE(1027, 2500);
+  luna_tensor *x = v % 2 ? in3(t, 2, 3, in) : in2(t, 6, in), *weight = in2(t, v == 1 ? 1024 : classes, in);
+  luna_cross_entropy_config config = {0};
+  config.smoothing = v == 2 || v == 5 ? (float)0.1 : 0;
+  config.ignore = v >= 3;
+  config.ignore_index = 4;
+  config.sum = v >= 4;
+  if (v == 6) x = luna_scale(x, 2); /* whose gradient is set */
+  luna_tensor *bias = v > 1 ? in1(t, classes) : NULL;
+  give(t, luna_linear_cross_entropy(x, weight, bias, v == 1 || v == 5 ? none : labels, v < 2 ? NULL : &config));
+}
+/* logits whose gradient the linear op makes by panels, and (from 3 on) logits that something else reads, before the loss or after */
+static luna_tensor *op_logits_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
+  (void)second;
+  return luna_cross_entropy(luna_linear(in[0], in[1], in[2]), (const int32_t *)state);
+}
+static void op_logits(trial *t, int v) {
+  static const int32_t labels[12] = {4, 0, -1, 2, 513, 1, 3, -1, 5, 6, 7, 8};
+  const int64_t in = SIZE(3, 67), classes = SIZE(1028, 2500), flat[2] = {6, classes}, halves[2] = {12, classes / 2};
+  luna_tensor *x[3] = {in3(t, 2, 3, in), in2(t, classes, in), in1(t, classes)}, *y, *z = NULL;
+  if (v == 1) x[0] = luna_scale(x[0], 2);
+  if (v == 2) {
+    give(t, luna_recompute(op_logits_block, labels, sizeof labels, x, 3, NULL));
+    return;
+  }
+  y = luna_linear(x[0], x[1], x[2]);
+  if (v == 1 || v == 4) y = luna_reshape(y, 2, flat);
+  if (v == 3) z = luna_scale(y, (float)0.5);
+  if (v == 4) z = luna_sum(luna_slice(y, 0, 1, 3), 1);
+  give(t, luna_cross_entropy(v == 7 ? luna_reshape(y, 2, halves) : y, labels)); /* 7: not the columns that the linear op makes */
+  if (v == 5) z = luna_mean(y, 2);
+  if (v == 6) z = luna_cross_entropy(y, labels + 1);
+  if (z) give(t, z);
+}
 
 /* ---- attention ---- */
 static void op_attention(trial *t, int v) {
@@ -616,6 +653,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"layer_norm", op_layer_norm, 6},
                                    {"embedding", op_embedding, 2},
                                    {"cross_entropy", op_cross_entropy, 6},
+                                   {"linear_cross_entropy", op_linear_cross_entropy, 7},
+                                   {"logits", op_logits, 8},
                                    {"softmax_attention", op_attention, 15},
                                    {"softmax_attention ragged", op_attention_ragged, 4},
                                    {"causal_product", op_causal_product, 4},

@@ -56,7 +56,7 @@ static void check_composed(const op_case *c, int variant) {
   memset(&fused, 0, sizeof fused);
   memset(&composed, 0, sizeof composed);
   tier1.op[LUNA_OP_PACK].forward = tier1.op[LUNA_OP_UNPACK].forward = tier1.op[LUNA_OP_CAUSAL_LUNA].forward = tier1.op[LUNA_OP_FEED_FORWARD].forward =
-    NULL;
+    tier1.op[LUNA_OP_LINEAR_CROSS_ENTROPY].forward = NULL;
   fused.big = composed.big = true;
   composed.options.backend = &tier1;
   snprintf(what, sizeof what, "%s, variant %d, composed", c->name, variant);
@@ -704,9 +704,17 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   labels[9] = 41;
   REFUSED(luna_cross_entropy(a, labels), ELEMENT_RANGE);
   REFUSED(luna_cross_entropy(a, NULL), NULL_ARGUMENT);
+  labels[9] = 1030;
+#define LARGE common_tensor(ctx, 1, 1030, 41, 0, 0)
+  REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, NULL), ELEMENT_RANGE);
+  REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, NULL, NULL), NULL_ARGUMENT);
+  REFUSED(luna_linear_cross_entropy(a, LARGE, v, labels, NULL), VECTOR_SHAPE);
+  REFUSED(luna_linear_cross_entropy(b, LARGE, NULL, labels, NULL), WEIGHT_SHAPE);
   labels[9] = 0;
   config.smoothing = 1.5f;
   REFUSED(luna_cross_entropy_with(a, labels, &config), SMOOTHING);
+  REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, &config), SMOOTHING);
+#undef LARGE
   REFUSED(luna_short_convolution(a, b, NULL), CONVOLUTION_SHAPES);
   REFUSED(luna_short_convolution(cube, b, NULL), CONVOLUTION_SHAPES);
   REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), NULL_ARGUMENT);
@@ -886,6 +894,70 @@ static void check_refusals(void) {
   luna_close(NULL);
   for (int i = 0; i <= LUNA_UNSUPPORTED; i++) CHECK(luna_status_text((luna_status)i)[0], "status %d has no text", i);
   for (int i = 0; i < LUNA_OP_COUNT; i++) CHECK(luna_op_name((luna_op_kind)i)[0], "op %d has no name", i);
+}
+
+/* ---- logits whose gradient is stored (luna_require_grad), made by panels inside the linear op, and never made: the same bits of the first two, and of
+   any number of threads ---- */
+enum { LOGIT_ROWS = 41, LOGIT_IN = 19, LOGIT_CLASSES = 2600, LOGIT_VALUES = 1 + LOGIT_ROWS * LOGIT_IN + LOGIT_CLASSES * (LOGIT_IN + 1) };
+typedef enum logit_kind { LOGITS_STORED, LOGITS_LEFT, LOGITS_NEVER } logit_kind;
+static size_t logits_step(luna_isa isa, int threads, logit_kind kind, bool made, float *out) {
+  luna_options options = {.threads = threads, .isa = isa};
+  luna_ctx *ctx = luna_open(&options);
+  int32_t *labels = common_tokens(LOGIT_ROWS, 3, LOGIT_CLASSES);
+  luna_tensor *leaf[3], *x, *logits = NULL, *loss;
+  const luna_cross_entropy_config config = {.smoothing = 0.1f};
+  const int64_t counts[3] = {LOGIT_ROWS * LOGIT_IN, LOGIT_CLASSES * LOGIT_IN, LOGIT_CLASSES};
+  labels[7] = -1;
+  luna_begin_step(ctx);
+  leaf[0] = luna_require_grad(common_tensor(ctx, 2, LOGIT_ROWS, LOGIT_IN, 0, 0));
+  leaf[1] = luna_require_grad(common_tensor(ctx, 1, LOGIT_CLASSES, LOGIT_IN, 0, 0));
+  leaf[2] = luna_require_grad(common_tensor(ctx, 3, LOGIT_CLASSES, 0, 0, 0));
+  x = made ? luna_scale(leaf[0], 0.5f) : leaf[0]; /* a gradient that is set, or added to */
+  if (kind == LOGITS_NEVER) loss = luna_linear_cross_entropy(x, leaf[1], leaf[2], labels, &config);
+  else {
+    logits = luna_linear(x, leaf[1], leaf[2]);
+    if (kind == LOGITS_STORED) luna_require_grad(logits);
+    loss = luna_cross_entropy_with(logits, labels, &config);
+  }
+  CHECK(luna_backward(loss) == LUNA_OK, "logits, kind %d: %s", (int)kind, luna_error(ctx));
+  CHECK((logits && logits->grad) == (kind == LOGITS_STORED), "logits, kind %d: whether their gradient is there", (int)kind);
+  *out++ = luna_item(loss);
+  for (int i = 0; i < 3; out += counts[i++]) CHECK(luna_read_grad(leaf[i], out) == LUNA_OK, "logits, kind %d: %s", (int)kind, luna_error(ctx));
+  const size_t peak = luna_memory(ctx).peak;
+  luna_close(ctx);
+  free(labels);
+  return peak;
+}
+static void check_logits(luna_isa isa) {
+  const size_t bytes = (size_t)(LOGIT_ROWS * LOGIT_CLASSES) * sizeof(float);
+  float *out[3], *again = common_floats(LOGIT_VALUES);
+  size_t peak[3];
+  for (int made = 0; made < 2; made++) {
+    for (int kind = 0; kind < 3; kind++) {
+      out[kind] = common_floats(LOGIT_VALUES);
+      peak[kind] = logits_step(isa, 1, (logit_kind)kind, made, out[kind]);
+      for (int threads = 2; threads < 5; threads++) {
+        logits_step(isa, threads, (logit_kind)kind, made, again);
+        CHECK(memcmp(out[kind], again, LOGIT_VALUES * sizeof(float)) == 0, "logits, kind %d, %s: %d threads give other bits", kind, luna_isa_name(isa), threads);
+      }
+    }
+    CHECK(memcmp(out[LOGITS_STORED], out[LOGITS_LEFT], LOGIT_VALUES * sizeof(float)) == 0, "logits, %s: their gradient by panels gives other bits", luna_isa_name(isa));
+    test_close("linear cross-entropy", out[LOGITS_NEVER], out[LOGITS_STORED], LOGIT_VALUES, 2e-6);
+    CHECK(peak[LOGITS_LEFT] + bytes / 3 < peak[LOGITS_STORED], "logits' gradient not stored: %zu bytes, stored %zu", peak[LOGITS_LEFT], peak[LOGITS_STORED]);
+    CHECK(peak[LOGITS_NEVER] + 4 * bytes / 3 < peak[LOGITS_STORED], "logits never made: %zu bytes, stored %zu", peak[LOGITS_NEVER], peak[LOGITS_STORED]);
+    for (int kind = 0; kind < 3; kind++) free(out[kind]);
+  }
+  free(again);
+}
+static void check_no_rows(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_begin_step(ctx);
+  const int64_t shape[2] = {0, 4};
+  luna_tensor *weight = luna_require_grad(common_tensor(ctx, 2, 1030, 4, 0, 0)), *none = luna_tensor_new(ctx, NULL, 2, shape);
+  const int32_t label = 1030;
+  luna_tensor *loss = luna_linear_cross_entropy(none, weight, NULL, &label, NULL);
+  CHECK(loss && luna_item(loss) == 0 && luna_backward(loss) == LUNA_OK, "linear cross-entropy of no rows: %s", luna_error(ctx));
+  luna_close(ctx);
 }
 
 /* ---- the calls without a context ---- */
@@ -1096,7 +1168,7 @@ int main(void) {
       check_isas(&op_cases[i], v, false);
       check_isas(&op_cases[i], v, true);
       if (strstr(op_cases[i].name, "pack") || strstr(op_cases[i].name, "causal") || strstr(op_cases[i].name, "layer") ||
-          strstr(op_cases[i].name, "feed") ||
+          strstr(op_cases[i].name, "feed") || strcmp(op_cases[i].name, "linear_cross_entropy") == 0 ||
           strcmp(op_cases[i].name, "lm") == 0)
         check_composed(&op_cases[i], v);
     }
@@ -1109,7 +1181,9 @@ int main(void) {
     check_padded(common_isas[i]);
     check_slots(common_isas[i]);
     check_calls(common_isas[i]);
+    check_logits(common_isas[i]);
   }
+  check_no_rows();
   check_views();
   check_items();
   check_gradients_kept();
