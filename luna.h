@@ -2998,7 +2998,7 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const int64_t n = a->columns;
   int64_t row, i;
   for (row = 0; row < a->rows; row++) {
-    const float *logits = a->logits + row * a->logits_row;
+    const float *logits = a->logits + row * a->logits_row, *next = row + 1 < a->rows ? logits + a->logits_row : logits;
     float *grad = a->grad + row * a->grad_row;
     const int64_t label = a->labels[row] - a->first;
     const vf total = vf_set(a->lse[row]);
@@ -3006,8 +3006,10 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
       if (!a->add) memset(grad, 0, (size_t)n * sizeof(float));
       continue;
     }
-    for (i = 0; i < n; i += VF)
+    for (i = 0; i < n; i += VF) {
+      LUNAI_PREFETCH(next + i);
       LUNAI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base), a->add ? LUNAI_GET(grad) : vf_zero()));
+    }
     if (label >= 0 && label < n) grad[label] -= a->factor * (1 - a->smoothing);
   }
 }
