@@ -534,6 +534,7 @@ typedef struct luna_tensor {
   struct luna_tensor *base;          /* a view's owner, else null */
   int64_t offset;                    /* a view's first element within base */
   struct luna_op *maker;             /* the rest is luna.h's own: the op of the tape whose result this is, */
+  struct luna_op *last_reader;       /* the newest op of the tape that reads it, */
   struct luna_tensor *older;         /* the tensor made before this one in the step, */
   struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends; */
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
@@ -555,8 +556,11 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    what luna_keep was called for, and, in training, what backward will read and cannot compute again by cheap ops.
    Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends. Results may be
    null where nothing was made; the first is returned, and is not null unless something failed. */
-typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; } luna_scope;
+typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute, inside; } luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
+/* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
+   ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
+LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx);
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);                    /* t, whose data stay until the next begin: call it before the scope ends */
 
@@ -657,12 +661,6 @@ typedef struct luna_custom {
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
 
-/* Gradient checkpointing (arXiv 1604.06174): runs block(state, in), keeps nothing but its one or two results, and computes it again in backward:
-   less memory, the same gradients bit for bit. state is copied; what it points to must last until luna_backward. Activations that want a gradient must
-   come by `in`. second: null for one result. The block is called up to three times, once only to count memory: data pointers may then be null, and
-   which ops it calls must not depend on values. */
-typedef luna_tensor *(*luna_block)(const void *state, luna_tensor *const *in, luna_tensor **second);
-LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second);
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>params: named parameters, what optimisers and checkpoints go by
@@ -1295,7 +1293,7 @@ typedef struct luna_op {
   bool in_place;                     /* forward may write the result where the first input lies */
   int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
   bool takes_loss;                   /* LINEAR: backward can take `loss` in place of out[0]'s gradient */
-  const struct luna_op *loss;        /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
+  struct luna_op *loss;        /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
                                         is asked again; or null */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
@@ -1306,8 +1304,11 @@ typedef struct luna_op {
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_custom custom;
   luna_ctx *ctx;
-  const struct lunai_recompute *recompute; /* not a backend op: a block to run again */
-  struct luna_op *previous;          /* the tape */
+  struct luna_op *previous, *next;   /* the tape */
+  int64_t number;                    /* on the tape */
+  struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
+  struct lunai_piece *kept_piece;    /* where kept lies */
+  bool kept_again;                   /* kept was released and computed again */
 } luna_op;
 
 typedef struct luna_op_functions {
@@ -6267,7 +6268,8 @@ struct luna_ctx {
   luna_op *tape;
   uint32_t dropout_ops;
   bool training;
-  bool paused;                       /* training, but nothing joins the tape: inside luna_recompute */
+  bool recomputing;                  /* a recomputed scope is open */
+  bool paused;                       /* training, but nothing joins the tape: a stream is opened */
   bool reserving;                    /* the first walk of luna_backward: memory is counted, nothing is computed */
   bool differentiated;               /* luna_backward has succeeded since begin */
   luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
@@ -6865,7 +6867,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
-  ctx->paused = ctx->differentiated = false;
+  ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
@@ -8247,20 +8249,23 @@ LUNAI_FN void lunai_release(luna_tensor *t) {
 }
 
 #define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
-static const int lunai_op_reads[LUNA_OP_COUNT + 1] = { LUNA_OPS(LUNAI_OP_KIND) 0xff }; /* a block that is computed again reads its inputs */
+static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND) };
 #undef LUNAI_OP_KIND
 #define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
-static const bool lunai_op_is_cheap[LUNA_OP_COUNT + 1] = { LUNA_OPS(LUNAI_OP_KIND) false };
+static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND) };
 #undef LUNAI_OP_KIND
 
 /* What an op of the tape will read in backward. A cheap op's small inputs, such as the positions of a whole batch, are
    among it, so that its result can be computed again. */
-LUNAI_FN void lunai_op_saves(const luna_op *op) {
+LUNAI_FN void lunai_op_saves(luna_op *op) {
   int i;
-  for (i = 0; i < op->inputs; i++)
-    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i) ||
-                      (lunai_op_is_cheap[op->kind] && luna_count(op->in[i]) <= luna_count(op->out[0]) / 2)))
-      lunai_base(op->in[i])->saved = true;
+  for (i = 0; i < op->inputs; i++) {
+    luna_tensor *in = lunai_base(op->in[i]);
+    if (!in) continue;
+    in->last_reader = op;
+    in->saved = in->saved || (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) ||
+                (lunai_op_is_cheap[op->kind] && luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
+  }
   for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
 /* whether the data of a tensor that has no view's base are there in backward, or cheap ops compute them from such data */
@@ -8278,7 +8283,31 @@ LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
   luna_scope scope;
   scope.ctx = ctx;
   scope.made = ctx ? ctx->made : NULL;
+  scope.tape = ctx ? ctx->tape : NULL;
+  scope.recompute = false;
+  scope.inside = ctx && ctx->recomputing;
   return scope;
+}
+LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
+  luna_scope scope = luna_scope_begin(ctx);
+  scope.recompute = true;
+  if (ctx) ctx->recomputing = true;
+  return scope;
+}
+/* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
+LUNAI_FN void lunai_scope_forget(luna_scope scope) {
+  luna_op *op, *first = NULL;
+  int i;
+  for (op = scope.ctx->tape; op && op != scope.tape; op = op->previous) first = op;
+  for (op = first; op; op = op->next) {
+    lunai_piece_give(scope.ctx, &op->kept_piece);
+    op->kept = NULL;
+    for (i = 0; i < op->inputs; i++) {
+      luna_tensor *in = lunai_base(op->in[i]);
+      if (in && (!in->maker || in->maker->number < first->number)) in->saved = true;
+    }
+  }
+  if (first) scope.ctx->tape->recompute_from = first;
 }
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
@@ -8287,9 +8316,14 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   int i;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
+  ctx->recomputing = scope.inside;
+  if (taped && scope.recompute) lunai_scope_forget(scope);
   for (t = ctx->made; t && t != scope.made; t = t->older) {
+    const bool again = scope.recompute && t->maker;              /* its op is run again */
+    const bool given = scope.inside && !t->maker && t->last_reader; /* to an op that is run again */
     for (i = 0; i < count && lunai_base(results[i]) != t; i++);
-    if (i == count && !t->keep_data && !(taped && t->saved && !lunai_is_recomputable(t))) lunai_release(t);
+    if (i == count && !t->keep_data && !(taped && (t->saved || given) && !again && !lunai_is_recomputable(t)))
+      lunai_release(t);
   }
   return results[0];
 }
@@ -8483,27 +8517,28 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
 LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
-/* what an op of this step keeps for backward, or null when it could not be had */
-LUNAI_FN luna_op *lunai_run_forward(lunai_build *s, luna_op *op) {
+/* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is LUNA_OK */
+LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
-  const luna_op_functions *functions = &ctx->backend->op[op->kind];
   lunai_mark mark;
-  luna_status status = LUNA_OK;
-  if (!lunai_is_empty(op)) functions->query(op);
-  if (!lunai_step(ctx, op->kept_size, true, &op->kept)) return NULL;
+  bool good;
+  *status = LUNA_OK;
+  if (op->kept_size > 0 && !op->kept_piece) {
+    if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
+    op->kept = op->kept_piece->at;
+  }
   mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return NULL;
-  if (lunai_is_run(op)) status = functions->forward(op);
+  good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
+  if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
   lunai_step_rewind(ctx, mark);
-  if (status == LUNA_OK) return op;
-  lunai_fail_backend(ctx, false, s->name, status);
-  return NULL;
+  return good && *status == LUNA_OK;
 }
 
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra, int extra_rank, const int64_t *extra_shape) {
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
+  luna_status status;
   bool record = false;
   void *memory;
   size_t result;
@@ -8539,14 +8574,21 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     return lunai_op_no_memory(s, result);
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape)) == NULL)
     return lunai_op_no_memory(s, result);
-  if (!lunai_run_forward(s, op))
-    return ctx->status == LUNA_OK ? lunai_op_no_memory(s, op->kept_size + op->workspace_size) : lunai_abandon(s);
+  if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
+  if (!lunai_op_run(op, &status)) {
+    lunai_piece_give(ctx, &op->kept_piece);
+    if (status == LUNA_OK) return lunai_op_no_memory(s, op->kept_size + op->workspace_size);
+    lunai_fail_backend(ctx, false, s->name, status);
+    return lunai_abandon(s);
+  }
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
   if (extra) *extra = op->out[1];
   if (record) {
     lunai_op_saves(op);
     for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
     op->previous = ctx->tape;
+    if (op->previous) op->previous->next = op;
+    op->number = op->previous ? op->previous->number + 1 : 0;
     ctx->tape = op;
   }
   return op->out[0];
@@ -8555,7 +8597,6 @@ LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shap
 LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
 
 /* --- backward --- */
-typedef struct lunai_recompute { luna_block block; const void *state; uint32_t dropout_ops; bool copy; } lunai_recompute;
 #ifndef LUNA_NO_TRAIN
 /* the gradient of a tensor that wants one: when new, zeros unless `fresh`; of a view, its part of the owner's */
 LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
@@ -8573,7 +8614,7 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
       owner->reserved = ctx->reserved;
       ctx->reserved = owner;
     }
-    if (memory && !fresh && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
+    if (memory && !fresh && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
   t->has_grad = true;
   if (t->base && owner->grad) t->grad = owner->grad + t->offset;
@@ -8586,7 +8627,6 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
   luna_tensor *first;
   luna_op *op = owner->maker;
   bool again[LUNA_MAX_INPUTS];
-  lunai_mark mark;
   int i;
   if (owner->released) {
     for (i = 0; i < op->inputs; i++) {
@@ -8602,12 +8642,7 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
     owner->data = (float *)owner->data_piece->at;
     owner->released = false;
     owner->recomputed = true;
-    mark = lunai_step_mark(ctx);
-    if (!lunai_step(ctx, op->workspace_size, true, &op->workspace)) return false;
-    *status = lunai_is_run(op) ? ctx->backend->op[op->kind].forward(op) : LUNA_OK;
-    lunai_step_rewind(ctx, mark);
-    if (*status != LUNA_OK) return false;
-    *status = LUNA_OUT_OF_MEMORY;
+    if (!lunai_op_run(op, status)) return false;
     if (!first->data_piece && again[0]) { /* its data have become these */
       first->data = NULL;
       first->released = true;
@@ -8618,45 +8653,41 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
   return true;
 }
 
-/* Runs a block again, from leaves that share the inputs' gradients, to results that share the outputs', and back over it. */
-LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status);
-LUNAI_FN bool lunai_block_backward(luna_op *op, luna_status *status) {
-  luna_ctx *ctx = op->ctx;
-  const lunai_mark mark = lunai_step_mark(ctx);
-  luna_op *tape = ctx->tape, *inner;
-  const uint32_t dropout_ops = ctx->dropout_ops;
-  luna_tensor *leaf[LUNA_MAX_INPUTS], *again[2] = { NULL, NULL };
-  void *memory;
-  bool good = true;
+/* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and backward
+   does not need is released at once. */
+LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
+  luna_ctx *ctx = newest->ctx;
+  luna_op *op = newest->recompute_from;
   int i;
-  memset(leaf, 0, sizeof leaf);
-  for (i = 0; i < op->inputs; i++) {
-    if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return false;
-    leaf[i] = (luna_tensor *)memory;
-    *leaf[i] = *op->in[i];
-    leaf[i]->base = NULL;
-    leaf[i]->maker = NULL;
-    leaf[i]->saved = true;
-    leaf[i]->data_piece = leaf[i]->grad_piece = NULL;
-    leaf[i]->offset = 0;
+  for (;; op = op->next) {
+    for (i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_data(ctx, op->in[i], status)) return false;
+    for (i = 0; i < op->outputs; i++) {
+      luna_tensor *out = op->out[i];
+      if (!out->released) continue;
+      if ((out->data_piece = lunai_piece_take(ctx, (size_t)luna_count(out) * sizeof(float))) == NULL) return false;
+      out->data = (float *)out->data_piece->at;
+      out->released = false;
+      out->recomputed = true;
+    }
+    op->kept_again = op->kept_again || !op->kept_piece;
+    if (!lunai_op_run(op, status)) return false;
+    for (i = 0; i < op->inputs; i++) {
+      luna_tensor *in = lunai_base(op->in[i]);
+      if (in && in->recomputed && in->last_reader == op && !in->saved) lunai_release(in);
+    }
+    if (op == newest) return true;
   }
-  ctx->tape = NULL;
-  ctx->dropout_ops = op->recompute->dropout_ops;
-  again[0] = op->recompute->block(op->recompute->state, leaf, op->outputs > 1 ? &again[1] : NULL);
-  good = again[0] && (op->outputs == 1 || again[1]);
-  if (!good) *status = ctx->status;
-  for (i = 0; i < op->outputs && good; i++) {
-    if (op->recompute->copy) again[i] = luna_scale(again[i], 1); /* a view, an input, one tensor twice */
-    good = again[i] != NULL;
-    if (!good || !op->out[i]->has_grad) continue;
-    again[i]->grad = op->out[i]->grad;
-    again[i]->has_grad = true;
+}
+
+/* whether an op is the newest of a recomputed scope, to which backward has come */
+LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
+  const luna_op *first = op->recompute_from;
+  int i;
+  for (; first; op = op->previous) {
+    for (i = 0; i < op->outputs; i++) if (op->out[i]->has_grad) return true;
+    if (op == first) return false;
   }
-  for (inner = ctx->tape; inner && good; inner = inner->previous) good = lunai_op_backward(inner, status);
-  ctx->tape = tape;
-  ctx->dropout_ops = dropout_ops;
-  lunai_step_rewind(ctx, mark);
-  return good;
+  return false;
 }
 
 /* whether an op reads a tensor once */
@@ -8668,12 +8699,17 @@ LUNAI_FN bool lunai_is_single(const luna_op *op, int at) {
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
-/* the gradients of an op's results, which nothing reads any more */
-LUNAI_FN void lunai_release_grads(const luna_op *op) {
+/* What nothing reads any more once an op's backward is over: its results' gradients, their data where these were computed
+   again, and what it kept, which the walk that only counts memory leaves to the next. */
+LUNAI_FN void lunai_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
+  lunai_piece *kept = op->kept_piece;
   int i;
+  lunai_piece_give(ctx, &kept);
+  if (!ctx->reserving) op->kept_piece = NULL;
   for (i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
+    if (out->recomputed) lunai_release(out);
     if (out->maker == op && !out->keep_grad) {
       lunai_piece_give(ctx, &out->grad_piece);
       out->grad = NULL;
@@ -8684,7 +8720,7 @@ LUNAI_FN void lunai_release_grads(const luna_op *op) {
 
 /* Leaves the gradient of a cross-entropy's logits to the LINEAR op that made them, which stores only parts of it at a time. False where that op cannot,
    or where the gradient is kept or has other parts: something has reached it, or an op between the two reads the logits and still may. */
-LUNAI_FN bool lunai_leave_gradient(const luna_op *loss) {
+LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   const luna_tensor *logits = lunai_owner(loss->in[0]);
   luna_op *maker = logits->maker;
   const luna_op *op;
@@ -8703,14 +8739,18 @@ LUNAI_FN bool lunai_leave_gradient(const luna_op *loss) {
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
-  bool reached = op->loss != NULL, good;
+  bool reached = op->loss != NULL;
   int i;
-  *status = LUNA_OUT_OF_MEMORY;
+  *status = LUNA_OK;
   for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
-  if (!reached) return true;
+  if (!reached) {
+    lunai_op_done(op);
+    return true;
+  }
   if (lunai_leave_gradient(op)) return true;
-  for (i = 0; i < op->outputs && !op->recompute && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
-  for (i = 0; i < op->outputs; i++) if (op->out[i]->recomputed) lunai_release(op->out[i]); /* those that read it are done, and its own op never does */
+  for (i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
+  for (i = 0; i < op->outputs; i++) /* those that read it are done */
+    if (op->out[i]->recomputed && !(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_release(op->out[i]);
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
   op->fresh = 0;
@@ -8726,18 +8766,14 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
     if (fresh) op->fresh |= 1 << i;
     if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], fresh)) return false;
   }
-  if (op->recompute) good = lunai_block_backward(op, status);
-  else {
-    mark = lunai_step_mark(ctx);
-    if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-    *status = lunai_is_run(op) ? ctx->backend->op[op->kind].backward(op) : LUNA_OK;
-    lunai_step_rewind(ctx, mark);
-    good = *status == LUNA_OK;
-  }
-  lunai_release_grads(op);
-  if (op->loss) lunai_release_grads(op->loss);
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
+  if (lunai_is_run(op)) *status = ctx->backend->op[op->kind].backward(op);
+  lunai_step_rewind(ctx, mark);
+  lunai_op_done(op);
+  if (op->loss) lunai_op_done(op->loss);
   op->loss = NULL;
-  return good;
+  return *status == LUNA_OK;
 }
 
 LUNAI_FN luna_status lunai_walk_failed(luna_ctx *ctx, const luna_op *op, luna_status status) {
@@ -8746,8 +8782,8 @@ LUNAI_FN luna_status lunai_walk_failed(luna_ctx *ctx, const luna_op *op, luna_st
   int i;
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && op->in[i]->needs_grad) bytes += (size_t)luna_count(op->in[i]) * sizeof(float);
-  if (status == LUNA_OUT_OF_MEMORY) return lunai_fail_memory(ctx, "luna_backward", bytes);
-  lunai_print(name, sizeof name, "luna_backward of %s", op->recompute ? "luna_recompute" : luna_op_name(op->kind));
+  if (status == LUNA_OK) return lunai_fail_memory(ctx, "luna_backward", bytes);
+  lunai_print(name, sizeof name, "luna_backward of %s", luna_op_name(op->kind));
   return lunai_backend_result(ctx, name, status);
 }
 
@@ -8756,15 +8792,19 @@ LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
   const float one = 1;
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
-  luna_op *op;
+  luna_op *op, *again = NULL;        /* the oldest op of the outermost recomputed scope under way */
   if (!lunai_grad_take(ctx, loss, true)) return lunai_fail_memory(ctx, "luna_backward", sizeof(float));
   if (lunai_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (lunai_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_backward", status);
-  for (op = ctx->tape; op; op = op->previous)
-    if (!lunai_op_backward(op, &status))
-      return ctx->status != LUNA_OK ? ctx->status :
-             lunai_walk_failed(ctx, op, status);
+  for (op = ctx->tape; op; op = op->previous) {
+    if (!again && lunai_scope_is_reached(op)) {
+      again = op->recompute_from;
+      if (!lunai_scope_again(op, &status)) return lunai_walk_failed(ctx, op, status);
+    }
+    if (!lunai_op_backward(op, &status)) return lunai_walk_failed(ctx, op, status);
+    if (op == again) again = NULL;
+  }
   return LUNA_OK;
 }
 
@@ -8814,6 +8854,10 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   for (op = ctx->tape; op; op = op->previous) {
     for (i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
     for (i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
+    if (!op->kept_again) continue;
+    op->kept = NULL;
+    op->kept_piece = NULL;
+    op->kept_again = false;
   }
   if (status == LUNA_OK && !(lunai_step_reserve(ctx, false, need[0]) && lunai_step_reserve(ctx, true, need[1])))
     status = lunai_fail_memory(ctx, "luna_backward", need[0] + need[1]);
@@ -9925,56 +9969,6 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   return lunai_finish(&s, rank, shape);
 }
 
-/* Outputs made by the block itself, the second before the first, and no views, stay where they are put; with `copy` they may be anything. */
-LUNAI_FN luna_tensor *lunai_recompute_block(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second, bool copy) {
-  luna_ctx *ctx = in[0]->ctx;
-  luna_tensor *outputs[2] = { NULL, NULL };
-  lunai_recompute *again;
-  luna_op *op;
-  luna_scope scope;
-  void *memory, *more, *kept;
-  int i;
-  if (!ctx->training || ctx->paused) return block(state, in, second);
-  if (!lunai_step_small(ctx, sizeof(luna_op), &memory) || !lunai_step(ctx, sizeof(lunai_recompute), false, &more) || !lunai_step(ctx, state_size, false, &kept))
-    return lunai_fail_op_memory(ctx, "luna_recompute", sizeof(luna_op) + sizeof(lunai_recompute) + state_size);
-  op = (luna_op *)memory;
-  again = (lunai_recompute *)more;
-  memset(op, 0, sizeof *op);
-  if (state_size) memcpy(kept, state, state_size);
-  again->block = block;
-  again->state = kept;
-  again->dropout_ops = ctx->dropout_ops;
-  again->copy = copy;
-  op->kind = LUNA_OP_COUNT;
-  op->ctx = ctx;
-  op->recompute = again;
-  op->outputs = second ? 2 : 1;
-  for (op->inputs = 0; op->inputs < count; op->inputs++) op->in[op->inputs] = in[op->inputs];
-  scope = luna_scope_begin(ctx);
-  ctx->paused = true;
-  outputs[1] = block(state, in, second ? &outputs[0] : NULL);
-  if (copy && outputs[1] && second) outputs[0] = luna_scale(outputs[0], 1);
-  if (copy && outputs[1]) outputs[1] = luna_scale(outputs[1], 1);
-  if (outputs[1]) (void)lunai_results(scope, outputs[1], outputs[0]);
-  ctx->paused = false;
-  if (!outputs[1] || (second && !outputs[0])) return lunai_fail_null(ctx, "luna_recompute", "a result of the block");
-  op->out[0] = outputs[1];
-  op->out[1] = outputs[0];
-  lunai_op_saves(op);
-  if (second) *second = outputs[0];
-  for (i = 0; i < op->outputs; i++) {
-    op->out[i]->needs_grad = true;
-    op->out[i]->maker = op;
-  }
-  op->previous = ctx->tape;
-  return (ctx->tape = op)->out[0];
-}
-LUNA_API luna_tensor *luna_recompute(luna_block block, const void *state, size_t state_size, luna_tensor *const *in, int count, luna_tensor **second) {
-  if (!lunai_all(in, count, "luna_recompute")) return NULL;
-  if (!block || (state_size && !state)) return lunai_fail_null(in[0]->ctx, "luna_recompute", block ? "state" : "block");
-  return lunai_recompute_block(block, state, state_size, in, count, second, true);
-}
-
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -10655,21 +10649,8 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return c->hook->forward(hook_state, x, p, lengths, causal);
 }
 
-/* What a layer's block needs besides its inputs. It hands out X' and, where `second` is not null, P'; `memory_only`:
-   P' alone. */
-typedef struct lunai_layer_state { const void *layer; const int32_t *lengths; bool memory_only; } lunai_layer_state;
-LUNAI_FN luna_tensor *lunai_layer_run(const luna_layer_config *c, luna_block block, const void *layer,
-                                      const int32_t *lengths, luna_tensor *const *in, int count, bool memory_only,
-                                      luna_tensor **second) {
-  lunai_layer_state s;
-  bool failed = false;
-  memset(&s, 0, sizeof s);
-  s.layer = layer;
-  s.lengths = lengths;
-  s.memory_only = memory_only;
-  if (c->recompute != LUNA_RECOMPUTE_LAYER || !in[0]->ctx->training) return block(&s, in, second);
-  s.lengths = lunai_memory_lengths(in[0]->ctx, lengths, in[0]->shape[0], INT32_MAX, &failed); /* backward may come when the caller's are gone */
-  return failed ? NULL : lunai_recompute_block(block, &s, sizeof s, in, count, second, false);
+LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx) {
+  return c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(ctx) : luna_scope_begin(ctx);
 }
 
 /* a learned P */
@@ -10713,44 +10694,39 @@ LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_at
   return (!next_x || *next_x) && (!next_p || *next_p);
 }
 
-LUNAI_FN luna_tensor *lunai_encoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  const lunai_layer_state *s = (const lunai_layer_state *)state;
-  const luna_encoder_layer *layer = (const luna_encoder_layer *)s->layer;
-  const luna_layer_config *c = &layer->config;
-  const luna_scope scope = luna_scope_begin(in[0]->ctx);
-  luna_tensor *x = in[0], *p = in[1], *next_p = NULL;
-  if (!lunai_is_luna(c)) {
-    x = lunai_other(c, &layer->other_attention, layer->hook_state, lunai_normed(c, x, &layer->attention_norm), p,
-                    s->lengths, false);
-    x = lunai_residual(c, in[0], x, &layer->attention_norm);
+/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths,
+                                  luna_tensor **next_x, luna_tensor **next_p) {
+  const luna_layer_config *c;
+  luna_tensor *y;
+  luna_scope scope;
+  bool is_luna;
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  c = &layer->config;
+  is_luna = lunai_is_luna(c);
+  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
+  scope = lunai_layer_scope(c, x->ctx);
+  if (!is_luna) {
+    y = lunai_normed(c, x, &layer->attention_norm);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, p, lengths, false);
+    x = lunai_residual(c, x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
       p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, x->shape[1])));
       p = luna_expand(p, x->shape[0]);
     }
-    if (!lunai_nested_half(c, &layer->attention, x, p, NULL, s->lengths, &layer->attention_norm, &layer->memory_norm,
-                           s->memory_only ? NULL : &x, second || s->memory_only ? &next_p : NULL)) return NULL;
-    if (s->memory_only) return lunai_result(scope, next_p);
+    if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
+                           next_x ? &x : NULL, next_p ? &p : NULL)) return false;
   }
-  x = lunai_results(scope, x, next_p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), next_p);
-  if (second) *second = next_p;
-  return lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), next_p);
-}
-/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths,
-                                  luna_tensor **next_x, luna_tensor **next_p) {
-  luna_tensor *in[2], *y;
-  bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
-  is_luna = lunai_is_luna(&layer->config);
-  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  in[0] = x;
-  in[1] = layer->memory ? NULL : p;
-  y = lunai_layer_run(&layer->config, lunai_encoder_layer_block, layer, lengths, in, in[1] ? 2 : 1, !next_x,
-                      is_luna && next_x ? next_p : NULL);
-  if (y) *(next_x ? next_x : next_p) = y;
-  return y != NULL;
+  if (!is_luna || !next_p) p = NULL;
+  if (next_x) {
+    x = lunai_results(scope, x, p);
+    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+    if (x) *next_x = x;
+  } else (void)lunai_result(scope, p);
+  if (x && p) *next_p = p;
+  return x != NULL;
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
   luna_tensor *y = NULL;
@@ -10784,31 +10760,27 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-LUNAI_FN luna_tensor *lunai_decoder_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  const lunai_layer_state *s = (const lunai_layer_state *)state;
-  const luna_decoder_layer *layer = (const luna_decoder_layer *)s->layer;
-  const luna_layer_config *c = &layer->config;
-  const luna_scope scope = luna_scope_begin(in[0]->ctx);
-  luna_tensor *x = in[0], *next_p = NULL;
-  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), in[1], x, c->dropout, s->lengths);
-  x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  if (!lunai_nested_half(c, &layer->cross_attention, x, in[1], in[2], s->lengths, &layer->cross_norm, &layer->memory_norm,
-                         &x, second ? &next_p : NULL)) return NULL;
-  x = lunai_results(scope, x, next_p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), next_p);
-  if (second) *second = next_p;
-  return lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), next_p);
-}
 /* -> X'; *next_p: P', or next_p is null where it is not wanted */
 LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
                                           luna_tensor *context, const int32_t *lengths, luna_tensor **next_p) {
-  luna_tensor *in[3];
+  const luna_layer_config *c;
+  luna_tensor *y;
+  luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
-  in[0] = x;
-  in[1] = p;
-  in[2] = context;
-  return lunai_layer_run(&layer->config, lunai_decoder_layer_block, layer, lengths, in, 3, false, next_p);
+  c = &layer->config;
+  scope = lunai_layer_scope(c, x->ctx);
+  y = lunai_normed(c, x, &layer->self_norm);
+  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths);
+  x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm, &layer->memory_norm, &x,
+                         next_p ? &p : NULL)) return NULL;
+  if (!next_p) p = NULL;
+  x = lunai_results(scope, x, p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+  if (x && p) *next_p = p;
+  return x;
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p);
@@ -10843,22 +10815,25 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   return lunai_setup_end(&s, good);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_layer_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  const luna_causal_layer *layer = (const luna_causal_layer *)((const lunai_layer_state *)state)->layer;
-  const luna_layer_config *c = &layer->config;
-  const luna_scope scope = luna_scope_begin(in[0]->ctx);
-  luna_tensor *x = in[0], *y = lunai_normed(c, x, &layer->attention_norm);
-  (void)second;
+LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
+  const luna_layer_config *c;
+  luna_tensor *y;
+  luna_scope scope;
+  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
+  c = &layer->config;
+  scope = lunai_layer_scope(c, x->ctx);
+  y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
-  if (lunai_is_luna(c)) y = lunai_sum_normed(c, lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL), &layer->attention_norm);
-  else y = lunai_residual(c, x, lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true), &layer->attention_norm);
+  if (lunai_is_luna(c)) {
+    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL);
+    y = lunai_sum_normed(c, y, &layer->attention_norm);
+  } else {
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true);
+    y = lunai_residual(c, x, y, &layer->attention_norm);
+  }
   y = lunai_result(scope, y);
   y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm));
   return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
-}
-LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
-  return lunai_layer_run(&layer->config, lunai_causal_layer_block, layer, NULL, &x, 1, false, NULL);
 }
 #endif /* !LUNA_ONLY_STREAM */
 

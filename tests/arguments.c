@@ -840,18 +840,15 @@ static void case_luna_custom_op(void) {
   const bool given = !turn();
   got_tensor(luna_custom_op(given ? in : NULL, count, number(1 + (int)pick(4)), turn() ? NULL : shape, turn() ? NULL : &c), given && any_of(in, count < 8 ? count : 8));
 }
-static luna_tensor *block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  const int what = *(const int *)state;
-  if (second) *second = what == 1 ? NULL : what == 2 ? in[0] : luna_scale(in[0], 3);
-  return what == 0 ? NULL : what == 2 ? in[0] : luna_mul(in[0], in[0]);
-}
-static void case_luna_recompute(void) {
-  luna_tensor *in[9], *second = NULL;
-  const int count = number(1 + (int)pick(8)), what = turn() ? (int)pick(3) : 3;
-  for (int i = 0; i < 9; i++) in[i] = any_tensor();
-  if (count > 9) return;
-  if (turn()) got_tensor(luna_recompute(turn() ? NULL : block, NULL, sizeof what, in, count, NULL), any_of(in, count < 8 ? count : 8));
-  else got_tensor(luna_recompute(block, &what, sizeof what, turn() ? NULL : in, count, coin() ? &second : NULL), false);
+static void case_luna_scope_recompute(void) {
+  const luna_scope scope = luna_scope_recompute(turn() ? NULL : w->ctx), inner = luna_scope_recompute(w->ctx);
+  luna_tensor *x = any_tensor(), *y = x ? luna_mul(x, luna_scale(x, 2)) : NULL, *results[2];
+  if (turn()) y = luna_scope_end(inner, &y, 1);
+  results[0] = turn() ? NULL : y;
+  results[1] = coin() ? x : NULL;
+  y = luna_scope_end(scope, results, 2);
+  expect(y == results[0], "the end of a scope returns what is not its first result");
+  got_tensor(y, x != NULL && y != NULL);
 }
 
 /* ==== params ==== */
@@ -1636,7 +1633,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_activate) F(luna_relu) F(luna_gelu) F(luna_elu1) F(luna_softplus) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
-  F(luna_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
+  F(luna_scope_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
   F(luna_params_element_count) F(luna_params_zero_grad) F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) \
   F(luna_load_borrowed) F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_load) \
   F(luna_load_matching) F(luna_linear_layer_init) F(luna_linear_layer_forward) F(luna_norm_layer_init) F(luna_norm_layer_forward) \

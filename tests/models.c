@@ -1689,25 +1689,37 @@ static void check_recomputed(luna_model_kind kind, int v) {
   free(keep);
 }
 
-/* luna_recompute itself: blocks that return an input, one tensor twice, a view, something without a gradient; blocks within blocks */
-enum { BLOCKS = 7 };
-static luna_tensor *odd_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  const int which = *(const int *)state, inner = 0;
+/* recomputed scopes: that return an input, one tensor twice, a view, something without a gradient; scopes within scopes */
+enum { BLOCKS = 8 };
+static luna_tensor *odd_block(int which, luna_tensor *const *in, luna_tensor **second, bool again) {
+  const luna_scope scope = again ? luna_scope_recompute(in[0]->ctx) : luna_scope_begin(in[0]->ctx);
   const int64_t flat[1] = {-1};
-  luna_tensor *y = luna_dropout(luna_gelu(luna_linear(in[0], in[1], NULL)), 0.3f);
+  luna_tensor *y = luna_dropout(luna_gelu(luna_linear(in[0], in[1], NULL)), 0.3f), *both[2] = {y, y};
   switch (which) {
-    case 0: *second = luna_relu(y); return y;
-    case 1: *second = in[0]; return y; /* an input as it came */
-    case 2: *second = y; return in[0];
-    case 3: *second = y; return y;                                                 /* one tensor twice */
-    case 4: *second = luna_reshape(in[0], 1, flat); return luna_slice(y, 0, 1, 1); /* views, one of an input */
-    case 5: *second = luna_detach(y); return y;                                    /* one without a gradient */
+    case 0: both[1] = luna_relu(y); break;
+    case 1: both[1] = in[0]; break; /* an input as it came */
+    case 2: both[0] = in[0]; break;
+    case 3: break;                  /* one tensor twice */
+    case 4:                         /* views, one of an input */
+      both[0] = luna_slice(y, 0, 1, 1);
+      both[1] = luna_reshape(in[0], 1, flat);
+      break;
+    case 5: both[1] = luna_detach(y); break; /* one without a gradient */
+    case 6: {                       /* what the scope inside releases is a constant: no op makes it again */
+      const luna_scope inner = luna_scope_begin(in[0]->ctx);
+      y = luna_add(y, luna_relu(luna_detach(in[0])));
+      both[1] = luna_scope_end(inner, &y, 1);
+      both[0] = luna_gelu(y);
+      break;
+    }
     default: {
-      luna_tensor *deep = NULL, *mid = luna_recompute(odd_block, &inner, sizeof inner, in, 2, &deep);
-      *second = luna_add(deep, y);
-      return luna_linear(mid, in[1], NULL);
+      luna_tensor *deep = NULL, *mid = odd_block(0, in, &deep, true);
+      both[0] = luna_linear(mid, in[1], NULL);
+      both[1] = luna_add(deep, y);
     }
   }
+  *second = both[1];
+  return luna_scope_end(scope, both, 2);
 }
 static void check_blocks(void) {
   for (int which = 0; which < BLOCKS; which++) {
@@ -1724,7 +1736,7 @@ static void check_blocks(void) {
       in[0] = luna_require_grad(common_tensor(ctx, 73, 2, 3, DIM, 0));
       luna_tensor *x = in[0];
       in[0] = luna_scale(x, 2);
-      y = i ? luna_recompute(odd_block, &which, sizeof which, in, 2, &second) : odd_block(&which, in, &second);
+      y = odd_block(which, in, &second, i > 0);
       got[i][0] = values_of(ctx, y, "a block");
       got[i][1] = values_of(ctx, second, "a block's second result");
       if (i < 2) {
@@ -1747,18 +1759,6 @@ static void check_blocks(void) {
     for (int i = 0; i < 3; i++)
       for (int part = 0; part < (i < 2 ? 4 : 2); part++) free(got[i][part]);
   }
-  const int which = 0;
-  luna_ctx *ctx = ctx_open();
-  luna_tensor *in[2] = {NULL, NULL}, *second = NULL;
-  luna_begin_step(ctx);
-  CHECK(!luna_recompute(odd_block, &which, sizeof which, in, 1, &second) &&
-            !luna_recompute(odd_block, &which, sizeof which, NULL, 1, &second),
-        "null inputs");
-  in[0] = common_tensor(ctx, 1, 2, 3, 0, 0);
-  refused(ctx, !luna_recompute(odd_block, &which, sizeof which, in, 2, &second), NULL_ARGUMENT, "a null second input");
-  refused(ctx, !luna_recompute(NULL, &which, sizeof which, in, 1, &second), NULL_ARGUMENT, "no block");
-  refused(ctx, !luna_recompute(odd_block, NULL, 4, in, 1, &second), NULL_ARGUMENT, "no state of 4 bytes");
-  luna_close(ctx);
 }
 
 /* ---- what training a long classifier takes, measured ---- */

@@ -248,17 +248,15 @@ static void op_linear_cross_entropy(trial *t, int v) {
   give(t, luna_linear_cross_entropy(x, weight, bias, v == 1 || v == 5 ? none : labels, v < 2 ? NULL : &config));
 }
 /* logits whose gradient the linear op makes by panels, and (from 3 on) logits that something else reads, before the loss or after */
-static luna_tensor *op_logits_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  (void)second;
-  return luna_cross_entropy(luna_linear(in[0], in[1], in[2]), (const int32_t *)state);
-}
 static void op_logits(trial *t, int v) {
   static const int32_t labels[12] = {4, 0, -1, 2, 513, 1, 3, -1, 5, 6, 7, 8};
   const int64_t in = SIZE(3, 67), classes = SIZE(1028, 2500), flat[2] = {6, classes}, halves[2] = {12, classes / 2};
   luna_tensor *x[3] = {in3(t, 2, 3, in), in2(t, classes, in), in1(t, classes)}, *y, *z = NULL;
   if (v == 1) x[0] = luna_scale(x[0], 2);
   if (v == 2) {
-    give(t, luna_recompute(op_logits_block, labels, sizeof labels, x, 3, NULL));
+    const luna_scope scope = luna_scope_recompute(t->ctx);
+    y = luna_cross_entropy(luna_linear(x[0], x[1], x[2]), labels);
+    give(t, luna_scope_end(scope, &y, 1));
     return;
   }
   y = luna_linear(x[0], x[1], x[2]);
@@ -399,19 +397,17 @@ static void op_ratio(trial *t, int v) {
   luna_tensor *x = v ? in2(t, SIZE(4, 60), SIZE(5, 33)) : in4(t, 2, 2, SIZE(3, 30), SIZE(4, 18));
   give(t, luna_ratio(luna_activate(x, LUNA_ACTIVATION_SOFTPLUS))); /* away from division by 0 */
 }
-static luna_tensor *op_block(const void *state, luna_tensor *const *in, luna_tensor **second) {
-  const int v = *(const int *)state;
-  luna_tensor *y = luna_dropout(luna_gelu(luna_linear(in[0], in[1], NULL)), v % 2 ? (float)0.3 : 0);
-  const int64_t flat[1] = {-1};
-  if (second) *second = v >= 4 ? luna_reshape(luna_softmax(y, NULL), 1, flat) : luna_softmax(y, NULL);
-  return luna_linear(y, in[2], NULL);
-}
-static void op_recompute(trial *t, int v) { /* dropout or not; one result, two, a view */
-  luna_tensor *second = NULL;
+static void op_recompute(trial *t, int v) { /* dropout or not; one result, two, a view; a scope inside */
   luna_tensor *in[3] = {in3(t, 2, SIZE(3, 20), SIZE(4, 33)), in2(t, SIZE(5, 40), SIZE(4, 33)), in2(t, SIZE(2, 8), SIZE(5, 40))};
-  in[0] = luna_dropout(in[0], (float)0.1);
-  give(t, luna_recompute(op_block, &v, sizeof v, in, 3, v >= 2 ? &second : NULL));
-  if (v >= 2) give(t, second);
+  luna_tensor *x = luna_dropout(in[0], (float)0.1), *y, *both[2];
+  const int64_t flat[1] = {-1};
+  const luna_scope scope = luna_scope_recompute(t->ctx), inner = luna_scope_begin(t->ctx);
+  y = luna_dropout(luna_gelu(luna_linear(x, in[1], NULL)), v % 2 ? (float)0.3 : 0);
+  if (v >= 4) y = luna_scope_end(inner, &y, 1);
+  both[0] = luna_linear(y, in[2], NULL);
+  both[1] = v < 2 ? NULL : v >= 4 ? luna_reshape(luna_softmax(y, NULL), 1, flat) : luna_softmax(y, NULL);
+  give(t, luna_scope_end(scope, both, v < 2 ? 1 : 2));
+  if (v >= 2) give(t, both[1]);
 }
 
 /* ---- layers ---- */
