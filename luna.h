@@ -556,7 +556,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    what luna_keep was called for, and, in training, what backward will read and cannot compute again by cheap ops.
    Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends. Results may be
    null where nothing was made; the first is returned, and is not null unless something failed. */
-typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute, inside; } luna_scope;
+typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; } luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
@@ -6268,7 +6268,7 @@ struct luna_ctx {
   luna_op *tape;
   uint32_t dropout_ops;
   bool training;
-  bool recomputing;                  /* a recomputed scope is open */
+  bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
   bool paused;                       /* training, but nothing joins the tape: a stream is opened */
   bool reserving;                    /* the first walk of luna_backward: memory is counted, nothing is computed */
   bool differentiated;               /* luna_backward has succeeded since begin */
@@ -8268,7 +8268,7 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
   }
   for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
-/* whether the data of a tensor that has no view's base are there in backward, or cheap ops compute them from such data */
+/* whether cheap ops compute a tensor's data again, in backward, from data that are there */
 LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
   int i;
   if (!t->maker || !lunai_op_is_cheap[t->maker->kind]) return false;
@@ -8285,7 +8285,6 @@ LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = false;
-  scope.inside = ctx && ctx->recomputing;
   return scope;
 }
 LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
@@ -8316,11 +8315,10 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   int i;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
-  ctx->recomputing = scope.inside;
   if (taped && scope.recompute) lunai_scope_forget(scope);
   for (t = ctx->made; t && t != scope.made; t = t->older) {
     const bool again = scope.recompute && t->maker;              /* its op is run again */
-    const bool given = scope.inside && !t->maker && t->last_reader; /* to an op that is run again */
+    const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
     for (i = 0; i < count && lunai_base(results[i]) != t; i++);
     if (i == count && !t->keep_data && !(taped && (t->saved || given) && !again && !lunai_is_recomputable(t)))
       lunai_release(t);
