@@ -3,7 +3,7 @@
 #include "luna.h"
 #include "test.h"
 
-#include "op_cases.h"
+#include "op_can.h"
 
 /* --- the columns: backward reads no other data than the table says, and all that it says --- */
 static const int table_reads[] = {
@@ -234,6 +234,7 @@ static void check_models(void) {
 
 int main(void) {
   check_columns();
+  can_check(luna_cpu_backend(), NULL);
   check_results(false);
   check_results(true);
   check_released_input();
