@@ -1307,17 +1307,17 @@ typedef struct luna_op {
   struct luna_op *previous;          /* the tape */
 } luna_op;
 
-/* What an op's functions can do (luna_op_functions.can). No function is asked to when an input concerned is in the op twice, but for ADDS_IN_PLACE. */
-#define LUNA_SETS_GRAD(i) (1 << (i))           /* backward sets in[i]'s gradient where luna_op.sets has bit i */
-#define LUNA_GRAD_IN_PLACE(i) (256 << (i))     /* in[i] is only added to the result: its gradient may be out[0]'s, which backward then leaves there */
-#define LUNA_ADDS_IN_PLACE(i) (65536 << (i))   /* in[i] may be that input too: its part is added where out[0]'s gradient lies, and is not read again */
-#define LUNA_FORWARD_IN_PLACE (1 << 24)        /* forward may write the result where in[0] lies */
-#define LUNA_TAKES_LOSS (1 << 25)              /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
+/* What an op's functions can do (luna_op_functions.can). An input that occurs twice is asked nothing but ADDS_IN_PLACE. */
+#define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
+#define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, left as it is */
+#define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
+#define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
+#define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
 
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
-  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad (sets it, for a bit of op->sets), where that is not null, from out[]->grad */
+  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
 } luna_op_functions;
 
@@ -8122,7 +8122,8 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
   return LUNA_OK;
 }
 
-#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
@@ -8136,7 +8137,8 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_OP(query_nothing, max_forward, max_backward, 0),
     LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
-    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
+    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
     LUNAI_CPU_OP(query_nothing, same_forward, activation_backward, 0),
     LUNAI_CPU_OP(query_nothing, softmax_forward, softmax_backward, 0),
     LUNAI_CPU_OP(query_nothing, mask_forward, mask_backward, 0),
@@ -8152,8 +8154,10 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
     LUNAI_CPU_OP(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_OP(feed_forward_query, feed_forward_forward, feed_forward_backward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, LUNA_SETS_GRAD(0))
+    LUNAI_CPU_OP(feed_forward_query, feed_forward_forward, feed_forward_backward,
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
+                 LUNA_SETS_GRAD(0))
   }
 };
 #undef LUNAI_CPU_OP
@@ -8545,7 +8549,7 @@ LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { 
 /* --- backward --- */
 typedef struct lunai_recompute { luna_block block; const void *state; uint32_t dropout_ops; bool copy; } lunai_recompute;
 #ifndef LUNA_NO_TRAIN
-/* the gradient of a tensor that wants one: when new, zeros unless it is to be `set`; of a view, its part of the owner's */
+/* the gradient of a tensor that wants one: when new, zeros unless `set`; of a view, its part of the owner's */
 LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = t->base ? t->base : t;
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
@@ -8568,7 +8572,7 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   return true;
 }
 
-/* what the backend's functions can do: nothing for a block, or when they are not called */
+/* what the backend's functions can do: nothing for a block, and for an empty result, where they are not called */
 LUNAI_FN int lunai_op_can(const luna_op *op) {
   return op->recompute || lunai_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can;
 }
@@ -8595,7 +8599,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
     first = op->in[0]->base ? op->in[0]->base : op->in[0];
-    if (again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) && lunai_is_single(op, 0)) {
+    if (again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
+        lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
     } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
@@ -8685,7 +8690,8 @@ LUNAI_FN bool lunai_leave_gradient(const luna_op *loss) {
   int i;
   if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR) return false;
   if (!(lunai_op_can(maker) & LUNA_TAKES_LOSS) || lunai_linear_changes(maker) || maker->in[3]) return false;
-  if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS || !lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
+  if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS) return false;
+  if (!lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
   if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
   for (op = loss->previous; op && op != maker; op = op->previous)
     for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
@@ -8698,12 +8704,14 @@ LUNAI_FN bool lunai_leave_gradient(const luna_op *loss) {
 /* whether the gradient of an op's result becomes that of its input in place */
 LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
   const int can = lunai_op_can(op), others = lunai_same_inputs(op, i) & ~(1 << i);
-  return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i]) && !(others & ~(can >> 16));
+  return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i]) &&
+         (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
+  const int can = lunai_op_can(op);
   bool reached = op->loss != NULL, good;
   int i;
   *status = LUNA_OUT_OF_MEMORY;
@@ -8723,7 +8731,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
       op->out[0]->grad_piece = NULL;
     }
   for (i = 0; i < op->inputs; i++) {
-    const bool set = op->in[i] && (lunai_op_can(op) & LUNA_SETS_GRAD(i)) && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
+    const bool set = (can & LUNA_SETS_GRAD(i)) && op->in[i] && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
     if (set) op->sets |= 1 << i;
     if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], set)) return false;
   }

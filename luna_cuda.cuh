@@ -203,7 +203,7 @@ static inline int64_t lunacu_last(const luna_tensor *t) { return t->rank ? t->sh
 static inline int64_t lunacu_rows(const luna_tensor *t) { return lunacu_last(t) ? luna_count(t) / lunacu_last(t) : 0; }
 static inline float *lunacu_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 static inline float *lunacu_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
-static inline bool lunacu_sets(const luna_op *op, int i) { return op->sets >> i & 1; } /* that gradient is to be set, not added to */
+static inline bool lunacu_sets(const luna_op *op, int i) { return op->sets >> i & 1; }
 static inline void lunacu_nothing_query(luna_op *op) { (void)op; }
 /* `floats` floats from *at on, in multiples of 256 bytes; with *at starting at null, *at counts bytes */
 static inline float *lunacu_take(char **at, int64_t floats) {
@@ -3953,7 +3953,8 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(SLICE, nothing, slice, 0)
         LUNACU_OP(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
         LUNACU_OP(EXPAND, expand, expand, LUNA_SETS_GRAD(0))
-        LUNACU_OP(ADD, binary, add, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE)
+        LUNACU_OP(ADD, binary, add,
+                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(MUL, binary, mul, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1))
         LUNACU_OP(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
@@ -3969,13 +3970,16 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)
-        LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2))
+        LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product,
+                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2))
         LUNACU_OP(SHORT_CONVOLUTION, short_convolution, short_convolution, LUNA_SETS_GRAD(0))
         LUNACU_OP(CUSTOM, nothing, custom, 0)
         LUNACU_OP(PACK, attention, attention, 0)
         LUNACU_OP(UNPACK, unpack, unpack, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
-        LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3))
-        LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
+        LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna,
+                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3))
+        LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward,
+                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 #undef LUNACU_OP
       }
   }

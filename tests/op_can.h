@@ -1,5 +1,6 @@
-/* What a backend's table says that its functions can do (luna_op_functions.can), against what they do, in every case of op_cases.h: gradients that
-   are set begin as NaN, others keep what they held, and what may lie in one place does. Used by scopes.c and cuda.c. */
+/* What a backend's table says that its functions can do (luna_op_functions.can), against what they do, in every case of
+   op_cases.h: gradients that are set begin as NaN, others keep what they held, and what may lie in one place does. Used by
+   scopes.c and cuda.c. */
 #ifndef OP_CAN_H
 #define OP_CAN_H
 #include "op_cases.h"
@@ -9,7 +10,7 @@ static const luna_backend *can_table;
 static luna_backend can_probe;       /* the same functions, of which luna.h thinks that they can do nothing of this */
 static int can_met[LUNA_OP_COUNT];   /* bits that were checked */
 static int can_inputs[LUNA_OP_COUNT]; /* bits of the inputs that an op had in any case */
-static int can_adds[LUNA_OP_COUNT];  /* bits of LUNA_SETS_GRAD: backward was seen to add, whatever op->sets says */
+static int can_not[LUNA_OP_COUNT];   /* bits of LUNA_SETS_GRAD and LUNA_GRAD_IN_PLACE that were seen not to hold */
 
 static float *can_read(luna_ctx *ctx, const float *at, int64_t count) {
   float *values = common_floats(count);
@@ -32,22 +33,27 @@ typedef struct can_state {
 } can_state;
 static void can_save(can_state *s, const luna_op *op) {
   memset(s, 0, sizeof *s);
-  for (int i = 0; i < op->outputs; i++) if (op->out[i]->grad) s->out[i] = can_read(op->ctx, op->out[i]->grad, luna_count(op->out[i]));
+  for (int i = 0; i < op->outputs; i++)
+    if (op->out[i]->grad) s->out[i] = can_read(op->ctx, op->out[i]->grad, luna_count(op->out[i]));
   if (op->kept) s->kept = can_read(op->ctx, (const float *)op->kept, (int64_t)(op->kept_size / sizeof(float)));
   for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && op->in[i]->grad) s->in[i] = can_read(op->ctx, can_owner(op->in[i])->grad, luna_count(can_owner(op->in[i])));
+    if (op->in[i] && op->in[i]->grad)
+      s->in[i] = can_read(op->ctx, can_owner(op->in[i])->grad, luna_count(can_owner(op->in[i])));
 }
 static void can_restore(const can_state *s, const luna_op *op) {
-  for (int i = 0; i < op->outputs; i++) if (s->out[i]) can_write(op->ctx, op->out[i]->grad, s->out[i], luna_count(op->out[i]));
+  for (int i = 0; i < op->outputs; i++)
+    if (s->out[i]) can_write(op->ctx, op->out[i]->grad, s->out[i], luna_count(op->out[i]));
   if (s->kept) can_write(op->ctx, (float *)op->kept, s->kept, (int64_t)(op->kept_size / sizeof(float)));
-  for (int i = 0; i < op->inputs; i++) if (s->in[i]) can_write(op->ctx, can_owner(op->in[i])->grad, s->in[i], luna_count(can_owner(op->in[i])));
+  for (int i = 0; i < op->inputs; i++)
+    if (s->in[i]) can_write(op->ctx, can_owner(op->in[i])->grad, s->in[i], luna_count(can_owner(op->in[i])));
 }
 static void can_free(const can_state *s) {
   for (int i = 0; i < 2; i++) free(s->out[i]);
   for (int i = 0; i < LUNA_MAX_INPUTS; i++) free(s->in[i]);
   free(s->kept);
 }
-static void can_fill(const can_state *s, const luna_op *op, int bits, float value) { /* inputs' gradients, after can_restore */
+/* sets inputs' gradients, after can_restore */
+static void can_fill(const can_state *s, const luna_op *op, int bits, float value) {
   for (int i = 0; i < op->inputs; i++) {
     if (!s->in[i] || !(bits >> i & 1)) continue;
     const int64_t count = luna_count(can_owner(op->in[i]));
@@ -68,14 +74,15 @@ static luna_status can_run(luna_op *op, int sets, can_state *now) {
 /* whether a[i] == b[i] + more[i] + held within `limit`, or 0 for exactly */
 static bool can_equal(const float *a, const float *b, const float *more, float held, int64_t count, double limit) {
   for (int64_t i = 0; i < count; i++) {
-    const double sum = (double)b[i] + (more ? (double)more[i] : 0) + (double)held, size = fabs((double)b[i]) + (more ? fabs((double)more[i]) : 0) + (double)held;
-    if (!(fabs((double)a[i] - sum) <= limit * size)) return false;
+    const double other = more ? (double)more[i] : 0, size = fabs((double)b[i]) + fabs(other) + (double)held;
+    if (!(fabs((double)a[i] - ((double)b[i] + other + (double)held)) <= limit * size)) return false;
   }
   return true;
 }
 
-/* Input i's gradient, and that of the inputs in `others`, lie where the result's does. alone: the gradients made apart from each other */
-static void can_in_place(luna_op *op, int i, int others, const can_state *before, const can_state *alone) {
+/* Input i's gradient, and that of the inputs in `others`, lie where the result's does. alone: the gradients made apart.
+   Returns whether they are the same so. */
+static bool can_in_place(luna_op *op, int i, int others, const can_state *before, const can_state *alone) {
   float *grad[LUNA_MAX_INPUTS];
   can_state now;
   can_restore(before, op);
@@ -85,13 +92,15 @@ static void can_in_place(luna_op *op, int i, int others, const can_state *before
   can_run(op, 0, &now);
   for (int j = 0; j < op->inputs; j++) if (op->in[j]) op->in[j]->grad = grad[j];
   const float *more = NULL;
+  bool good = true;
   for (int j = 0; j < op->inputs; j++) {
     if (others >> j & 1) more = can_owner(op->in[j]) != op->in[i] ? alone->in[j] : NULL;
-    else if (j != i && now.in[j]) CHECK(can_equal(now.in[j], alone->in[j], NULL, 0, luna_count(can_owner(op->in[j])), 0), "%s: in place of the result's gradient, input %d's changes that of input %d", luna_op_name(op->kind), i, j);
+    else if (j != i && now.in[j])
+      good = good && can_equal(now.in[j], alone->in[j], NULL, 0, luna_count(can_owner(op->in[j])), 0);
   }
-  CHECK(can_equal(now.out[0], alone->in[i], more, 0, luna_count(op->out[0]), more ? 1e-5 : 0), "%s: input %d's gradient cannot lie where the result's does",
-        luna_op_name(op->kind), i);
+  good = good && can_equal(now.out[0], alone->in[i], more, 0, luna_count(op->out[0]), more ? 1e-5 : 0);
   can_free(&now);
+  return good;
 }
 
 static luna_status can_backward(luna_op *op) {
@@ -113,8 +122,8 @@ static luna_status can_backward(luna_op *op) {
   can_fill(&before, op, 255, CAN_HELD);
   can_run(op, 0, &now);
   for (int i = 0; i < op->inputs; i++)
-    CHECK(!now.in[i] || can_equal(now.in[i], alone.in[i], NULL, CAN_HELD, luna_count(can_owner(op->in[i])), 1e-5), "%s: backward does not add to input %d's gradient",
-          luna_op_name(op->kind), i);
+    CHECK(!now.in[i] || can_equal(now.in[i], alone.in[i], NULL, CAN_HELD, luna_count(can_owner(op->in[i])), 1e-5),
+          "%s: backward does not add to input %d's gradient", luna_op_name(op->kind), i);
   can_free(&now);
   can_restore(&before, op);
   can_fill(&before, op, 255, 0);
@@ -123,17 +132,26 @@ static luna_status can_backward(luna_op *op) {
   for (int i = 0; i < op->inputs; i++) {
     if (!now.in[i]) continue;
     const bool equal = can_equal(now.in[i], alone.in[i], NULL, 0, luna_count(can_owner(op->in[i])), 0);
-    if (!(single >> i & 1) || (can & LUNA_SETS_GRAD(i))) CHECK(equal, "%s: backward does not set input %d's gradient", luna_op_name(op->kind), i);
-    if (single >> i & 1) (equal ? can_met : can_adds)[op->kind] |= LUNA_SETS_GRAD(i);
+    if (!(single >> i & 1) || (can & LUNA_SETS_GRAD(i)))
+      CHECK(equal, "%s: backward does not set input %d's gradient", luna_op_name(op->kind), i);
+    if (single >> i & 1) (equal ? can_met : can_not)[op->kind] |= LUNA_SETS_GRAD(i);
   }
   can_free(&now);
   for (int i = 0; i < op->inputs && !op->loss && op->out[0]->grad; i++) {
     const int same = can_same(op, i) & ~(1 << i);
-    if (!(can & LUNA_GRAD_IN_PLACE(i)) || !(whole >> i & 1)) continue;
-    if (!same) can_in_place(op, i, 0, &before, &alone), can_met[op->kind] |= LUNA_GRAD_IN_PLACE(i);
-    for (int j = 0; j < op->inputs; j++)
-      if ((can & LUNA_ADDS_IN_PLACE(j)) && (whole >> j & 1) && !(same & ~(1 << j)))
-        can_in_place(op, i, 1 << j, &before, &alone), can_met[op->kind] |= LUNA_ADDS_IN_PLACE(j);
+    if (!(whole >> i & 1)) continue;
+    if (!same) {
+      const bool good = can_in_place(op, i, 0, &before, &alone);
+      CHECK(good || !(can & LUNA_GRAD_IN_PLACE(i)), "%s: input %d's gradient cannot lie where the result's does",
+            luna_op_name(op->kind), i);
+      (good ? can_met : can_not)[op->kind] |= LUNA_GRAD_IN_PLACE(i);
+    }
+    for (int j = 0; j < op->inputs && (can & LUNA_GRAD_IN_PLACE(i)); j++) {
+      if (!(can & LUNA_ADDS_IN_PLACE(j)) || !(whole >> j & 1) || (same & ~(1 << j))) continue;
+      CHECK(can_in_place(op, i, 1 << j, &before, &alone), "%s: the gradient of inputs %d and %d cannot lie where the result's does",
+            luna_op_name(op->kind), i, j);
+      can_met[op->kind] |= LUNA_ADDS_IN_PLACE(j);
+    }
   }
   can_restore(&before, op);
   can_free(&before);
@@ -145,7 +163,8 @@ static luna_status can_forward(luna_op *op) {
   const luna_status status = can_table->op[op->kind].forward(op);
   const int64_t count = luna_count(op->out[0]);
   luna_tensor *x = op->in[0];
-  if (status != LUNA_OK || !(can_table->op[op->kind].can & LUNA_FORWARD_IN_PLACE) || luna_count(x) != count || can_same(op, 0) != 1) return status;
+  if (status != LUNA_OK || !(can_table->op[op->kind].can & LUNA_FORWARD_IN_PLACE)) return status;
+  if (luna_count(x) != count || can_same(op, 0) != 1) return status;
   float *y = can_read(op->ctx, op->out[0]->data, count), *values = can_read(op->ctx, x->data, count), *data = x->data;
   can_write(op->ctx, op->out[0]->data, values, count);
   free(values);
@@ -153,7 +172,8 @@ static luna_status can_forward(luna_op *op) {
   const luna_status again = can_table->op[op->kind].forward(op);
   x->data = data;
   values = can_read(op->ctx, op->out[0]->data, count);
-  CHECK(memcmp(y, values, (size_t)count * sizeof(float)) == 0, "%s: forward cannot write where its first input lies", luna_op_name(op->kind));
+  CHECK(memcmp(y, values, (size_t)count * sizeof(float)) == 0, "%s: forward cannot write where its first input lies",
+        luna_op_name(op->kind));
   can_met[op->kind] |= LUNA_FORWARD_IN_PLACE;
   free(y), free(values);
   return again;
@@ -163,7 +183,7 @@ static void can_check(const luna_backend *table, const char *skip) {
   can_table = table;
   can_probe = *table;
   memset(can_met, 0, sizeof can_met);
-  memset(can_adds, 0, sizeof can_adds);
+  memset(can_not, 0, sizeof can_not);
   memset(can_inputs, 0, sizeof can_inputs);
   for (int kind = 0; kind < LUNA_OP_COUNT; kind++) {
     can_probe.op[kind].can &= LUNA_TAKES_LOSS;
@@ -177,18 +197,21 @@ static void can_check(const luna_backend *table, const char *skip) {
       plain.options.threads = probed.options.threads = 1;
       plain.options.backend = table;
       probed.options.backend = &can_probe;
-      if (CHECK(trial_run(&plain, &op_cases[i], v, true) && trial_run(&probed, &op_cases[i], v, true), "%s: %s%s", op_cases[i].name, plain.error, probed.error))
+      if (CHECK(trial_run(&plain, &op_cases[i], v, true) && trial_run(&probed, &op_cases[i], v, true), "%s: %s%s",
+                op_cases[i].name, plain.error, probed.error))
         for (int k = 0; k < plain.inputs; k++)
           CHECK(can_equal(plain.input[k].gradient, probed.input[k].gradient, NULL, 0, plain.input[k].count, 0),
-                "%s, variant %d: the gradient of input %d is another where nothing is set or in place", op_cases[i].name, v, k);
+                "%s, variant %d: the gradient of input %d is another where nothing is set or in place", op_cases[i].name, v,
+                k);
       trial_free(&plain);
       trial_free(&probed);
     }
   for (int kind = 0; kind < LUNA_OP_COUNT; kind++) {
     const int sets = LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1, can = table->op[kind].can & (~sets | can_inputs[kind]);
-    const int lacks = can_met[kind] & sets & ~can_adds[kind] & ~can;
-    CHECK((can & ~can_met[kind]) == 0, "%s: no case shows that it can do %x", luna_op_name((luna_op_kind)kind), (unsigned)(can & ~can_met[kind]));
-    CHECK(lacks == 0, "%s: backward can set gradients of which the table does not say so: %x", luna_op_name((luna_op_kind)kind), (unsigned)lacks);
+    const int lacks = can_met[kind] & (LUNA_ADDS_IN_PLACE(0) - 1) & ~can_not[kind] & ~can;
+    CHECK((can & ~can_met[kind]) == 0, "%s: no case shows that it can do %x", luna_op_name((luna_op_kind)kind),
+          (unsigned)(can & ~can_met[kind]));
+    CHECK(lacks == 0, "%s: the table does not say that it can do %x", luna_op_name((luna_op_kind)kind), (unsigned)lacks);
   }
 }
 #endif

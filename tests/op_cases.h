@@ -178,11 +178,11 @@ static void op_mul(trial *t, int v) {
   luna_tensor *y = op_partner(t, v);
   give(t, luna_mul(x, v == 3 ? x : y));
 }
-/* One result of an op as two inputs of another: its gradient has two parts, and its data, released and computed again, two readers */
+/* One result of an op as two inputs of another: its gradient has two parts; its data, computed again, two readers */
 static void op_one_tensor_twice(trial *t, int v) {
   const int64_t n = SIZE(4, 33);
   luna_tensor *x = in2(t, n, n), *part[2], *y;
-  give(t, luna_mul(x, x));           /* so that x is there in backward, and all that is made of it below computed again */
+  give(t, luna_mul(x, x));           /* keeps x for backward, where all that follows is computed again from it */
   const luna_scope scope = luna_scope_begin(t->ctx);
   part[0] = part[1] = luna_scale(x, (float)0.7);
   if (v == 1) part[1] = luna_reshape(luna_slice(part[0], 0, 1, 1), 1, &n);
