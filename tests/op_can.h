@@ -1,6 +1,6 @@
 /* What a backend's table says that its functions can do (luna_op_functions.can), against what they do, in every case of
-   op_cases.h: gradients that are set begin as NaN, others keep what they held, and what may lie in one place does. Used by
-   scopes.c and cuda.c. */
+   op_cases.h: gradients that are set begin as NaN, others keep what they held, and what may lie in one place does.
+   Used by scopes.c and cuda.c. */
 #ifndef OP_CAN_H
 #define OP_CAN_H
 #include "op_cases.h"
@@ -80,8 +80,7 @@ static bool can_equal(const float *a, const float *b, const float *more, float h
   return true;
 }
 
-/* Input i's gradient, and that of the inputs in `others`, lie where the result's does. alone: the gradients made apart.
-   Returns whether they are the same so. */
+/* Whether input i's gradient, and that of the inputs in `others`, can lie where the result's does. alone: made apart */
 static bool can_in_place(luna_op *op, int i, int others, const can_state *before, const can_state *alone) {
   float *grad[LUNA_MAX_INPUTS];
   can_state now;
@@ -201,13 +200,14 @@ static void can_check(const luna_backend *table, const char *skip) {
                 op_cases[i].name, plain.error, probed.error))
         for (int k = 0; k < plain.inputs; k++)
           CHECK(can_equal(plain.input[k].gradient, probed.input[k].gradient, NULL, 0, plain.input[k].count, 0),
-                "%s, variant %d: the gradient of input %d is another where nothing is set or in place", op_cases[i].name, v,
-                k);
+                "%s, variant %d: the gradient of input %d is another where nothing is set or in place", op_cases[i].name,
+                v, k);
       trial_free(&plain);
       trial_free(&probed);
     }
   for (int kind = 0; kind < LUNA_OP_COUNT; kind++) {
-    const int sets = LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1, can = table->op[kind].can & (~sets | can_inputs[kind]);
+    const int sets = LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1, all = table->op[kind].can;
+    const int can = (all & sets) == sets ? all & (~sets | can_inputs[kind]) : all; /* any number of inputs */
     const int lacks = can_met[kind] & (LUNA_ADDS_IN_PLACE(0) - 1) & ~can_not[kind] & ~can;
     CHECK((can & ~can_met[kind]) == 0, "%s: no case shows that it can do %x", luna_op_name((luna_op_kind)kind),
           (unsigned)(can & ~can_met[kind]));
