@@ -1289,11 +1289,8 @@ typedef struct luna_op {
   uint32_t last_dropout_op;          /* with a number of its own */
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
-  int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
-  bool in_place;                     /* forward may write the result where the first input lies */
-  int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
-  bool takes_loss;                   /* LINEAR: backward can take `loss` in place of out[0]'s gradient */
-  struct luna_op *loss;        /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
+  int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
+  struct luna_op *loss;              /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
                                         is asked again; or null */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
@@ -1311,11 +1308,18 @@ typedef struct luna_op {
   bool kept_again;                   /* kept was released and computed again */
 } luna_op;
 
+/* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
+#define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
+#define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
+#define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
+#define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
+#define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
+
 typedef struct luna_op_functions {
-  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set`, `take`, `in_place` and `takes_loss` */
+  void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
-  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad; an input of `take` may have the
-                                        very gradient of out[0], which is then already in it */
+  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
+  int can;                           /* 0, or bits of the above */
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -7054,11 +7058,6 @@ LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.binary.period;
   lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
 }
-LUNAI_FN void lunai_map_query(luna_op *op) { op->in_place = true; }
-LUNAI_FN void lunai_add_query(luna_op *op) {
-  op->in_place = true;
-  op->take = lunai_owner(op->in[0]) != lunai_owner(op->in[1]) ? 1 : 0;
-}
 LUNAI_FN void lunai_add_to(luna_op *op, int i, int64_t first, int64_t last) {
   lunai_k(op)->add(last - first, op->in[i]->grad + first, op->out[0]->grad + first, op->in[i]->grad + first);
 }
@@ -7112,7 +7111,6 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_c
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
 
 /* --- reduce --- */
-LUNAI_FN void lunai_reduce_query(luna_op *op) { op->set = 1; }
 LUNAI_FN void lunai_reduce_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   int64_t o;
@@ -7130,18 +7128,18 @@ LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
 /* rows [first, last) of outer * axis: each gets its group's gradient */
 LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const bool fresh = op->fresh & 1;
+  const bool set = op->sets & 1;
   const float *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad, same[256];
   int64_t r, i, n;
   for (r = first; inner > 1 && r < last; r++) {
-    if (fresh) lunai_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+    if (set) lunai_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
     else lunai_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
   }
   for (r = first; inner == 1 && r < last; r += n) {
     n = lunai_min(lunai_min(256, last - r), axis - r % axis);
     for (i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
-    if (fresh) memcpy(dx + r, same, (size_t)n * sizeof(float));
+    if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
     else lunai_k(op)->add(n, dx + r, same, dx + r);
   }
 }
@@ -7313,7 +7311,7 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
     g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
   } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
-  g->accumulate = which == 2 || (which == 1 && !(op->fresh & 1));
+  g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
 }
 #define LUNAI_LOGIT_COLUMNS 1024     /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
 LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
@@ -7328,9 +7326,6 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
   }
-  op->takes_loss = lunai_last(op->out[0]) > LUNAI_LOGIT_COLUMNS && !lunai_linear_changes(op) && !op->in[3];
-  op->set = 1;
-  op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient is not made in place of y's */
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
   for (which = 0; which < 3; which++) {
@@ -7428,7 +7423,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
     g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
   }
   if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
-  g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
+  g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->sets & 1));
   g->b_panels = w->panels[which];
 }
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
@@ -7489,8 +7484,6 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   size_t gemm = 0;
   lunai_gemm g;
   int which;
-  op->set = 1;
-  op->take = 1 << 5;
   op->kept_size = 0;
   if (op->training && !op->arg.feed_forward.recompute) op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
@@ -7619,7 +7612,6 @@ LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
 #define LUNAI_NORM_ROWS 64
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
-  op->set = 1;
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * 2 * sizeof(float);
   op->backward_workspace_size = (size_t)(lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS) * 2 * lunai_last(op->in[0])) * sizeof(float);
 }
@@ -7641,7 +7633,7 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
       memset(sums, 0, (size_t)(2 * n) * sizeof(float));
       lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->fresh & 1));
+    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
@@ -7695,7 +7687,6 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_args(const luna_op *op) {
 }
 LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
   const size_t rows = (size_t)lunai_rows(op->in[0]) * sizeof(float);
-  op->set = 1;
   if (op->training) op->kept_size = rows;
   op->workspace_size = rows;
 }
@@ -7709,7 +7700,7 @@ LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last)
   lunai_cross_entropy a = lunai_cross_entropy_args(op);
   a.grad = op->in[0]->grad;
   a.factor = lunai_cross_entropy_factor(op);
-  a.add = !(op->fresh & 1);
+  a.add = !(op->sets & 1);
   a = lunai_cross_entropy_rows(&a, first, last);
   lunai_k(op)->cross_entropy_backward(&a);
 }
@@ -7746,7 +7737,7 @@ LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm 
     lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, weight->grad ? weight->grad + first * in : NULL, columns, in, rows);
     g->b_panels = w->panels;
   }
-  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->fresh & 1)));
+  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
 }
 LUNAI_FN void lunai_logits_multiply(const lunai_logits *w, int which) {
   lunai_gemm g;
@@ -7836,7 +7827,6 @@ LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
 }
 /* in x, W, b; index, arguments and kept as of cross-entropy */
 LUNAI_FN void lunai_linear_cross_entropy_query(luna_op *op) {
-  op->set = 1;
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * sizeof(float);
   op->workspace_size = lunai_logits_workspace(op, op, false);
   op->backward_workspace_size = lunai_logits_workspace(op, op, true);
@@ -7920,10 +7910,6 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
 }
 LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
-LUNAI_FN void lunai_unpack_residual_query(luna_op *op) {
-  op->take = 1 << 5;
-  lunai_unpack_query(op);
-}
 LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
@@ -8138,39 +8124,45 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
   return LUNA_OK;
 }
 
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
-    { lunai_query_nothing, lunai_permute_forward, LUNAI_TRAIN(lunai_permute_backward) },
-    { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
-    { lunai_query_nothing, lunai_concat_forward, LUNAI_TRAIN(lunai_concat_backward) },
-    { lunai_query_nothing, lunai_expand_forward, LUNAI_TRAIN(lunai_expand_backward) },
-    { lunai_add_query, lunai_binary_forward, LUNAI_TRAIN(lunai_add_backward) },
-    { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_mul_backward) },
-    { lunai_map_query, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
-    { lunai_reduce_query, lunai_reduce_forward, LUNAI_TRAIN(lunai_reduce_backward) },
-    { lunai_query_nothing, lunai_max_forward, LUNAI_TRAIN(lunai_max_backward) },
-    { lunai_matmul_query, lunai_matmul_forward, LUNAI_TRAIN(lunai_matmul_backward) },
-    { lunai_linear_query, lunai_linear_forward, LUNAI_TRAIN(lunai_linear_backward) },
-    { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_activation_backward) },
-    { lunai_query_nothing, lunai_softmax_forward, LUNAI_TRAIN(lunai_softmax_backward) },
-    { lunai_query_nothing, lunai_mask_forward, LUNAI_TRAIN(lunai_mask_backward) },
-    { lunai_query_nothing, lunai_ratio_forward, LUNAI_TRAIN(lunai_ratio_backward) },
-    { lunai_map_query, lunai_dropout_forward, LUNAI_TRAIN(lunai_dropout_backward) },
-    { lunai_layer_norm_query, lunai_layer_norm_forward, LUNAI_TRAIN(lunai_layer_norm_backward) },
-    { lunai_query_nothing, lunai_embedding_forward, LUNAI_TRAIN(lunai_embedding_backward) },
-    { lunai_cross_entropy_query, lunai_cross_entropy_forward, LUNAI_TRAIN(lunai_cross_entropy_backward) },
-    { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
-    { lunai_causal_query, lunai_causal_forward, LUNAI_TRAIN(lunai_causal_backward) },
-    { lunai_query_nothing, lunai_convolution_forward, LUNAI_TRAIN(lunai_convolution_backward) },
-    { lunai_query_nothing, lunai_custom_forward, LUNAI_TRAIN(lunai_custom_backward) },
-    { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
-    { lunai_unpack_residual_query, lunai_unpack_forward, LUNAI_TRAIN(lunai_unpack_residual_backward) },
-    { lunai_causal_luna_query, lunai_causal_luna_forward, LUNAI_TRAIN(lunai_causal_luna_backward) },
-    { lunai_feed_forward_query, lunai_feed_forward_forward, LUNAI_TRAIN(lunai_feed_forward_backward) },
-    { lunai_linear_cross_entropy_query, lunai_linear_cross_entropy_forward, LUNAI_TRAIN(lunai_linear_cross_entropy_backward) }
+    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
+    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
+    LUNAI_CPU_OP(query_nothing, concat_forward, concat_backward, 0),
+    LUNAI_CPU_OP(query_nothing, expand_forward, expand_backward, 0),
+    LUNAI_CPU_OP(query_nothing, binary_forward, add_backward, LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_OP(query_nothing, binary_forward, mul_backward, 0),
+    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_OP(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(query_nothing, max_forward, max_backward, 0),
+    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
+    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
+    LUNAI_CPU_OP(query_nothing, same_forward, activation_backward, 0),
+    LUNAI_CPU_OP(query_nothing, softmax_forward, softmax_backward, 0),
+    LUNAI_CPU_OP(query_nothing, mask_forward, mask_backward, 0),
+    LUNAI_CPU_OP(query_nothing, ratio_forward, ratio_backward, 0),
+    LUNAI_CPU_OP(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
+    LUNAI_CPU_OP(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
+    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
+    LUNAI_CPU_OP(query_nothing, custom_forward, custom_backward, 0),
+    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_OP(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
+    LUNAI_CPU_OP(feed_forward_query, feed_forward_forward, feed_forward_backward,
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
+                 LUNA_SETS_GRAD(0))
   }
 };
+#undef LUNAI_CPU_OP
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
@@ -8596,8 +8588,8 @@ LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { 
 
 /* --- backward --- */
 #ifndef LUNA_NO_TRAIN
-/* the gradient of a tensor that wants one: when new, zeros unless `fresh`; of a view, its part of the owner's */
-LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
+/* the gradient of a tensor that wants one: when new, zeros unless `set`; of a view, its part of the owner's */
+LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = t->base ? t->base : t;
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory = NULL;
@@ -8612,12 +8604,22 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
       owner->reserved = ctx->reserved;
       ctx->reserved = owner;
     }
-    if (memory && !fresh && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
+    if (memory && !set && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
   t->has_grad = true;
   if (t->base && owner->grad) t->grad = owner->grad + t->offset;
   return true;
 }
+
+/* what the backend's functions can do: nothing for an empty result, where they are not called */
+LUNAI_FN int lunai_op_can(const luna_op *op) { return lunai_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can; }
+/* bits of an op's inputs that are one tensor with in[at], or views of it */
+LUNAI_FN int lunai_same_inputs(const luna_op *op, int at) {
+  int i, same = 0;
+  for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == lunai_owner(op->in[at])) same |= 1 << i;
+  return same;
+}
+LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inputs(op, at) == 1 << at; }
 
 /* the data of an input, recomputed by its op when it was released; what that needed is released at once */
 LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
@@ -8633,7 +8635,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
     first = op->in[0]->base ? op->in[0]->base : op->in[0];
-    if (again[0] && op->in_place && luna_count(first) == luna_count(owner)) {
+    if (again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
+        lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
     } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
@@ -8688,12 +8691,6 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
   return false;
 }
 
-/* whether an op reads a tensor once */
-LUNAI_FN bool lunai_is_single(const luna_op *op, int at) {
-  int i, times = 0;
-  for (i = 0; i < op->inputs; i++) times += lunai_owner(op->in[i]) == lunai_owner(op->in[at]);
-  return times == 1;
-}
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
@@ -8723,8 +8720,10 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   luna_op *maker = logits->maker;
   const luna_op *op;
   int i;
-  if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR || !maker->takes_loss) return false;
-  if (luna_count(logits) == 0 || !lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
+  if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR) return false;
+  if (!(lunai_op_can(maker) & LUNA_TAKES_LOSS) || lunai_linear_changes(maker) || maker->in[3]) return false;
+  if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS) return false;
+  if (!lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
   if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
   for (op = loss->previous; op && op != maker; op = op->previous)
     for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
@@ -8734,9 +8733,17 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   return true;
 }
 
+/* whether the gradient of an op's result becomes that of its input in place */
+LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
+  const int can = lunai_op_can(op), others = lunai_same_inputs(op, i) & ~(1 << i);
+  return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i]) &&
+         (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
+}
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
+  const int can = lunai_op_can(op);
   bool reached = op->loss != NULL;
   int i;
   *status = LUNA_OK;
@@ -8751,18 +8758,18 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
     if (op->out[i]->recomputed && !(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_release(op->out[i]);
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-  op->fresh = 0;
+  op->sets = 0;
   for (i = 0; i < op->inputs; i++)
-    if ((op->take >> i & 1) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i])) {
+    if (lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->grad_piece = op->out[0]->grad_piece;
       op->in[i]->has_grad = true;
       op->out[0]->grad_piece = NULL;
     }
   for (i = 0; i < op->inputs; i++) {
-    const bool fresh = op->in[i] && (op->set >> i & 1) && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
-    if (fresh) op->fresh |= 1 << i;
-    if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], fresh)) return false;
+    const bool set = (can & LUNA_SETS_GRAD(i)) && op->in[i] && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
+    if (set) op->sets |= 1 << i;
+    if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], set)) return false;
   }
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
