@@ -12989,7 +12989,7 @@ struct luna_stream {
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
   float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
-  void *scratch, *spare;             /* buffer for reordering a batch */
+  void *scratch, *reordered;         /* a buffer for reordering a batch */
   luna_error_id error;               /* of the last call */
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
@@ -13206,14 +13206,14 @@ LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t 
   if (positions == s->angles) lunai_device_copy(s, s->angles, s->host_angles, (size_t)(rows * d) * sizeof(float), 1);
   lunai_device_add(s, all * d, s->x, positions, rows * d, s->x);
 }
-#define LUNAI_STREAM_FAR(s, call) if ((s)->ctx) { call; return; }
+#define LUNAI_STREAM_ON_DEVICE(s, call) if ((s)->ctx) { call; return; }
 #else
-#define LUNAI_STREAM_FAR(s, call)
+#define LUNAI_STREAM_ON_DEVICE(s, call)
 #endif
 /* within the stream's memory */
 LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) {
   (void)s;
-  LUNAI_STREAM_FAR(s, lunai_device_copy(s, to, from, bytes, 0))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, to, from, bytes, 0))
   if (bytes) memcpy(to, from, bytes);
 }
 
@@ -13231,7 +13231,7 @@ LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, 
 }
 LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
   lunai_gemm g;
-  LUNAI_STREAM_FAR(s, lunai_device_linear(s, x, rows, in, weight, bias, out, activation, y))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_linear(s, x, rows, in, weight, bias, out, activation, y))
   lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
   g.dots = s->single;
   s->kernels->gemm(&g, NULL, s->scratch);
@@ -13392,7 +13392,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
   s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
   if (!s->cross) s->slots = NULL;
-  s->spare = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
+  s->reordered = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
 #ifndef LUNA_ONLY_STREAM
   s->device_size = used;                /* that is, of a stream on a device */
@@ -13432,7 +13432,7 @@ LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
 LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
   int64_t b;
-  LUNAI_STREAM_FAR(s, lunai_device_convolve(s, layer, in, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_convolve(s, layer, in, rows))
   for (b = 0; b < s->batch; b++) {
     const float *x = in + b * rows * d;
     float *history = layer->history + b * past * d;
@@ -13445,7 +13445,7 @@ LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *laye
   const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
   int64_t i;
   lunai_gemm g;
-  LUNAI_STREAM_FAR(s, lunai_device_scores(s, layer, in, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_scores(s, layer, in, rows))
   if (!lunai_stream_folds(&s->sizes)) {
     lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
     in = s->y;
@@ -13463,18 +13463,18 @@ LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *laye
 
 LUNAI_FN void lunai_stream_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   lunai_causal_luna c;
-  LUNAI_STREAM_FAR(s, lunai_device_attend(s, layer, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_attend(s, layer, rows))
   lunai_stream_attention_args(s, layer, rows, &c);
   s->kernels->causal_luna(&c, NULL, s->scratch);
 }
 
 LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  LUNAI_STREAM_FAR(s, lunai_device_norm(s, x, rows, norm, y))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_norm(s, x, rows, norm, y))
   s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
 }
 
 LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) { /* to x */
-  LUNAI_STREAM_FAR(s, lunai_device_add(s, count, s->x, out, count, s->x))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_add(s, count, s->x, out, count, s->x))
   s->kernels->add(count, s->x, out, s->x);
 }
 
@@ -13490,7 +13490,7 @@ LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const 
 #ifndef LUNA_ONLY_STREAM
 LUNAI_FN void lunai_stream_cross_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   lunai_attention a;
-  LUNAI_STREAM_FAR(s, lunai_device_cross(s, layer, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_cross(s, layer, rows))
   lunai_stream_cross_args(s, layer, rows, &a);
   s->kernels->attention(&a, NULL, s->scratch);
 }
@@ -13539,7 +13539,7 @@ LUNAI_FN void lunai_stream_embed_one(luna_stream *s, int32_t token, int64_t posi
 /* the same of the next `rows` of each sequence of n */
 LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
   int64_t b, i;
-  LUNAI_STREAM_FAR(s, lunai_device_embed(s, tokens, n, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_embed(s, tokens, n, rows))
   for (b = 0; b < s->batch; b++)
     for (i = 0; i < rows; i++) lunai_stream_embed_one(s, tokens[b * n + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
 }
@@ -13547,7 +13547,7 @@ LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t 
 LUNAI_FN void lunai_stream_last(luna_stream *s, int64_t rows) {
   const int64_t d = s->sizes.dim;
   int64_t b;
-  LUNAI_STREAM_FAR(s, lunai_device_last(s, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_last(s, rows))
   for (b = 0; b < s->batch; b++) memmove(s->x + b * d, s->x + (b * rows + rows - 1) * d, (size_t)d * sizeof(float));
 }
 /* logits after `rows` rows; null when the device failed */
@@ -13566,9 +13566,9 @@ LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
 /* row b of [batch] rows of `size` bytes becomes row from[b]; on a device by the indices in s->tokens */
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
   int64_t b;
-  lunai_stream_move(s, s->spare, rows, size * (size_t)s->batch);
-  LUNAI_STREAM_FAR(s, lunai_device_rows(s, (const float *)s->spare, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
-  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->spare + (size_t)from[b] * size, size);
+  lunai_stream_move(s, s->reordered, rows, size * (size_t)s->batch);
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_rows(s, (const float *)s->reordered, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
+  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->reordered + (size_t)from[b] * size, size);
 }
 LUNAI_FN void lunai_stream_reorder_all(luna_stream *s, const int32_t *from) {
   const size_t means = (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double);
@@ -13598,7 +13598,7 @@ LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
 LUNA_API void luna_stream_reset(luna_stream *s) {
   if (!s || !lunai_stream_ready(s)) return;
   s->position = 0;
-  LUNAI_STREAM_FAR(s, lunai_device_zero(s, s->state, s->state_size))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_zero(s, s->state, s->state_size))
   memset(s->state, 0, s->state_size);
 }
 
@@ -14028,7 +14028,7 @@ LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
   return LUNA_OK;
 }
 LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
-  LUNAI_STREAM_FAR(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
   memcpy(s->state, from, s->state_size);
 }
 /* copies another stream's state: both on the host, both on one device, or one on each */
