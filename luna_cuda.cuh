@@ -322,7 +322,7 @@ __device__ __forceinline__ float lunacu_slope(int kind, float x) {
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNACU_STAGING ((size_t)4 << 20)
 #define LUNACU_BLAS_WORKSPACE ((size_t)32 << 20)
-#define LUNACU_PARTIALS 4096
+#define LUNACU_PARTIALS_SIZE 4096
 #define LUNACU_DEVICES 16
 
 struct lunacu_block {                /* released device memory */
@@ -390,7 +390,7 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&self->event, cudaEventDisableTiming);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING, cudaHostAllocDefault);
   if (error == cudaSuccess) error = cudaMalloc(&self->blas_workspace, LUNACU_BLAS_WORKSPACE);
-  if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS * sizeof(double));
+  if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS_SIZE * sizeof(double));
   if (lunacu_own(error) != cudaSuccess) lunacu_sentence(sentence, sizeof sentence, "luna_open", device, error);
   else {
     cublasStatus_t status = cublasCreate(&self->blas);
