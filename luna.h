@@ -219,7 +219,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released when its scope ended; call luna_keep before") \
+  X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
+    "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
   X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
   X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
@@ -227,7 +228,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* arguments of any call */ \
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
-  X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d") \
+  X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
   X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
@@ -237,7 +238,6 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* tensors */ \
   X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
     "luna_require_grad for the result of an op") \
-  X(VALUES_RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t have been released") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
   X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
@@ -260,13 +260,14 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
   X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
   X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
+  X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
-  X(OFFSETS, BAD_ARGUMENT, "%s: %s %d is %d; offsets start at 0, never fall, and end at the %d rows") \
+  X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
   X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
     "[batch, n, h a] twice and [batch, n, h b]") \
   X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
@@ -312,11 +313,13 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SHARED_VOCAB, BAD_ARGUMENT, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
   X(LOGITS_NOT_FINITE, BAD_ARGUMENT, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
   X(STREAM_CONFIG, BAD_ARGUMENT, "%s: %s") \
+  X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
+    "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter has %s in its name and at most %d axes") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
-    "a null loss means that an earlier call failed") \
+    "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
     "gradient was not finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data") \
   /* files */ \
@@ -8393,9 +8396,8 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
-LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, bool grad) {
+LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, const char *name, bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
-  const char *name = grad ? "luna_read_grad" : "luna_read";
   if (!t) return LUNA_BAD_ARGUMENT;
   if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
   if (!lunai_computes(t->ctx)) {
@@ -8403,17 +8405,18 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
     return LUNA_OK;
   }
   if (!from && bytes && grad) return lunai_fail_status(t->ctx, LUNA_ERROR_NO_GRAD, t);
-  if (!from && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_VALUES_RELEASED, name, t);
+  if (!from && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   lunai_look(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
-LUNA_API luna_status luna_read(const luna_tensor *t, float *out) {
-  if (t && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_read", t);
-  return lunai_read_floats(t, t ? t->data : NULL, out, false);
+LUNAI_FN luna_status lunai_read_data(const luna_tensor *t, float *out, const char *name) {
+  if (t && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
+  return lunai_read_floats(t, t ? t->data : NULL, out, name, false);
 }
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_data(t, out, "luna_read"); }
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
-  return lunai_read_floats(t, grad, out, true);
+  return lunai_read_floats(t, grad, out, "luna_read_grad", true);
 }
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
@@ -8421,13 +8424,14 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   if (t->borrowed) return lunai_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
   if (!values && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
   if (!lunai_computes(t->ctx)) return LUNA_OK;
-  if (!t->data && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_VALUES_RELEASED, "luna_write", t);
+  if (lunai_owner(t)->released || (!t->data && bytes))
+    return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
   if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
-  else if (t && luna_read(t, &value) != LUNA_OK) value = NAN;
+  else if (t && lunai_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
   return value;
 }
 
@@ -9623,7 +9627,7 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
   if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
 
@@ -9635,7 +9639,7 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
   s.op.arg.mask.fill = fill;
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
@@ -9673,7 +9677,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
   if (!tokens && batch * n > 0) return lunai_fail_null(table->ctx, "luna_embedding", "tokens");
-  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
+  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens", &failed);
   shape[2] = table->shape[1];
   return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
 }
@@ -9696,8 +9700,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
     const int32_t label = ignored ? -1 : labels[i];
     if (label >= classes)
-      return lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, s->name, "label", i, (int64_t)label, (int64_t)-1,
-                        classes - 1) != NULL;
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)label, classes) != NULL;
     counted += !ignored;
     kept[i] = label;
   }
@@ -9798,10 +9801,10 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
   if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
+  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths", &failed);
   if (ragged) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query offset", &failed);
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key offset", &failed);
+    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets", &failed);
+    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
   s.op.arg.attention.causal = c->causal;
@@ -9856,7 +9859,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
     c.sums = sums;
     return luna_softmax_attention(weights, context, context, &c);
   }
-  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths", &failed);
   if (failed) return lunai_abandon(&s);
   s.op.arg.attention.heads = sums_shape[2] = 1;
   s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
@@ -9906,7 +9909,7 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   lunai_input(&s, out_bias);
   lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -9945,7 +9948,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
-  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
+  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
@@ -10846,6 +10849,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
   F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
 #define LUNAI_LM_KIND "causal_lm"
+#define LUNAI_NO_KIND \
+  "it has no luna.kind, as of a model with an attention hook: init that with its config, then luna_load"
 typedef struct lunai_lm_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_FIELD)
@@ -10914,8 +10919,8 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 /* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
-  if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND))
-    return "it holds no causal language model of luna.h";
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
@@ -11507,13 +11512,18 @@ LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const 
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
+  const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
   int64_t i, all, count = 0;
   void *memory;
   if (!x) return NULL;
   all = input->batch * input->n;
   if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
-  for (i = 0; i < all; i++) count += labels[i] >= 0;
+  for (i = 0; i < all; i++) {
+    count += labels[i] >= 0;
+    if (labels[i] >= vocab)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
+  }
   if (count == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
   if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
@@ -12376,7 +12386,7 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   int k = 0;
   if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
   if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.kind", file) == LUNA_OK;
+    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, LUNAI_NO_KIND) == LUNA_OK;
   model->kind = LUNA_MODEL_LM;
   if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
@@ -13597,7 +13607,6 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
   memset(s->state, 0, s->state_size);
 }
 
-#define LUNAI_STREAM_ATTENTION "only Luna attention streams in constant memory"
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
@@ -13607,7 +13616,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->sources = 1;
   s->scale = 1;
   if (!s->kernels) return "config.isa is not available on this machine";
-  if (z->attention) return LUNAI_STREAM_ATTENTION;
+  if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
@@ -13863,7 +13872,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
   if (!lunai_is_luna(&model->config.layer))
-    lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_stream_open", LUNAI_STREAM_ATTENTION);
+    lunai_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
   else if (lunai_stream_from(ctx, &first, config, "luna_stream_open") && (s = lunai_stream_allocate(ctx, &first)) != NULL) {
     s->embedding = s->output = lunai_stream_values(model->embedding);
     s->positions = lunai_stream_values(model->positions);

@@ -663,8 +663,9 @@ static void check_masked_loss(int v, luna_form form) {
       "null for labels");
   labels[3] = VOCAB + 1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), ELEMENT_RANGE,
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), LABEL_RANGE,
       "a label beyond the vocabulary");
+  CHECK(strstr(luna_error(ctx), "labels[3] is "), "a label's place is the caller's: %s", luna_error(ctx));
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
@@ -1235,7 +1236,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
   refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0,
-      FILE_FIELD,
+      NOT_A_MODEL,
           "the file of a hooked model, without the hook");
   free(logits[0]), free(logits[1]);
   remove(path.text);
@@ -1278,7 +1279,7 @@ static void check_hook_lm(void) {
           "token 12 changes what comes before it, or not what comes after");
     free(before), free(after);
   }
-  refused(ctx, !luna_stream_open(&model, NULL), STREAM_CONFIG, "streaming a hooked model");
+  refused(ctx, !luna_stream_open(&model, NULL), STREAM_ATTENTION, "streaming a hooked model");
   free(tokens);
   luna_close(ctx);
 }

@@ -588,7 +588,8 @@ static void check_errors(void) {
       {1.5f, "1.5"}, {-0.25f, "-0.25"}, {NAN, "NaN"}, {-INFINITY, "-Inf"}, {3e30f, "3e30"}, {-1e-9f, "-1e-9"}, {1,
           "1"}};
   const int count = (int)(sizeof errors / sizeof *errors);
-  const int64_t shape[2] = {4, 8}, huge[2] = {(int64_t)1 << 40, -3};
+  const int64_t shape[2] = {4, 8}, huge[2] = {(int64_t)1 << 40, -3}, one = 1;
+  const int32_t labels[4] = {7, 8, -1, 0};
   char logged[320] = "", sentence[160];
   luna_options options = {.threads = 1, .log = log_last, .log_user = logged};
   luna_ctx *ctx = luna_open(&options);
@@ -617,6 +618,16 @@ static void check_errors(void) {
       "luna_tensor_new: the shape [1099511627776,-3] of rank 2 is invalid: at most 4 axes, "
            "none negative, and %lld elements in all", (long long)1 << (sizeof(size_t) < 8 ? 28 : 47));
   says(ctx, LUNA_ERROR_SHAPE, sentence);
+  x = luna_tensor_new(ctx, NULL, 1, &one);
+  luna_begin_inference(ctx);
+  luna_item(x);                      /* of the step before */
+  says(ctx, LUNA_ERROR_RELEASED, "luna_item: the values of tensor [1] were released: its scope ended (call luna_keep "
+                                 "before) or a new step began (make it again after luna_begin_step or "
+                                 "luna_begin_inference)");
+  luna_begin_inference(ctx);
+  luna_cross_entropy(luna_tensor_new(ctx, NULL, 2, shape), labels);
+  says(ctx, LUNA_ERROR_LABEL_RANGE, "luna_cross_entropy: labels[1] is 8; there are 8 classes (a negative label is "
+                                    "ignored)");
   for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
     luna_begin_inference(ctx);
     x = luna_tensor_new(ctx, NULL, 2, shape);
