@@ -280,9 +280,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
-  X(NAME_LENGTH, BAD_ARGUMENT, "%s: a name has %d bytes, more than %d: %s%s") \
-  X(NAME_RESERVED, BAD_ARGUMENT, "%s: %s: __metadata__ and names that start with luna. belong to luna.h") \
-  X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter %s already") \
+  X(NAME_LENGTH, BAD_ARGUMENT, "%s: a name has %d bytes, more than %d: '%s%s'") \
+  X(NAME_RESERVED, BAD_ARGUMENT, "%s: '%s': __metadata__ and names that start with luna. belong to luna.h") \
+  X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter '%s' already; use another set or prefix") \
   X(SET_BORROWED, BAD_ARGUMENT, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
   X(BORROW_DEVICE, MISMATCH, "%s: %s %t belongs to a context on another device") \
   X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load_bytes)") \
@@ -292,10 +292,13 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* layers and models */ \
   X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called") \
   X(HEADS, BAD_ARGUMENT, "%s: dim %d is not a multiple of %s %d") \
-  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d, where %s is %d; leave it 0") \
+  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
+  X(FIELD_UNUSED, BAD_ARGUMENT, "%s: %s is %d; it must be 0 %s") \
   X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
     "own_memory must be 0, hook null") \
-  X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for %s") \
+  X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
+  X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
+  X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
   X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
   X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
     "its e and f first") \
@@ -317,36 +320,38 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter has %s in its name and at most %d axes") \
+  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
+    "max_rank %d (0 = any)") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
     "gradient was not finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data") \
   /* files */ \
-  X(CANNOT_OPEN, CANNOT_READ, "%s: %s cannot be opened") \
-  X(READ_IRREGULAR, CANNOT_READ, "%s: %s is not a regular file") \
+  X(CANNOT_OPEN, CANNOT_READ, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
+  X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
   X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
   X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
-  X(SAVE_PATH, CANNOT_WRITE, "%s: the path, or what it links to, is longer than %d bytes: %s") \
-  X(SAVE_LINK, CANNOT_WRITE, "%s: %s is a link that leads nowhere") \
-  X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: %s is not a regular file and is left as it is") \
-  X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of %s cannot be searched") \
-  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside %s") \
-  X(SAVE_REPLACE, CANNOT_WRITE, "%s: %s cannot be replaced") \
+  X(SAVE_PATH, CANNOT_WRITE, "%s: the path, or what it links to, is longer than %d bytes: '%s'") \
+  X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
+  X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
+  X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
+  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder " \
+    "exist, and may it be written to?") \
+  X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
-  X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor %s of shape %t in F32, F16, BF16 or F64") \
-  X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor %s of %s is not a parameter of this set") \
-  X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter %s is %t and has another shape in %s") \
+  X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
+  X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
+  X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
   X(FILE_TENSOR_COUNT, MISMATCH, "%s: %s has %d tensors, the model %d") \
   X(NOTHING_MATCHES, MISMATCH, "%s: none of the %d parameters is in %s in its shape") \
   X(SET_NOT_EMPTY, BAD_ARGUMENT, "%s: the set has %d parameters already; load into a new one") \
   X(OPTIMIZER_KIND, MISMATCH, "%s: %s is of another kind of optimiser (luna.optimizer %d, not %d)") \
   X(MOMENT_COUNT, MISMATCH, "%s: %s has %d moments, the optimiser %d") \
-  X(MOMENT, MISMATCH, "%s: moment %d of %s is missing from %s, of another shape, or not F32")
+  X(MOMENT, MISMATCH, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
 
 typedef enum luna_error_id {
   LUNA_ERROR_NONE = 0,
@@ -10262,6 +10267,10 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 }
 
 /* --- causal Luna attention, section 3.3 --- */
+LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
+  return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
+         lunai_fail_status(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a) == LUNA_OK;
+}
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config) {
@@ -10278,10 +10287,7 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
       !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
     return lunai_setup_end(&s, false);
-  if (c.omega != LUNA_ACTIVATION_SOFTPLUS2 && c.omega != LUNA_ACTIVATION_SOFTPLUS && c.omega != LUNA_ACTIVATION_ELU1) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_OMEGA, params->ctx->call, (int64_t)c.omega);
-    return lunai_setup_end(&s, false);
-  }
+  if (!lunai_is_omega(params->ctx, c.omega)) return lunai_setup_end(&s, false);
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
@@ -10535,16 +10541,20 @@ LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const
   if (value == 0 || value == expected) return true;
   return lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, name, value, from, expected) == LUNA_OK;
 }
+/* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
+LUNAI_FN bool lunai_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
+  return value == 0 || lunai_fail_status(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why) == LUNA_OK;
+}
 /* Rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
    `attention` alone compares them. */
 typedef enum lunai_layer_kind { LUNAI_ENCODER_LAYER, LUNAI_DECODER_LAYER, LUNAI_CAUSAL_LAYER } lunai_layer_kind;
 LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, lunai_layer_kind kind) {
   const bool causal = kind == LUNAI_CAUSAL_LAYER, encoder = kind == LUNAI_ENCODER_LAYER;
   const bool tied = causal && lunai_is_luna(c) && c->sharing != LUNA_SHARING_FULL;
-  return (!c->hook || lunai_agrees(ctx, "layer.attention", c->attention, "a hook's", LUNA_ATTENTION_LUNA)) &&
-         (causal || lunai_agrees(ctx, "layer.convolution", c->convolution, "an encoder or decoder layer's", 0)) &&
-         (encoder || lunai_agrees(ctx, "layer.own_memory", c->own_memory, "a causal or decoder layer's", 0)) &&
-         (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_SHARING_TIED));
+  return (!c->hook || lunai_is_unused(ctx, "layer.attention", c->attention, "with a hook")) &&
+         (causal || lunai_is_unused(ctx, "layer.convolution", c->convolution, "in an encoder or decoder layer")) &&
+         (encoder || lunai_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
+         (!tied || lunai_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
 }
 /* The layers' sizes, which a model's config has in two places: where one is 0 the other counts */
 LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna_layer_config *layer) {
@@ -10648,8 +10658,13 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
 LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention, void *hook_state, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+  const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+  luna_tensor *y;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
-  return c->hook->forward(hook_state, x, p, lengths, causal);
+  y = c->hook->forward(hook_state, x, p, lengths, causal);
+  if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
+  if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
+  return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
 LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx) {
@@ -11089,7 +11104,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->max_length == 0) c->max_length = 512;
   layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
-  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) ||
+  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) || !lunai_is_omega(ctx, layer.omega) ||
       !lunai_agrees(ctx, "layer.dim", c->layer.dim, "dim", layer.dim) ||
       !lunai_agrees(ctx, "layer.heads", c->layer.heads, "heads", layer.heads) ||
       !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
@@ -11231,7 +11246,9 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   if (!lunai_agrees(ctx, "encoder.layer.dim", c->layer.dim, "encoder.dim", layer.dim) ||
       !lunai_agrees(ctx, "encoder.layer.heads", c->layer.heads, "encoder.heads", layer.heads) ||
       !lunai_agrees(ctx, "encoder.layer.ffn", c->layer.ffn, "encoder.ffn", layer.ffn) ||
-      !lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "encoder.own_memory's", layer.own_memory) ||
+      !(layer.own_memory ?
+        lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "encoder.memory", layer.own_memory) :
+        lunai_is_unused(ctx, "encoder.layer.own_memory", c->layer.own_memory, "without encoder.own_memory")) ||
       !lunai_agrees(ctx, "encoder.layer.linformer.max_length", c->layer.linformer.max_length, "encoder.max_length",
                     c->max_length)) return false;
   c->layer = layer;
@@ -11896,8 +11913,7 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
   if (status != LUNA_OK) return status;
   for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
-    return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "anything",
-                             (int64_t)(group->max_rank > 0 ? group->max_rank : LUNA_MAX_RANK));
+    return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
   lunai_optimizer_activate(o);
