@@ -42,12 +42,15 @@
      3. Train it.
             luna_optimizer *adam = luna_adamw(params, NULL);
             for (...) {
-              luna_input input = { tokens, lengths, batch, n };
-              luna_begin_step(ctx);                              releases the last step's activations
+              luna_input input = { tokens, NULL, batch, n };     null: every sequence has n tokens
+              luna_begin_step(ctx);                              releases every tensor of the step before
               luna_tensor *loss = luna_lm_loss(&model, &input, labels);
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
+        labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
+        to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
+        Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
         Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
               luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
               int64_t shape[2] = { batch, 1 };
@@ -60,10 +63,12 @@
      5. Resume. luna_save_training writes parameters, moments, counters, learning rate and seed; after
         luna_load_training into a model and an optimiser made with the same config (schedule, betas, decay, clip,
         groups), training goes on with the bits of a run that never stopped. The position in the data is yours to
-        keep: luna_params_set before, luna_params_get after.
-     6. Stream. luna_stream_open, then luna_stream_step for each token. A stream only reads parameters: one thread a
-        stream, any number of streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context,
-        allocator, stdio or threads.
+        keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its file
+        says, except one with an attention hook: init that with its config and hook, then luna_load.
+     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token. Open it after
+        training: it copies a part of the weights, and reads the others in place. One thread a stream, any number of
+        streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context, allocator, stdio or
+        threads.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
@@ -71,25 +76,28 @@
      allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
      calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
      the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
-     Within a step, layers and models are scopes: at a scope's end, what it made and does not hand out is released,
-     but for what backward reads (LUNA_OPS says what each op's does) and cannot compute again by cheap ops (norms,
-     embeddings, activations). So an inference of many layers takes little more than one of two. Hidden values to look
-     at, or to hand out of an attention hook: luna_keep. Functions of your own: luna_scope_begin and luna_scope_end.
+     Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
+     except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
+     again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
+     two. In training some inner tensors therefore stay readable, but only luna_keep promises it: call it for hidden
+     values to look at, or to hand out of an attention hook. Functions of your own: luna_scope_begin, luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
      result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024
      classes is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the
-     logits either. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with the feed-forward
-     recomputed (layer.recompute trades time for memory and changes no bit). Several begin/forward/backward before one
-     optimiser step accumulate.
+     logits either. Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the
+     feed-forward recomputed (layer.recompute trades time for memory and changes no bit). Several rounds of begin,
+     forward and luna_backward before one optimiser step accumulate.
 
    ERRORS
-     Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, ops given
-     null return null, and the first failure since begin stays: luna_ctx_status(ctx), and luna_error(ctx) as a
-     sentence that names the call, the sizes and the remedy. luna_ctx_error_id(ctx) says which sentence of LUNA_ERRORS
-     it is, for programs that act on one. One check a step is enough: luna_optimizer_step does nothing but return that
-     failure. An init that fails leaves a zeroed struct, and each begin reports it until it
-     succeeds. options.log gets each failure as it happens. A step whose loss or gradients are not finite is skipped;
-     max_skips of them in a row are LUNA_NOT_FINITE.
+     Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, and ops given
+     null return null. luna_ctx_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
+     is a sentence that names the call, the sizes and the remedy, and luna_ctx_error_id(ctx) its id in LUNA_ERRORS, for
+     programs that act on one: those of the first failure, until a call that returns a status fails, which always
+     leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and returns it.
+     An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A forward of a
+     zeroed or uninitialised model returns null; no context is known then, and no sentence, so luna_optimizer_step
+     reports that there was no luna_backward. options.log gets each failure as it happens. A step whose loss or
+     gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
 
    THREADS
      A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
@@ -136,7 +144,7 @@
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
-     LUNA_MALLOC, LUNA_FREE both or neither
+     LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_ASSERT(c)         checks internal invariants; default: nothing
      LUNA_API               prefix of public functions
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
@@ -431,14 +439,14 @@ typedef struct luna_attention_args {
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys; the rest are never read. null: all */
+  const int32_t *lengths;            /* [batch] real keys; the rest are never read; 0 gives zeros. null: all */
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
-  bool causal;                       /* query i sees keys j <= i */
+  bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
   float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
   uint64_t seed;
   uint32_t dropout_op, step;
-  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null) */
+  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
   luna_run run;
 } luna_attention_args;
@@ -478,7 +486,9 @@ typedef struct luna_allocator {      /* both or neither; allocate may return nul
   void *user;
 } luna_allocator;
 
-typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form; /* of Luna attention: folded moves the long sequence's projections to the short memory */
+/* How Luna attention is computed. Folded: the projections of the long sequence are multiplied into the short memory's
+   side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
+typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
 typedef struct luna_options {
   int threads;                       /* 0 = one a core */
@@ -510,19 +520,22 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* Both report a failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser: the first,
-   until the same call succeeds, with the same prefix or name, in that set or one opened since. */
-LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* the first failure since begin */
-LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" without one */
-LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of what luna_error says; LUNA_ERROR_NONE */
+/* A begin is either of these two. It fails with the first failed init, load of a model, luna_params_open,
+   luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or name, in that set
+   or one opened since. To try a file or a config whose failure is to have no effect, use a context of its own and close
+   it. */
+LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
+/* The sentence of that failure, or of the newest failed call since which returns a status; "" without one */
+LUNA_API const char *luna_error(const luna_ctx *ctx);
+LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
-   What ops make lives until the next begin or the end of the scope around it. Every op returns null on failure and for
-   a null input; the context says why.
+   What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
+   on failure and for a null input; the context says why.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_MAX_RANK 4
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
@@ -551,7 +564,8 @@ typedef struct luna_tensor {
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
-LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape); /* a copy; zeros when null */
+/* A copy of values, zeros when null. As an op's result it ends with the next begin: make it anew in each step. */
+LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape);
 
 /* Scopes: memory that lasts as long as it is needed. Every forward of a layer or model is one; a function of your own
    that makes more tensors than it returns may be one too:
@@ -562,8 +576,9 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
 
    The end releases the data of all tensors made since the beginning, but for the results and what they are views of,
    what luna_keep was called for, and, in training, what backward will read and cannot compute again by cheap ops.
-   Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends. Results may be
-   null where nothing was made; the first is returned, and is not null unless something failed. */
+   Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
+   luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
+   nothing is released. */
 typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute, inside; } luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
@@ -593,8 +608,8 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);               
 LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
 LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis */
-LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
@@ -630,7 +645,8 @@ typedef struct luna_cross_entropy_config {
   int32_t ignore_index;
   bool sum;                          /* default: mean over labels that count (0 when none does) */
 } luna_cross_entropy_config;
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels); /* [...,V] and one label a row -> [1] */
+/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored */
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
 LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config);
 /* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one label a row of x -> [1]. Of more
    than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
@@ -638,12 +654,12 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
-  const int32_t *lengths;            /* [batch] real keys, or null */
+  const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
   const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
   int64_t sequences;                 /* of a ragged batch; 0 = padded, the batch is an axis */
-  bool causal;
+  bool causal;                       /* query i sees keys j <= i */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
-  float dropout;
+  float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
 } luna_attention_config;
 /* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
@@ -746,13 +762,16 @@ LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, l
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
-   An init that fails makes no parameter and zeroes its struct; a forward of a zeroed struct is an error. Where a config
-   has a number in two places one is 0 or equals the other; fields of an attention that is not chosen count for nothing.
+   An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
+   with a sentence in the context of its input, a model's without one, as no context is known. Where a config has a
+   number in two places, one is 0 or equals the other; fields of an attention that is not chosen have no effect.
    ---------------------------------------------------------------------------------------------------------------------- */
+/* "PREFIX.weight" [out,in], by init; "PREFIX.bias" [out], zeros; prefix with or without the dot */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init);
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
+/* likewise: weight [dim], ones; bias [dim], zeros */
 typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
@@ -830,8 +849,11 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
 
-/* A user-defined attention. init makes a layer's parameters (names start with prefix) and returns what forward will get as
-   `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] -> [batch,n,d]; p is the memory where the model has one, else null. */
+/* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
+   returns what forward will get as `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] ->
+   [batch,n,d]; dropout inside it is its own business (config has the probabilities). p is the one given to
+   luna_encoder_layer_forward; in the library's models it is null. A hook is not saved: the file of such a model has no
+   luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
 typedef struct luna_layer_config luna_layer_config;
 typedef struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
@@ -851,9 +873,9 @@ struct luna_layer_config {
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
-  float dropout;                     /* after attention, activation and feed-forward */
-  float attention_dropout;
-  float activation_dropout;
+  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum */
+  float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
+  float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
   bool bert_init;
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
   luna_linformer_config linformer;
@@ -926,9 +948,11 @@ typedef struct luna_lm {
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]. Nothing looks ahead: lengths count for nothing, give padding labels of -1 */
-/* The mean loss of those logits by labels [batch,n], negative ones ignored: as luna_cross_entropy finds it, up to rounding, but of a large vocabulary no
-   logits are stored (luna_linear_cross_entropy) */
+/* Logits [batch,n,vocab]. No place reads a later one, so lengths have no effect: leave them null. */
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
+/* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts); negative labels
+   are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
+   stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
 /* Encoder: embeddings and encoder layers; part of the models below */
@@ -1050,7 +1074,7 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
-   checked against its tensors. */
+   checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. */
 typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
 typedef struct luna_model {
   luna_model_kind kind;              /* which of the members below is initialised */
@@ -1101,7 +1125,7 @@ typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
   float clip;                        /* max global gradient norm; 0 = none */
   luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10 */
+  int64_t max_skips;                 /* 0 = 10, negative = never */
 } luna_adamw_config;
 typedef luna_adamw_config luna_adam_config;
 typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
@@ -1111,7 +1135,7 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float weight_decay;                /* added to the gradient */
   float clip;
   luna_schedule schedule;            /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
-  int64_t max_skips;                 /* 0 = 10 */
+  int64_t max_skips;                 /* 0 = 10, negative = never */
 } luna_apollo_config;
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
    with the context. Null config: defaults. */
@@ -1133,19 +1157,19 @@ typedef struct luna_param_group {
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
 
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
-   decay does not change it either. Does nothing but return the error when a call since begin failed, or when there was
-   no luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
-   among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read reports it to
-   options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
-   until one is good; on a device by what luna_item or luna_read found last. */
+   decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
+   optimiser's last step, it changes nothing and returns that failure: gradients come from luna_backward alone. A NaN or
+   Inf in the loss or among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read
+   reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
+   LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 /* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
    can be recorded) does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
-LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
-LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
+LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
+LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
 
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
@@ -1163,7 +1187,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>stream: a causal language model one token at a time, in constant memory
+   >>stream: a causal language model with Luna attention, one token at a time, in constant memory
    A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device is stored
    and runs there, only tokens and logits are copied: it is used by the thread of its model's context, its work is queued on that context's stream, and it is
    closed before that context is. When the device fails, a step returns null, and so do all later ones. A saved state loads on host and device alike.
@@ -1179,7 +1203,9 @@ typedef struct luna_stream_config {
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
 #ifndef LUNA_ONLY_STREAM
-/* Memory from the model's context's allocator, on a device from the device: all at once, a step takes none. Null: the context says why. */
+/* Of a model with Luna attention. Open it after training: it copies what it folds (luna_form) of the weights, and reads
+   the others in place. Memory from the model's context's allocator, on a device from the device: all at once, a step
+   takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
 LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
@@ -1197,7 +1223,7 @@ LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *byt
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
 typedef struct luna_sampling {
-  float temperature;                 /* 0 = 1 */
+  float temperature;                 /* logits are divided by it; 0 = 1: for greedy choice set top_k = 1 */
   int32_t top_k;                     /* 0 = all; 1 = greedy */
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
@@ -1207,8 +1233,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
-   and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
-/* beam 0 = 1 */
+   and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context.
+   beam: 0 = 1. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
