@@ -398,7 +398,7 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
-   Threads: the caller's alone, or `threads` shares (at most 256) through parallel_for; the bits do not depend on it.
+   Threads: the caller's alone, or `threads` tasks (at most 256) through parallel_for; the bits do not depend on it.
    Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where that
    cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -408,7 +408,7 @@ typedef struct luna_run {
   size_t scratch_size;
   luna_parallel_for parallel_for;    /* null: the caller's thread */
   void *parallel_user;
-  int threads;                       /* shares of the work; 0 = 1 */
+  int threads;                       /* tasks for parallel_for; 0 = 1 */
 } luna_run;
 
 /* C = act(alpha A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
@@ -480,7 +480,7 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 typedef struct luna_ctx luna_ctx;
 typedef struct luna_backend luna_backend;
 
-typedef struct luna_allocator {      /* both or neither; allocate may return null and need not align */
+typedef struct luna_allocator {      /* set both functions or neither; allocate may return null and need not align */
   void *(*allocate)(void *user, size_t bytes);
   void (*release)(void *user, void *pointer, size_t bytes);
   void *user;
@@ -541,7 +541,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
-  float *data;                       /* null in a context that measures, and once a scope has released it */
+  float *data;                       /* null in a context that measures, and once released by a scope's end */
   float *grad;                       /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;
@@ -721,7 +721,8 @@ typedef struct luna_io {
 } luna_io;
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
-/* Copies the values. Meanwhile, as every call that opens a file, it takes 8 bytes of the step a tensor or text pair. */
+/* Copies the values. While it runs it needs, as every call that opens a file, 8 bytes of the step's memory for each
+   tensor and each text pair. */
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
    Called before init, it skips allocating initial values. */
@@ -873,7 +874,8 @@ struct luna_layer_config {
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
-  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum */
+  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in models
+                                        also of embeddings and of a classifier's pooled features */
   float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
   float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
   bool bert_init;
@@ -1151,7 +1153,7 @@ typedef struct luna_param_group {
   int max_rank;                      /* and of at most so many axes; 0 = any */
   float lr;                          /* factor on the learning rate; 0 = 1 */
   float weight_decay;                /* in place of the config's; 0 = none */
-  bool frozen;                       /* not trained at all; their gradients count for nothing */
+  bool frozen;                       /* not trained at all; their gradients are ignored */
 } luna_param_group;
 /* the last that fits a parameter counts */
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
