@@ -92,8 +92,8 @@
      Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, and ops given
      null return null. luna_ctx_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
      is a sentence that names the call, the sizes and the remedy, and luna_ctx_error_id(ctx) its id in LUNA_ERRORS, for
-     programs that act on one: those of the first failure, until a call that returns a status fails, which always
-     leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and returns it.
+     programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init) fails,
+     which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and returns it.
      An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A forward of a
      zeroed or uninitialised model returns null; no context is known then, and no sentence, so luna_optimizer_step
      reports that there was no luna_backward. options.log gets each failure as it happens. A step whose loss or
@@ -525,7 +525,7 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    or one opened since. To try a file or a config whose failure is to have no effect, use a context of its own and close
    it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
-/* The sentence of that failure, or of the newest failed call since which returns a status; "" without one */
+/* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 LUNA_API const char *luna_error(const luna_ctx *ctx);
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
 
