@@ -93,11 +93,11 @@
      null return null. luna_ctx_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
      is a sentence that names the call, the sizes and the remedy, and luna_ctx_error_id(ctx) its id in LUNA_ERRORS, for
      programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init) fails,
-     which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and returns it.
-     An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A forward of a
-     zeroed or uninitialised model returns null; no context is known then, and no sentence, so luna_optimizer_step
-     reports that there was no luna_backward. options.log gets each failure as it happens. A step whose loss or
-     gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
+     which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and
+     returns it. An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A
+     forward of a zeroed or uninitialised model returns null; no context is known then, and no sentence, so
+     luna_optimizer_step reports that there was no luna_backward. options.log gets each failure as it happens. A step
+     whose loss or gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
 
    THREADS
      A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
@@ -10893,7 +10893,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
-  "it has no luna.kind, as of a model with an attention hook: init that with its config, then luna_load"
+  "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
 typedef struct lunai_lm_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_FIELD)
