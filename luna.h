@@ -95,9 +95,9 @@
      programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init) fails,
      which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and
      returns it. An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A
-     forward of a zeroed or uninitialised model returns null; no context is known then, and no sentence, so
-     luna_optimizer_step reports that there was no luna_backward. options.log gets each failure as it happens. A step
-     whose loss or gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
+     forward of a zeroed model returns null; no context is known then, and no sentence, so luna_optimizer_step reports
+     that there was no luna_backward. options.log gets each failure as it happens. A step whose loss or gradients are
+     not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
 
    THREADS
      A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
