@@ -42,12 +42,15 @@
      3. Train it.
             luna_optimizer *adam = luna_adamw(params, NULL);
             for (...) {
-              luna_input input = { tokens, lengths, batch, n };
-              luna_begin_step(ctx);                              releases the last step's activations
+              luna_input input = { tokens, NULL, batch, n };     null: every sequence has n tokens
+              luna_begin_step(ctx);                              releases every tensor of the step before
               luna_tensor *loss = luna_lm_loss(&model, &input, labels);
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
               if (luna_optimizer_step(adam) != LUNA_OK) break;   uses and zeroes them; any failure above arrives here
             }
+        labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
+        to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
+        Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
         Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
               luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
               int64_t shape[2] = { batch, 1 };
@@ -60,10 +63,12 @@
      5. Resume. luna_save_training writes parameters, moments, counters, learning rate and seed; after
         luna_load_training into a model and an optimiser made with the same config (schedule, betas, decay, clip,
         groups), training goes on with the bits of a run that never stopped. The position in the data is yours to
-        keep: luna_params_set before, luna_params_get after.
-     6. Stream. luna_stream_open, then luna_stream_step for each token. A stream only reads parameters: one thread a
-        stream, any number of streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context,
-        allocator, stdio or threads.
+        keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its file
+        says, except one with an attention hook: init that with its config and hook, then luna_load.
+     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token. Open it after
+        training: it copies a part of the weights, and reads the others in place. One thread a stream, any number of
+        streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context, allocator, stdio or
+        threads.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
@@ -71,25 +76,28 @@
      allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
      calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
      the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
-     Within a step, layers and models are scopes: at a scope's end, what it made and does not hand out is released,
-     but for what backward reads (LUNA_OPS says what each op's does) and cannot compute again by cheap ops (norms,
-     embeddings, activations). So an inference of many layers takes little more than one of two. Hidden values to look
-     at, or to hand out of an attention hook: luna_keep. Functions of your own: luna_scope_begin and luna_scope_end.
+     Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
+     except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
+     again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
+     two. In training some inner tensors therefore stay readable, but only luna_keep promises it: call it for hidden
+     values to look at, or to hand out of an attention hook. Functions of your own: luna_scope_begin, luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
      result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024
      classes is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the
-     logits either. Folded Luna layers keep 2 dim + ffn floats a token for backward, or 2 dim with the feed-forward
-     recomputed (layer.recompute trades time for memory and changes no bit). Several begin/forward/backward before one
-     optimiser step accumulate.
+     logits either. Folded Luna layers (luna_form) keep 2 dim + ffn floats a token for backward, or 2 dim with the
+     feed-forward recomputed (layer.recompute trades time for memory and changes no bit). Several rounds of begin,
+     forward and luna_backward before one optimiser step accumulate.
 
    ERRORS
-     Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, ops given
-     null return null, and the first failure since begin stays: luna_ctx_status(ctx), and luna_error(ctx) as a
-     sentence that names the call, the sizes and the remedy. luna_ctx_error_id(ctx) says which sentence of LUNA_ERRORS
-     it is, for programs that act on one. One check a step is enough: luna_optimizer_step does nothing but return that
-     failure. An init that fails leaves a zeroed struct, and each begin reports it until it
-     succeeds. options.log gets each failure as it happens. A step whose loss or gradients are not finite is skipped;
-     max_skips of them in a row are LUNA_NOT_FINITE.
+     Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, and ops given
+     null return null. luna_ctx_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
+     is a sentence that names the call, the sizes and the remedy, and luna_ctx_error_id(ctx) its id in LUNA_ERRORS, for
+     programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init) fails,
+     which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and
+     returns it. An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A
+     forward of a zeroed model returns null; no context is known then, and no sentence, so luna_optimizer_step reports
+     that there was no luna_backward. options.log gets each failure as it happens. A step whose loss or gradients are
+     not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
 
    THREADS
      A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
@@ -136,7 +144,7 @@
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
-     LUNA_MALLOC, LUNA_FREE both or neither
+     LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_ASSERT(c)         checks internal invariants; default: nothing
      LUNA_API               prefix of public functions
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
@@ -219,7 +227,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released when its scope ended; call luna_keep before") \
+  X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
+    "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
   X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
   X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
@@ -227,7 +236,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* arguments of any call */ \
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
-  X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s %d is %d, outside %d..%d") \
+  X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
   X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
@@ -237,7 +246,6 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* tensors */ \
   X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
     "luna_require_grad for the result of an op") \
-  X(VALUES_RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t have been released") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
   X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
@@ -260,13 +268,14 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
   X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
   X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
+  X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
-  X(OFFSETS, BAD_ARGUMENT, "%s: %s %d is %d; offsets start at 0, never fall, and end at the %d rows") \
+  X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
   X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
     "[batch, n, h a] twice and [batch, n, h b]") \
   X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
@@ -279,9 +288,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
-  X(NAME_LENGTH, BAD_ARGUMENT, "%s: a name has %d bytes, more than %d: %s%s") \
-  X(NAME_RESERVED, BAD_ARGUMENT, "%s: %s: __metadata__ and names that start with luna. belong to luna.h") \
-  X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter %s already") \
+  X(NAME_LENGTH, BAD_ARGUMENT, "%s: a name has %d bytes, more than %d: '%s%s'") \
+  X(NAME_RESERVED, BAD_ARGUMENT, "%s: '%s': __metadata__ and names that start with luna. belong to luna.h") \
+  X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter '%s' already; use another set or prefix") \
   X(SET_BORROWED, BAD_ARGUMENT, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
   X(BORROW_DEVICE, MISMATCH, "%s: %s %t belongs to a context on another device") \
   X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load_bytes)") \
@@ -291,10 +300,13 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* layers and models */ \
   X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called") \
   X(HEADS, BAD_ARGUMENT, "%s: dim %d is not a multiple of %s %d") \
-  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d, where %s is %d; leave it 0") \
+  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
+  X(FIELD_UNUSED, BAD_ARGUMENT, "%s: %s is %d; it must be 0 %s") \
   X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
     "own_memory must be 0, hook null") \
-  X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for %s") \
+  X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
+  X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
+  X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
   X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
   X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
     "its e and f first") \
@@ -312,38 +324,42 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SHARED_VOCAB, BAD_ARGUMENT, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
   X(LOGITS_NOT_FINITE, BAD_ARGUMENT, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
   X(STREAM_CONFIG, BAD_ARGUMENT, "%s: %s") \
+  X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
+    "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter has %s in its name and at most %d axes") \
+  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
+    "max_rank %d (0 = any)") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
-    "a null loss means that an earlier call failed") \
+    "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
     "gradient was not finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data") \
   /* files */ \
-  X(CANNOT_OPEN, CANNOT_READ, "%s: %s cannot be opened") \
-  X(READ_IRREGULAR, CANNOT_READ, "%s: %s is not a regular file") \
+  X(CANNOT_OPEN, CANNOT_READ, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
+  X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
   X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
   X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
-  X(SAVE_PATH, CANNOT_WRITE, "%s: the path, or what it links to, is longer than %d bytes: %s") \
-  X(SAVE_LINK, CANNOT_WRITE, "%s: %s is a link that leads nowhere") \
-  X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: %s is not a regular file and is left as it is") \
-  X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of %s cannot be searched") \
-  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside %s") \
-  X(SAVE_REPLACE, CANNOT_WRITE, "%s: %s cannot be replaced") \
+  X(SAVE_PATH, CANNOT_WRITE, "%s: the path, or what it links to, is longer than %d bytes: '%s'") \
+  X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
+  X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
+  X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
+  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder " \
+    "exist, and may it be written to?") \
+  X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
-  X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor %s of shape %t in F32, F16, BF16 or F64") \
-  X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor %s of %s is not a parameter of this set") \
-  X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter %s is %t and has another shape in %s") \
+  X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
+  X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
+  X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
   X(FILE_TENSOR_COUNT, MISMATCH, "%s: %s has %d tensors, the model %d") \
   X(NOTHING_MATCHES, MISMATCH, "%s: none of the %d parameters is in %s in its shape") \
   X(SET_NOT_EMPTY, BAD_ARGUMENT, "%s: the set has %d parameters already; load into a new one") \
   X(OPTIMIZER_KIND, MISMATCH, "%s: %s is of another kind of optimiser (luna.optimizer %d, not %d)") \
   X(MOMENT_COUNT, MISMATCH, "%s: %s has %d moments, the optimiser %d") \
-  X(MOMENT, MISMATCH, "%s: moment %d of %s is missing from %s, of another shape, or not F32")
+  X(MOMENT, MISMATCH, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
 
 typedef enum luna_error_id {
   LUNA_ERROR_NONE = 0,
@@ -382,7 +398,7 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
-   Threads: the caller's alone, or `threads` shares (at most 256) through parallel_for; the bits do not depend on it.
+   Threads: the caller's alone, or `threads` tasks (at most 256) through parallel_for; the bits do not depend on it.
    Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where that
    cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -392,7 +408,7 @@ typedef struct luna_run {
   size_t scratch_size;
   luna_parallel_for parallel_for;    /* null: the caller's thread */
   void *parallel_user;
-  int threads;                       /* shares of the work; 0 = 1 */
+  int threads;                       /* tasks for parallel_for; 0 = 1 */
 } luna_run;
 
 /* C = act(alpha A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
@@ -423,14 +439,14 @@ typedef struct luna_attention_args {
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys; the rest are never read. null: all */
+  const int32_t *lengths;            /* [batch] real keys; the rest are never read; 0 gives zeros. null: all */
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
-  bool causal;                       /* query i sees keys j <= i */
+  bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
   float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
   uint64_t seed;
   uint32_t dropout_op, step;
-  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null) */
+  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
   luna_run run;
 } luna_attention_args;
@@ -464,13 +480,15 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 typedef struct luna_ctx luna_ctx;
 typedef struct luna_backend luna_backend;
 
-typedef struct luna_allocator {      /* both or neither; allocate may return null and need not align */
+typedef struct luna_allocator {      /* set both functions or neither; allocate may return null and need not align */
   void *(*allocate)(void *user, size_t bytes);
   void (*release)(void *user, void *pointer, size_t bytes);
   void *user;
 } luna_allocator;
 
-typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form; /* of Luna attention: folded moves the long sequence's projections to the short memory */
+/* How Luna attention is computed. Folded: the projections of the long sequence are multiplied into the short memory's
+   side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
+typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
 typedef struct luna_options {
   int threads;                       /* 0 = one a core */
@@ -502,25 +520,28 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* Both report a failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser: the first,
-   until the same call succeeds, with the same prefix or name, in that set or one opened since. */
-LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* the first failure since begin */
-LUNA_API const char *luna_error(const luna_ctx *ctx);     /* its sentence; "" without one */
-LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of what luna_error says; LUNA_ERROR_NONE */
+/* A begin is either of these two. It fails with the first failed init, load of a model, luna_params_open,
+   luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or name, in that set
+   or one opened since. To try a file or a config whose failure is to have no effect, use a context of its own and close
+   it. */
+LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
+/* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
+LUNA_API const char *luna_error(const luna_ctx *ctx);
+LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
-   What ops make lives until the next begin or the end of the scope around it. Every op returns null on failure and for
-   a null input; the context says why.
+   What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
+   on failure and for a null input; the context says why.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_MAX_RANK 4
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
-  float *data;                       /* null in a context that measures, and once a scope has released it */
+  float *data;                       /* null in a context that measures, and once released by a scope's end */
   float *grad;                       /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;
@@ -543,7 +564,8 @@ typedef struct luna_tensor {
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
-LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape); /* a copy; zeros when null */
+/* A copy of values, zeros when null. As an op's result it ends with the next begin: make it anew in each step. */
+LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape);
 
 /* Scopes: memory that lasts as long as it is needed. Every forward of a layer or model is one; a function of your own
    that makes more tensors than it returns may be one too:
@@ -554,8 +576,9 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
 
    The end releases the data of all tensors made since the beginning, but for the results and what they are views of,
    what luna_keep was called for, and, in training, what backward will read and cannot compute again by cheap ops.
-   Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends. Results may be
-   null where nothing was made; the first is returned, and is not null unless something failed. */
+   Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
+   luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
+   nothing is released. */
 typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; } luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
@@ -585,8 +608,8 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);               
 LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
 LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis */
-LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
@@ -622,7 +645,8 @@ typedef struct luna_cross_entropy_config {
   int32_t ignore_index;
   bool sum;                          /* default: mean over labels that count (0 when none does) */
 } luna_cross_entropy_config;
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels); /* [...,V] and one label a row -> [1] */
+/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored */
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
 LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config);
 /* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one label a row of x -> [1]. Of more
    than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
@@ -630,12 +654,12 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
-  const int32_t *lengths;            /* [batch] real keys, or null */
+  const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
   const int32_t *query_offsets, *key_offsets; /* ragged: q [rows, d], k, v [rows, d]; offsets [sequences + 1] */
   int64_t sequences;                 /* of a ragged batch; 0 = padded, the batch is an axis */
-  bool causal;
+  bool causal;                       /* query i sees keys j <= i */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
-  float dropout;
+  float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
 } luna_attention_config;
 /* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
@@ -697,7 +721,8 @@ typedef struct luna_io {
 } luna_io;
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
-/* Copies the values. Meanwhile, as every call that opens a file, it takes 8 bytes of the step a tensor or text pair. */
+/* Copies the values. While it runs it needs, as every call that opens a file, 8 bytes of the step's memory for each
+   tensor and each text pair. */
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
    Called before init, it skips allocating initial values. */
@@ -738,13 +763,16 @@ LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, l
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
-   An init that fails makes no parameter and zeroes its struct; a forward of a zeroed struct is an error. Where a config
-   has a number in two places one is 0 or equals the other; fields of an attention that is not chosen count for nothing.
+   An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
+   with a sentence in the context of its input, a model's without one, as no context is known. Where a config has a
+   number in two places, one is 0 or equals the other; fields of an attention that is not chosen have no effect.
    ---------------------------------------------------------------------------------------------------------------------- */
+/* "PREFIX.weight" [out,in], by init; "PREFIX.bias" [out], zeros; prefix with or without the dot */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init);
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
+/* likewise: weight [dim], ones; bias [dim], zeros */
 typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
@@ -822,8 +850,11 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
 
-/* A user-defined attention. init makes a layer's parameters (names start with prefix) and returns what forward will get as
-   `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] -> [batch,n,d]; p is the memory where the model has one, else null. */
+/* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
+   returns what forward will get as `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] ->
+   [batch,n,d]; dropout inside it is its own business (config has the probabilities). p is the one given to
+   luna_encoder_layer_forward; in the library's models it is null. A hook is not saved: the file of such a model has no
+   luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
 typedef struct luna_layer_config luna_layer_config;
 typedef struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
@@ -843,9 +874,10 @@ struct luna_layer_config {
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
-  float dropout;                     /* after attention, activation and feed-forward */
-  float attention_dropout;
-  float activation_dropout;
+  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in models
+                                        also of embeddings and of a classifier's pooled features */
+  float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
+  float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
   bool bert_init;
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
   luna_linformer_config linformer;
@@ -918,9 +950,11 @@ typedef struct luna_lm {
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input); /* logits [batch,n,vocab]. Nothing looks ahead: lengths count for nothing, give padding labels of -1 */
-/* The mean loss of those logits by labels [batch,n], negative ones ignored: as luna_cross_entropy finds it, up to rounding, but of a large vocabulary no
-   logits are stored (luna_linear_cross_entropy) */
+/* Logits [batch,n,vocab]. No place reads a later one, so lengths have no effect: leave them null. */
+LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
+/* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts); negative labels
+   are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
+   stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
 /* Encoder: embeddings and encoder layers; part of the models below */
@@ -1042,7 +1076,7 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
-   checked against its tensors. */
+   checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. */
 typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
 typedef struct luna_model {
   luna_model_kind kind;              /* which of the members below is initialised */
@@ -1093,7 +1127,7 @@ typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
   float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
   float clip;                        /* max global gradient norm; 0 = none */
   luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10 */
+  int64_t max_skips;                 /* 0 = 10, negative = never */
 } luna_adamw_config;
 typedef luna_adamw_config luna_adam_config;
 typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
@@ -1103,7 +1137,7 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float weight_decay;                /* added to the gradient */
   float clip;
   luna_schedule schedule;            /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
-  int64_t max_skips;                 /* 0 = 10 */
+  int64_t max_skips;                 /* 0 = 10, negative = never */
 } luna_apollo_config;
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
    with the context. Null config: defaults. */
@@ -1119,25 +1153,25 @@ typedef struct luna_param_group {
   int max_rank;                      /* and of at most so many axes; 0 = any */
   float lr;                          /* factor on the learning rate; 0 = 1 */
   float weight_decay;                /* in place of the config's; 0 = none */
-  bool frozen;                       /* not trained at all; their gradients count for nothing */
+  bool frozen;                       /* not trained at all; their gradients are ignored */
 } luna_param_group;
 /* the last that fits a parameter counts */
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
 
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
-   decay does not change it either. Does nothing but return the error when a call since begin failed, or when there was
-   no luna_backward since this optimiser's last step: gradients come from luna_backward alone. A NaN or Inf in the loss or
-   among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read reports it to
-   options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
-   until one is good; on a device by what luna_item or luna_read found last. */
+   decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
+   optimiser's last step, it changes nothing and returns that failure: gradients come from luna_backward alone. A NaN or
+   Inf in the loss or among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read
+   reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
+   LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 /* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
    can be recorded) does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
-LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);
-LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer);
+LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
+LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
 
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
@@ -1155,7 +1189,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>stream: a causal language model one token at a time, in constant memory
+   >>stream: a causal language model with Luna attention, one token at a time, in constant memory
    A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device is stored
    and runs there, only tokens and logits are copied: it is used by the thread of its model's context, its work is queued on that context's stream, and it is
    closed before that context is. When the device fails, a step returns null, and so do all later ones. A saved state loads on host and device alike.
@@ -1171,7 +1205,9 @@ typedef struct luna_stream_config {
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
 #ifndef LUNA_ONLY_STREAM
-/* Memory from the model's context's allocator, on a device from the device: all at once, a step takes none. Null: the context says why. */
+/* Of a model with Luna attention. Open it after training: it copies what it folds (luna_form) of the weights, and reads
+   the others in place. Memory from the model's context's allocator, on a device from the device: all at once, a step
+   takes none. Null: the context says why. */
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config);
 #endif
 LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
@@ -1189,7 +1225,7 @@ LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *byt
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
 typedef struct luna_sampling {
-  float temperature;                 /* 0 = 1 */
+  float temperature;                 /* logits are divided by it; 0 = 1: for greedy choice set top_k = 1 */
   int32_t top_k;                     /* 0 = all; 1 = greedy */
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
@@ -1199,8 +1235,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 
 #ifndef LUNA_ONLY_STREAM
 /* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
-   and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context. */
-/* beam 0 = 1 */
+   and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context.
+   beam: 0 = 1. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
@@ -8383,9 +8419,8 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
-LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, bool grad) {
+LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, const char *name, bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
-  const char *name = grad ? "luna_read_grad" : "luna_read";
   if (!t) return LUNA_BAD_ARGUMENT;
   if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
   if (!lunai_computes(t->ctx)) {
@@ -8393,17 +8428,18 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
     return LUNA_OK;
   }
   if (!from && bytes && grad) return lunai_fail_status(t->ctx, LUNA_ERROR_NO_GRAD, t);
-  if (!from && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_VALUES_RELEASED, name, t);
+  if (!from && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   lunai_look(t->ctx);
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
-LUNA_API luna_status luna_read(const luna_tensor *t, float *out) {
-  if (t && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_read", t);
-  return lunai_read_floats(t, t ? t->data : NULL, out, false);
+LUNAI_FN luna_status lunai_read_data(const luna_tensor *t, float *out, const char *name) {
+  if (t && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
+  return lunai_read_floats(t, t ? t->data : NULL, out, name, false);
 }
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_data(t, out, "luna_read"); }
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
-  return lunai_read_floats(t, grad, out, true);
+  return lunai_read_floats(t, grad, out, "luna_read_grad", true);
 }
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
@@ -8411,13 +8447,14 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   if (t->borrowed) return lunai_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
   if (!values && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
   if (!lunai_computes(t->ctx)) return LUNA_OK;
-  if (!t->data && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_VALUES_RELEASED, "luna_write", t);
+  if (lunai_owner(t)->released || (!t->data && bytes))
+    return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
   if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
-  else if (t && luna_read(t, &value) != LUNA_OK) value = NAN;
+  else if (t && lunai_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
   return value;
 }
 
@@ -9628,7 +9665,7 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
   if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
 
@@ -9640,7 +9677,7 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
   s.op.arg.mask.fill = fill;
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
@@ -9678,7 +9715,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
   if (!tokens && batch * n > 0) return lunai_fail_null(table->ctx, "luna_embedding", "tokens");
-  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "token", &failed);
+  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens", &failed);
   shape[2] = table->shape[1];
   return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
 }
@@ -9701,8 +9738,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
     const int32_t label = ignored ? -1 : labels[i];
     if (label >= classes)
-      return lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, s->name, "label", i, (int64_t)label, (int64_t)-1,
-                        classes - 1) != NULL;
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)label, classes) != NULL;
     counted += !ignored;
     kept[i] = label;
   }
@@ -9803,10 +9839,10 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
   if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "length", &failed);
+  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths", &failed);
   if (ragged) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query offset", &failed);
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key offset", &failed);
+    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets", &failed);
+    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
   s.op.arg.attention.causal = c->causal;
@@ -9861,7 +9897,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
     c.sums = sums;
     return luna_softmax_attention(weights, context, context, &c);
   }
-  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths", &failed);
   if (failed) return lunai_abandon(&s);
   s.op.arg.attention.heads = sums_shape[2] = 1;
   s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
@@ -9911,7 +9947,7 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   lunai_input(&s, out_bias);
   lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "length", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -9950,7 +9986,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
-  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "length", &failed);
+  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
@@ -10264,6 +10300,10 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 }
 
 /* --- causal Luna attention, section 3.3 --- */
+LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
+  return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
+         lunai_fail_status(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a) == LUNA_OK;
+}
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config) {
@@ -10280,10 +10320,7 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
       !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
     return lunai_setup_end(&s, false);
-  if (c.omega != LUNA_ACTIVATION_SOFTPLUS2 && c.omega != LUNA_ACTIVATION_SOFTPLUS && c.omega != LUNA_ACTIVATION_ELU1) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_OMEGA, params->ctx->call, (int64_t)c.omega);
-    return lunai_setup_end(&s, false);
-  }
+  if (!lunai_is_omega(params->ctx, c.omega)) return lunai_setup_end(&s, false);
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
@@ -10537,16 +10574,20 @@ LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const
   if (value == 0 || value == expected) return true;
   return lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, name, value, from, expected) == LUNA_OK;
 }
+/* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
+LUNAI_FN bool lunai_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
+  return value == 0 || lunai_fail_status(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why) == LUNA_OK;
+}
 /* Rejects what this kind of layer does not have. Fields of the attentions not chosen are ignored, so that changing
    `attention` alone compares them. */
 typedef enum lunai_layer_kind { LUNAI_ENCODER_LAYER, LUNAI_DECODER_LAYER, LUNAI_CAUSAL_LAYER } lunai_layer_kind;
 LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, lunai_layer_kind kind) {
   const bool causal = kind == LUNAI_CAUSAL_LAYER, encoder = kind == LUNAI_ENCODER_LAYER;
   const bool tied = causal && lunai_is_luna(c) && c->sharing != LUNA_SHARING_FULL;
-  return (!c->hook || lunai_agrees(ctx, "layer.attention", c->attention, "a hook's", LUNA_ATTENTION_LUNA)) &&
-         (causal || lunai_agrees(ctx, "layer.convolution", c->convolution, "an encoder or decoder layer's", 0)) &&
-         (encoder || lunai_agrees(ctx, "layer.own_memory", c->own_memory, "a causal or decoder layer's", 0)) &&
-         (!tied || lunai_agrees(ctx, "layer.sharing", c->sharing, "a causal layer's, where not full,", LUNA_SHARING_TIED));
+  return (!c->hook || lunai_is_unused(ctx, "layer.attention", c->attention, "with a hook")) &&
+         (causal || lunai_is_unused(ctx, "layer.convolution", c->convolution, "in an encoder or decoder layer")) &&
+         (encoder || lunai_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
+         (!tied || lunai_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
 }
 /* The layers' sizes, which a model's config has in two places: where one is 0 the other counts */
 LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna_layer_config *layer) {
@@ -10650,8 +10691,13 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
 LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention, void *hook_state, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+  const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+  luna_tensor *y;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
-  return c->hook->forward(hook_state, x, p, lengths, causal);
+  y = c->hook->forward(hook_state, x, p, lengths, causal);
+  if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
+  if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
+  return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
 LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx) {
@@ -10851,6 +10897,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
   F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
 #define LUNAI_LM_KIND "causal_lm"
+#define LUNAI_NO_KIND \
+  "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
 typedef struct lunai_lm_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_FIELD)
@@ -10919,8 +10967,8 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 /* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
-  if (!lunai_st_meta(st, "luna.kind", &kind) || !lunai_st_equal(kind, LUNAI_LM_KIND))
-    return "it holds no causal language model of luna.h";
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
@@ -11089,7 +11137,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->max_length == 0) c->max_length = 512;
   layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
-  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) ||
+  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) || !lunai_is_omega(ctx, layer.omega) ||
       !lunai_agrees(ctx, "layer.dim", c->layer.dim, "dim", layer.dim) ||
       !lunai_agrees(ctx, "layer.heads", c->layer.heads, "heads", layer.heads) ||
       !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
@@ -11231,7 +11279,9 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   if (!lunai_agrees(ctx, "encoder.layer.dim", c->layer.dim, "encoder.dim", layer.dim) ||
       !lunai_agrees(ctx, "encoder.layer.heads", c->layer.heads, "encoder.heads", layer.heads) ||
       !lunai_agrees(ctx, "encoder.layer.ffn", c->layer.ffn, "encoder.ffn", layer.ffn) ||
-      !lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "encoder.own_memory's", layer.own_memory) ||
+      !(layer.own_memory ?
+        lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "encoder.memory", layer.own_memory) :
+        lunai_is_unused(ctx, "encoder.layer.own_memory", c->layer.own_memory, "without encoder.own_memory")) ||
       !lunai_agrees(ctx, "encoder.layer.linformer.max_length", c->layer.linformer.max_length, "encoder.max_length",
                     c->max_length)) return false;
   c->layer = layer;
@@ -11512,13 +11562,18 @@ LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const 
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
+  const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
   int64_t i, all, count = 0;
   void *memory;
   if (!x) return NULL;
   all = input->batch * input->n;
   if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
-  for (i = 0; i < all; i++) count += labels[i] >= 0;
+  for (i = 0; i < all; i++) {
+    count += labels[i] >= 0;
+    if (labels[i] >= vocab)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
+  }
   if (count == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
   if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
@@ -11891,8 +11946,7 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
   if (status != LUNA_OK) return status;
   for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
-    return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "anything",
-                             (int64_t)(group->max_rank > 0 ? group->max_rank : LUNA_MAX_RANK));
+    return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
   lunai_optimizer_activate(o);
@@ -12381,7 +12435,7 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   int k = 0;
   if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
   if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, "luna.kind", file) == LUNA_OK;
+    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, LUNAI_NO_KIND) == LUNA_OK;
   model->kind = LUNA_MODEL_LM;
   if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
@@ -13602,7 +13656,6 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
   memset(s->state, 0, s->state_size);
 }
 
-#define LUNAI_STREAM_ATTENTION "only Luna attention streams in constant memory"
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
@@ -13612,7 +13665,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->sources = 1;
   s->scale = 1;
   if (!s->kernels) return "config.isa is not available on this machine";
-  if (z->attention) return LUNAI_STREAM_ATTENTION;
+  if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
@@ -13868,7 +13921,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
   if (!lunai_is_luna(&model->config.layer))
-    lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_stream_open", LUNAI_STREAM_ATTENTION);
+    lunai_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
   else if (lunai_stream_from(ctx, &first, config, "luna_stream_open") && (s = lunai_stream_allocate(ctx, &first)) != NULL) {
     s->embedding = s->output = lunai_stream_values(model->embedding);
     s->positions = lunai_stream_values(model->positions);

@@ -663,8 +663,10 @@ static void check_masked_loss(int v, luna_form form) {
       "null for labels");
   labels[3] = VOCAB + 1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), ELEMENT_RANGE,
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), LABEL_RANGE,
       "a label beyond the vocabulary");
+  CHECK(!luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels) &&
+            strstr(luna_error(ctx), "labels[3] is "), "a label's place is the caller's: %s", luna_error(ctx));
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
@@ -1235,7 +1237,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
   refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0,
-      FILE_FIELD,
+      NOT_A_MODEL,
           "the file of a hooked model, without the hook");
   free(logits[0]), free(logits[1]);
   remove(path.text);
@@ -1278,9 +1280,17 @@ static void check_hook_lm(void) {
           "token 12 changes what comes before it, or not what comes after");
     free(before), free(after);
   }
-  refused(ctx, !luna_stream_open(&model, NULL), STREAM_CONFIG, "streaming a hooked model");
+  refused(ctx, !luna_stream_open(&model, NULL), STREAM_ATTENTION, "streaming a hooked model");
   free(tokens);
   luna_close(ctx);
+}
+static luna_tensor *null_run(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+  (void)layer, (void)x, (void)p, (void)lengths, (void)causal;
+  return NULL;
+}
+static luna_tensor *wrong_shape_run(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+  (void)layer, (void)p, (void)lengths, (void)causal;
+  return luna_mean(x, 0);
 }
 static void check_hook_refusals(void) {
   average_hook state;
@@ -1314,6 +1324,20 @@ static void check_hook_refusals(void) {
   config.dim = DIM, config.heads = 2, config.hook = &half;
   refused(ctx, luna_encoder_layer_init(&layer, params, "x.", &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
       "a hook without forward");
+  for (int wrong = 0; wrong < 2; wrong++) { /* a forward that returns null, another shape */
+    const int64_t shape[3] = {1, 4, DIM};
+    luna_ctx *own = ctx_open();
+    luna_attention_hook bad = average_open(&state, -1);
+    bad.forward = wrong ? wrong_shape_run : null_run;
+    config.hook = &bad;
+    CHECK(luna_encoder_layer_init(&layer, luna_params_open(own), "x.", &config) == LUNA_OK, "%s", luna_error(own));
+    luna_begin_inference(own);
+    luna_tensor *none = NULL;
+    CHECK(!luna_encoder_layer_forward(&layer, luna_tensor_new(own, NULL, 3, shape), &none, NULL) &&
+              luna_ctx_error_id(own) == (wrong ? LUNA_ERROR_HOOK_SHAPE : LUNA_ERROR_HOOK_NULL),
+          "a hook's result %d: \"%s\"", wrong, luna_error(own));
+    luna_close(own);
+  }
   luna_seq2seq_config s = {0};
   s.encoder = encoder_config(0), s.encoder.layer.hook = &whole;
   refused(ctx, luna_seq2seq_init(&seq2seq, params, &s) == LUNA_UNSUPPORTED, LUNA_ONLY,

@@ -702,11 +702,11 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_embedding(a, NULL, 2, 2), NULL_ARGUMENT);
   REFUSED(luna_embedding(v, tokens, 2, 2), EMBEDDING_TABLE);
   labels[9] = 41;
-  REFUSED(luna_cross_entropy(a, labels), ELEMENT_RANGE);
+  REFUSED(luna_cross_entropy(a, labels), LABEL_RANGE);
   REFUSED(luna_cross_entropy(a, NULL), NULL_ARGUMENT);
   labels[9] = 1030;
 #define LARGE common_tensor(ctx, 1, 1030, 41, 0, 0)
-  REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, NULL), ELEMENT_RANGE);
+  REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, NULL), LABEL_RANGE);
   REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, NULL, NULL), NULL_ARGUMENT);
   REFUSED(luna_linear_cross_entropy(a, LARGE, v, labels, NULL), VECTOR_SHAPE);
   REFUSED(luna_linear_cross_entropy(b, LARGE, NULL, labels, NULL), WEIGHT_SHAPE);
