@@ -8547,6 +8547,7 @@ LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) &
 /* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is LUNA_OK */
 LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
+  lunai_piece *workspace = NULL;
   lunai_mark mark;
   bool good;
   *status = LUNA_OK;
@@ -8555,9 +8556,13 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
     op->kept = op->kept_piece->at;
   }
   mark = lunai_step_mark(ctx);
-  good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
+  if (lunai_pieces_split(ctx) && op->workspace_size > 0) { /* memory between other pieces will do */
+    good = (workspace = lunai_piece_take(ctx, op->workspace_size)) != NULL;
+    op->workspace = workspace ? workspace->at : NULL;
+  } else good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
   if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
-  lunai_step_rewind(ctx, mark);
+  if (workspace) lunai_piece_give(ctx, &workspace);
+  else lunai_step_rewind(ctx, mark);
   return good && *status == LUNA_OK;
 }
 
