@@ -579,7 +579,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
-typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute, inside; } luna_scope;
+typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; } luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
@@ -1325,11 +1325,8 @@ typedef struct luna_op {
   uint32_t last_dropout_op;          /* with a number of its own */
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
-  int set, take;                     /* bits of the inputs whose gradient backward can set, and of the one (or 0) it can make of out[0]'s in place */
-  bool in_place;                     /* forward may write the result where the first input lies */
-  int fresh;                         /* backward: bits of the inputs whose gradient is to be set, not added to */
-  bool takes_loss;                   /* LINEAR: backward can take `loss` in place of out[0]'s gradient */
-  struct luna_op *loss;        /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
+  int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
+  struct luna_op *loss;              /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
                                         is asked again; or null */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
@@ -1347,11 +1344,18 @@ typedef struct luna_op {
   bool kept_again;                   /* kept was released and computed again */
 } luna_op;
 
+/* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
+#define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
+#define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
+#define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
+#define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
+#define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
+
 typedef struct luna_op_functions {
-  void (*query)(luna_op *op);        /* sets kept_size, workspace_size, backward_workspace_size, and may set `set`, `take`, `in_place` and `takes_loss` */
+  void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
-  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, where that is not null, from out[]->grad; an input of `take` may have the
-                                        very gradient of out[0], which is then already in it */
+  luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
+  int can;                           /* 0, or bits of the above */
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -6304,7 +6308,7 @@ struct luna_ctx {
   luna_op *tape;
   uint32_t dropout_ops;
   bool training;
-  bool recomputing;                  /* a recomputed scope is open */
+  bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
   bool paused;                       /* training, but nothing joins the tape: a stream is opened */
   bool reserving;                    /* the first walk of luna_backward: memory is counted, nothing is computed */
   bool differentiated;               /* luna_backward has succeeded since begin */
@@ -7090,11 +7094,6 @@ LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.binary.period;
   lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
 }
-LUNAI_FN void lunai_map_query(luna_op *op) { op->in_place = true; }
-LUNAI_FN void lunai_add_query(luna_op *op) {
-  op->in_place = true;
-  op->take = lunai_owner(op->in[0]) != lunai_owner(op->in[1]) ? 1 : 0;
-}
 LUNAI_FN void lunai_add_to(luna_op *op, int i, int64_t first, int64_t last) {
   lunai_k(op)->add(last - first, op->in[i]->grad + first, op->out[0]->grad + first, op->in[i]->grad + first);
 }
@@ -7148,7 +7147,6 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_c
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
 
 /* --- reduce --- */
-LUNAI_FN void lunai_reduce_query(luna_op *op) { op->set = 1; }
 LUNAI_FN void lunai_reduce_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   int64_t o;
@@ -7166,18 +7164,18 @@ LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
 /* rows [first, last) of outer * axis: each gets its group's gradient */
 LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  const bool fresh = op->fresh & 1;
+  const bool set = op->sets & 1;
   const float *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad, same[256];
   int64_t r, i, n;
   for (r = first; inner > 1 && r < last; r++) {
-    if (fresh) lunai_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
+    if (set) lunai_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
     else lunai_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
   }
   for (r = first; inner == 1 && r < last; r += n) {
     n = lunai_min(lunai_min(256, last - r), axis - r % axis);
     for (i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
-    if (fresh) memcpy(dx + r, same, (size_t)n * sizeof(float));
+    if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
     else lunai_k(op)->add(n, dx + r, same, dx + r);
   }
 }
@@ -7349,7 +7347,7 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
     g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
   } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
-  g->accumulate = which == 2 || (which == 1 && !(op->fresh & 1));
+  g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
 }
 #define LUNAI_LOGIT_COLUMNS 1024     /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
 LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
@@ -7364,9 +7362,6 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
   }
-  op->takes_loss = lunai_last(op->out[0]) > LUNAI_LOGIT_COLUMNS && !lunai_linear_changes(op) && !op->in[3];
-  op->set = 1;
-  op->take = lunai_owner(op->in[3]) != lunai_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient is not made in place of y's */
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
   for (which = 0; which < 3; which++) {
@@ -7464,7 +7459,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
     g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
   }
   if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
-  g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->fresh & 1));
+  g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->sets & 1));
   g->b_panels = w->panels[which];
 }
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
@@ -7525,8 +7520,6 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   size_t gemm = 0;
   lunai_gemm g;
   int which;
-  op->set = 1;
-  op->take = 1 << 5;
   op->kept_size = 0;
   if (op->training && !op->arg.feed_forward.recompute) op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
@@ -7655,7 +7648,6 @@ LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
 #define LUNAI_NORM_ROWS 64
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
-  op->set = 1;
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * 2 * sizeof(float);
   op->backward_workspace_size = (size_t)(lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS) * 2 * lunai_last(op->in[0])) * sizeof(float);
 }
@@ -7677,7 +7669,7 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
       memset(sums, 0, (size_t)(2 * n) * sizeof(float));
       lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->fresh & 1));
+    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
@@ -7731,7 +7723,6 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_args(const luna_op *op) {
 }
 LUNAI_FN void lunai_cross_entropy_query(luna_op *op) {
   const size_t rows = (size_t)lunai_rows(op->in[0]) * sizeof(float);
-  op->set = 1;
   if (op->training) op->kept_size = rows;
   op->workspace_size = rows;
 }
@@ -7745,7 +7736,7 @@ LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last)
   lunai_cross_entropy a = lunai_cross_entropy_args(op);
   a.grad = op->in[0]->grad;
   a.factor = lunai_cross_entropy_factor(op);
-  a.add = !(op->fresh & 1);
+  a.add = !(op->sets & 1);
   a = lunai_cross_entropy_rows(&a, first, last);
   lunai_k(op)->cross_entropy_backward(&a);
 }
@@ -7782,7 +7773,7 @@ LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm 
     lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, weight->grad ? weight->grad + first * in : NULL, columns, in, rows);
     g->b_panels = w->panels;
   }
-  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->fresh & 1)));
+  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
 }
 LUNAI_FN void lunai_logits_multiply(const lunai_logits *w, int which) {
   lunai_gemm g;
@@ -7872,7 +7863,6 @@ LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
 }
 /* in x, W, b; index, arguments and kept as of cross-entropy */
 LUNAI_FN void lunai_linear_cross_entropy_query(luna_op *op) {
-  op->set = 1;
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * sizeof(float);
   op->workspace_size = lunai_logits_workspace(op, op, false);
   op->backward_workspace_size = lunai_logits_workspace(op, op, true);
@@ -7956,10 +7946,6 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
 }
 LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
-LUNAI_FN void lunai_unpack_residual_query(luna_op *op) {
-  op->take = 1 << 5;
-  lunai_unpack_query(op);
-}
 LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
@@ -8174,39 +8160,45 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
   return LUNA_OK;
 }
 
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
-    { lunai_query_nothing, lunai_permute_forward, LUNAI_TRAIN(lunai_permute_backward) },
-    { lunai_query_nothing, lunai_slice_forward, LUNAI_TRAIN(lunai_slice_backward) },
-    { lunai_query_nothing, lunai_concat_forward, LUNAI_TRAIN(lunai_concat_backward) },
-    { lunai_query_nothing, lunai_expand_forward, LUNAI_TRAIN(lunai_expand_backward) },
-    { lunai_add_query, lunai_binary_forward, LUNAI_TRAIN(lunai_add_backward) },
-    { lunai_query_nothing, lunai_binary_forward, LUNAI_TRAIN(lunai_mul_backward) },
-    { lunai_map_query, lunai_same_forward, LUNAI_TRAIN(lunai_scale_backward) },
-    { lunai_reduce_query, lunai_reduce_forward, LUNAI_TRAIN(lunai_reduce_backward) },
-    { lunai_query_nothing, lunai_max_forward, LUNAI_TRAIN(lunai_max_backward) },
-    { lunai_matmul_query, lunai_matmul_forward, LUNAI_TRAIN(lunai_matmul_backward) },
-    { lunai_linear_query, lunai_linear_forward, LUNAI_TRAIN(lunai_linear_backward) },
-    { lunai_query_nothing, lunai_same_forward, LUNAI_TRAIN(lunai_activation_backward) },
-    { lunai_query_nothing, lunai_softmax_forward, LUNAI_TRAIN(lunai_softmax_backward) },
-    { lunai_query_nothing, lunai_mask_forward, LUNAI_TRAIN(lunai_mask_backward) },
-    { lunai_query_nothing, lunai_ratio_forward, LUNAI_TRAIN(lunai_ratio_backward) },
-    { lunai_map_query, lunai_dropout_forward, LUNAI_TRAIN(lunai_dropout_backward) },
-    { lunai_layer_norm_query, lunai_layer_norm_forward, LUNAI_TRAIN(lunai_layer_norm_backward) },
-    { lunai_query_nothing, lunai_embedding_forward, LUNAI_TRAIN(lunai_embedding_backward) },
-    { lunai_cross_entropy_query, lunai_cross_entropy_forward, LUNAI_TRAIN(lunai_cross_entropy_backward) },
-    { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
-    { lunai_causal_query, lunai_causal_forward, LUNAI_TRAIN(lunai_causal_backward) },
-    { lunai_query_nothing, lunai_convolution_forward, LUNAI_TRAIN(lunai_convolution_backward) },
-    { lunai_query_nothing, lunai_custom_forward, LUNAI_TRAIN(lunai_custom_backward) },
-    { lunai_attention_query, lunai_attention_forward, LUNAI_TRAIN(lunai_attention_backward) },
-    { lunai_unpack_residual_query, lunai_unpack_forward, LUNAI_TRAIN(lunai_unpack_residual_backward) },
-    { lunai_causal_luna_query, lunai_causal_luna_forward, LUNAI_TRAIN(lunai_causal_luna_backward) },
-    { lunai_feed_forward_query, lunai_feed_forward_forward, LUNAI_TRAIN(lunai_feed_forward_backward) },
-    { lunai_linear_cross_entropy_query, lunai_linear_cross_entropy_forward, LUNAI_TRAIN(lunai_linear_cross_entropy_backward) }
+    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
+    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
+    LUNAI_CPU_OP(query_nothing, concat_forward, concat_backward, 0),
+    LUNAI_CPU_OP(query_nothing, expand_forward, expand_backward, 0),
+    LUNAI_CPU_OP(query_nothing, binary_forward, add_backward, LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_OP(query_nothing, binary_forward, mul_backward, 0),
+    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_OP(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(query_nothing, max_forward, max_backward, 0),
+    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
+    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
+    LUNAI_CPU_OP(query_nothing, same_forward, activation_backward, 0),
+    LUNAI_CPU_OP(query_nothing, softmax_forward, softmax_backward, 0),
+    LUNAI_CPU_OP(query_nothing, mask_forward, mask_backward, 0),
+    LUNAI_CPU_OP(query_nothing, ratio_forward, ratio_backward, 0),
+    LUNAI_CPU_OP(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
+    LUNAI_CPU_OP(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
+    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
+    LUNAI_CPU_OP(query_nothing, custom_forward, custom_backward, 0),
+    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_OP(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
+    LUNAI_CPU_OP(feed_forward_query, feed_forward_forward, feed_forward_backward,
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
+                 LUNA_SETS_GRAD(0))
   }
 };
+#undef LUNAI_CPU_OP
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
@@ -8304,7 +8296,7 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
   }
   for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
-/* whether the data of a tensor that has no view's base are there in backward, or cheap ops compute them from such data */
+/* whether cheap ops compute a tensor's data again, in backward, from data that are there */
 LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
   int i;
   if (!t->maker || !lunai_op_is_cheap[t->maker->kind]) return false;
@@ -8321,7 +8313,6 @@ LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = false;
-  scope.inside = ctx && ctx->recomputing;
   return scope;
 }
 LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
@@ -8352,11 +8343,10 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   int i;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
-  ctx->recomputing = scope.inside;
   if (taped && scope.recompute) lunai_scope_forget(scope);
   for (t = ctx->made; t && t != scope.made; t = t->older) {
     const bool again = scope.recompute && t->maker;              /* its op is run again */
-    const bool given = scope.inside && !t->maker && t->last_reader; /* to an op that is run again */
+    const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
     for (i = 0; i < count && lunai_base(results[i]) != t; i++);
     if (i == count && !t->keep_data && !(taped && (t->saved || given) && !again && !lunai_is_recomputable(t)))
       lunai_release(t);
@@ -8636,8 +8626,8 @@ LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { 
 
 /* --- backward --- */
 #ifndef LUNA_NO_TRAIN
-/* the gradient of a tensor that wants one: when new, zeros unless `fresh`; of a view, its part of the owner's */
-LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
+/* the gradient of a tensor that wants one: when new, zeros unless `set`; of a view, its part of the owner's */
+LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   luna_tensor *owner = t->base ? t->base : t;
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory = NULL;
@@ -8652,12 +8642,22 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool fresh) {
       owner->reserved = ctx->reserved;
       ctx->reserved = owner;
     }
-    if (memory && !fresh && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
+    if (memory && !set && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
   }
   t->has_grad = true;
   if (t->base && owner->grad) t->grad = owner->grad + t->offset;
   return true;
 }
+
+/* what the backend's functions can do: nothing for an empty result, where they are not called */
+LUNAI_FN int lunai_op_can(const luna_op *op) { return lunai_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can; }
+/* bits of an op's inputs that are one tensor with in[at], or views of it */
+LUNAI_FN int lunai_same_inputs(const luna_op *op, int at) {
+  int i, same = 0;
+  for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == lunai_owner(op->in[at])) same |= 1 << i;
+  return same;
+}
+LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inputs(op, at) == 1 << at; }
 
 /* the data of an input, recomputed by its op when it was released; what that needed is released at once */
 LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
@@ -8673,7 +8673,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
     first = op->in[0]->base ? op->in[0]->base : op->in[0];
-    if (again[0] && op->in_place && luna_count(first) == luna_count(owner)) {
+    if (again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
+        lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
     } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
@@ -8728,12 +8729,6 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
   return false;
 }
 
-/* whether an op reads a tensor once */
-LUNAI_FN bool lunai_is_single(const luna_op *op, int at) {
-  int i, times = 0;
-  for (i = 0; i < op->inputs; i++) times += lunai_owner(op->in[i]) == lunai_owner(op->in[at]);
-  return times == 1;
-}
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
@@ -8763,8 +8758,10 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   luna_op *maker = logits->maker;
   const luna_op *op;
   int i;
-  if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR || !maker->takes_loss) return false;
-  if (luna_count(logits) == 0 || !lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
+  if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR) return false;
+  if (!(lunai_op_can(maker) & LUNA_TAKES_LOSS) || lunai_linear_changes(maker) || maker->in[3]) return false;
+  if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS) return false;
+  if (!lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
   if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
   for (op = loss->previous; op && op != maker; op = op->previous)
     for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
@@ -8774,9 +8771,17 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   return true;
 }
 
+/* whether the gradient of an op's result becomes that of its input in place */
+LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
+  const int can = lunai_op_can(op), others = lunai_same_inputs(op, i) & ~(1 << i);
+  return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i]) &&
+         (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
+}
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
+  const int can = lunai_op_can(op);
   bool reached = op->loss != NULL;
   int i;
   *status = LUNA_OK;
@@ -8791,18 +8796,18 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
     if (op->out[i]->recomputed && !(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_release(op->out[i]);
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-  op->fresh = 0;
+  op->sets = 0;
   for (i = 0; i < op->inputs; i++)
-    if ((op->take >> i & 1) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i])) {
+    if (lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->grad_piece = op->out[0]->grad_piece;
       op->in[i]->has_grad = true;
       op->out[0]->grad_piece = NULL;
     }
   for (i = 0; i < op->inputs; i++) {
-    const bool fresh = op->in[i] && (op->set >> i & 1) && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
-    if (fresh) op->fresh |= 1 << i;
-    if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], fresh)) return false;
+    const bool set = (can & LUNA_SETS_GRAD(i)) && op->in[i] && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
+    if (set) op->sets |= 1 << i;
+    if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], set)) return false;
   }
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
@@ -13039,7 +13044,7 @@ struct luna_stream {
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
   float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
-  void *scratch, *spare;             /* buffer for reordering a batch */
+  void *scratch, *reordered;         /* a buffer for reordering a batch */
   luna_error_id error;               /* of the last call */
 #ifndef LUNA_ONLY_STREAM
   luna_allocator allocator;          /* of a stream opened from a model */
@@ -13256,14 +13261,14 @@ LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t 
   if (positions == s->angles) lunai_device_copy(s, s->angles, s->host_angles, (size_t)(rows * d) * sizeof(float), 1);
   lunai_device_add(s, all * d, s->x, positions, rows * d, s->x);
 }
-#define LUNAI_STREAM_FAR(s, call) if ((s)->ctx) { call; return; }
+#define LUNAI_STREAM_ON_DEVICE(s, call) if ((s)->ctx) { call; return; }
 #else
-#define LUNAI_STREAM_FAR(s, call)
+#define LUNAI_STREAM_ON_DEVICE(s, call)
 #endif
 /* within the stream's memory */
 LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) {
   (void)s;
-  LUNAI_STREAM_FAR(s, lunai_device_copy(s, to, from, bytes, 0))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, to, from, bytes, 0))
   if (bytes) memcpy(to, from, bytes);
 }
 
@@ -13281,7 +13286,7 @@ LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, 
 }
 LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
   lunai_gemm g;
-  LUNAI_STREAM_FAR(s, lunai_device_linear(s, x, rows, in, weight, bias, out, activation, y))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_linear(s, x, rows, in, weight, bias, out, activation, y))
   lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
   g.dots = s->single;
   s->kernels->gemm(&g, NULL, s->scratch);
@@ -13442,7 +13447,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
   s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
   if (!s->cross) s->slots = NULL;
-  s->spare = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
+  s->reordered = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
   s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
 #ifndef LUNA_ONLY_STREAM
   s->device_size = used;                /* that is, of a stream on a device */
@@ -13482,7 +13487,7 @@ LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
 LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
   const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
   int64_t b;
-  LUNAI_STREAM_FAR(s, lunai_device_convolve(s, layer, in, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_convolve(s, layer, in, rows))
   for (b = 0; b < s->batch; b++) {
     const float *x = in + b * rows * d;
     float *history = layer->history + b * past * d;
@@ -13495,7 +13500,7 @@ LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *laye
   const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
   int64_t i;
   lunai_gemm g;
-  LUNAI_STREAM_FAR(s, lunai_device_scores(s, layer, in, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_scores(s, layer, in, rows))
   if (!lunai_stream_folds(&s->sizes)) {
     lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
     in = s->y;
@@ -13513,18 +13518,18 @@ LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *laye
 
 LUNAI_FN void lunai_stream_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   lunai_causal_luna c;
-  LUNAI_STREAM_FAR(s, lunai_device_attend(s, layer, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_attend(s, layer, rows))
   lunai_stream_attention_args(s, layer, rows, &c);
   s->kernels->causal_luna(&c, NULL, s->scratch);
 }
 
 LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  LUNAI_STREAM_FAR(s, lunai_device_norm(s, x, rows, norm, y))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_norm(s, x, rows, norm, y))
   s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
 }
 
 LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) { /* to x */
-  LUNAI_STREAM_FAR(s, lunai_device_add(s, count, s->x, out, count, s->x))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_add(s, count, s->x, out, count, s->x))
   s->kernels->add(count, s->x, out, s->x);
 }
 
@@ -13540,7 +13545,7 @@ LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const 
 #ifndef LUNA_ONLY_STREAM
 LUNAI_FN void lunai_stream_cross_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
   lunai_attention a;
-  LUNAI_STREAM_FAR(s, lunai_device_cross(s, layer, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_cross(s, layer, rows))
   lunai_stream_cross_args(s, layer, rows, &a);
   s->kernels->attention(&a, NULL, s->scratch);
 }
@@ -13589,7 +13594,7 @@ LUNAI_FN void lunai_stream_embed_one(luna_stream *s, int32_t token, int64_t posi
 /* the same of the next `rows` of each sequence of n */
 LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
   int64_t b, i;
-  LUNAI_STREAM_FAR(s, lunai_device_embed(s, tokens, n, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_embed(s, tokens, n, rows))
   for (b = 0; b < s->batch; b++)
     for (i = 0; i < rows; i++) lunai_stream_embed_one(s, tokens[b * n + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
 }
@@ -13597,7 +13602,7 @@ LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t 
 LUNAI_FN void lunai_stream_last(luna_stream *s, int64_t rows) {
   const int64_t d = s->sizes.dim;
   int64_t b;
-  LUNAI_STREAM_FAR(s, lunai_device_last(s, rows))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_last(s, rows))
   for (b = 0; b < s->batch; b++) memmove(s->x + b * d, s->x + (b * rows + rows - 1) * d, (size_t)d * sizeof(float));
 }
 /* logits after `rows` rows; null when the device failed */
@@ -13616,9 +13621,9 @@ LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
 /* row b of [batch] rows of `size` bytes becomes row from[b]; on a device by the indices in s->tokens */
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
   int64_t b;
-  lunai_stream_move(s, s->spare, rows, size * (size_t)s->batch);
-  LUNAI_STREAM_FAR(s, lunai_device_rows(s, (const float *)s->spare, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
-  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->spare + (size_t)from[b] * size, size);
+  lunai_stream_move(s, s->reordered, rows, size * (size_t)s->batch);
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_rows(s, (const float *)s->reordered, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
+  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->reordered + (size_t)from[b] * size, size);
 }
 LUNAI_FN void lunai_stream_reorder_all(luna_stream *s, const int32_t *from) {
   const size_t means = (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double);
@@ -13648,7 +13653,7 @@ LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
 LUNA_API void luna_stream_reset(luna_stream *s) {
   if (!s || !lunai_stream_ready(s)) return;
   s->position = 0;
-  LUNAI_STREAM_FAR(s, lunai_device_zero(s, s->state, s->state_size))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_zero(s, s->state, s->state_size))
   memset(s->state, 0, s->state_size);
 }
 
@@ -14077,7 +14082,7 @@ LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
   return LUNA_OK;
 }
 LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
-  LUNAI_STREAM_FAR(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
+  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
   memcpy(s->state, from, s->state_size);
 }
 /* copies another stream's state: both on the host, both on one device, or one on each */

@@ -203,8 +203,8 @@ static inline int64_t lunacu_last(const luna_tensor *t) { return t->rank ? t->sh
 static inline int64_t lunacu_rows(const luna_tensor *t) { return lunacu_last(t) ? luna_count(t) / lunacu_last(t) : 0; }
 static inline float *lunacu_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 static inline float *lunacu_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
-static inline const luna_tensor *lunacu_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
-static inline bool lunacu_fresh(const luna_op *op, int i) { return op->fresh >> i & 1; } /* that gradient is to be set, not added to */
+static inline bool lunacu_sets(const luna_op *op, int i) { return op->sets >> i & 1; }
+static inline void lunacu_nothing_query(luna_op *op) { (void)op; }
 /* `floats` floats from *at on, in multiples of 256 bytes; with *at starting at null, *at counts bytes */
 static inline float *lunacu_take(char **at, int64_t floats) {
   float *start = (float *)*at;
@@ -322,7 +322,7 @@ __device__ __forceinline__ float lunacu_slope(int kind, float x) {
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNACU_STAGING ((size_t)4 << 20)
 #define LUNACU_BLAS_WORKSPACE ((size_t)32 << 20)
-#define LUNACU_PARTIALS 4096
+#define LUNACU_PARTIALS_SIZE 4096
 #define LUNACU_DEVICES 16
 
 struct lunacu_block {                /* released device memory */
@@ -390,7 +390,7 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&self->event, cudaEventDisableTiming);
   if (error == cudaSuccess) error = cudaHostAlloc((void **)&self->staging, LUNACU_STAGING, cudaHostAllocDefault);
   if (error == cudaSuccess) error = cudaMalloc(&self->blas_workspace, LUNACU_BLAS_WORKSPACE);
-  if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS * sizeof(double));
+  if (error == cudaSuccess) error = cudaMalloc((void **)&self->partials, LUNACU_PARTIALS_SIZE * sizeof(double));
   if (lunacu_own(error) != cudaSuccess) lunacu_sentence(sentence, sizeof sentence, "luna_open", device, error);
   else {
     cublasStatus_t status = cublasCreate(&self->blas);
@@ -702,7 +702,6 @@ static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *p
 }
 
 /* slice: arg axis, start */
-static void lunacu_slice_query(luna_op *op) { (void)op; }
 static luna_status lunacu_slice_forward(luna_op *op) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
   lunacu_part(op, a.rows, a.width, op->in[0]->data + op->arg.slice.start * a.unit, a.stride, op->out[0]->data, a.width, false);
@@ -715,13 +714,12 @@ static luna_status lunacu_slice_backward(luna_op *op) {
 }
 
 /* concat: arg axis */
-static void lunacu_concat_query(luna_op *op) { op->set = (1 << op->inputs) - 1; }
 static luna_status lunacu_concat_run(luna_op *op, bool back) {
   int64_t start = 0;
   for (int i = 0; i < op->inputs; i++) {
     const lunacu_axis a = lunacu_axis_of(op->out[0], op->in[i], op->arg.concat.axis);
     if (!back) lunacu_part(op, a.rows, a.width, op->in[i]->data, a.width, op->out[0]->data + start, a.stride, false);
-    else if (op->in[i]->grad) lunacu_part(op, a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width, !lunacu_fresh(op, i));
+    else if (op->in[i]->grad) lunacu_part(op, a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width, !lunacu_sets(op, i));
     start += a.width;
   }
   return lunacu_row_done(op);
@@ -731,7 +729,6 @@ static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_ru
 
 /* expand: arg count */
 static void lunacu_expand_query(luna_op *op) {
-  op->set = 1;
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->arg.expand.count, luna_count(op->in[0]), true), 1) * sizeof(float);
 }
 static luna_status lunacu_expand_forward(luna_op *op) {
@@ -742,7 +739,7 @@ static luna_status lunacu_expand_forward(luna_op *op) {
 static luna_status lunacu_expand_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   const lunacu_column f = {op->out[0]->grad, op->arg.expand.count, n};
-  const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 0)};
+  const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_sets(op, 0)};
   lunacu_sums_run<1>(op, lunacu_sums_of(1, op->arg.expand.count, n, true), f, to, (float *)op->workspace);
   return lunacu_row_done(op);
 }
@@ -806,7 +803,6 @@ static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, cons
   const int64_t tiles = lunacu_divide_up(s.shape[0], LUNACU_TILE) * lunacu_divide_up(s.shape[1], LUNACU_TILE) * s.shape[2] * s.shape[3];
   LUNACU_LAUNCH(lunacu_transpose_kernel, lunacu_blocks(tiles, 1), LUNACU_BLOCK, 0, lunacu_stream(op), from, s, to, add);
 }
-static void lunacu_permute_query(luna_op *op) { op->set = 1; }
 static luna_status lunacu_permute_forward(luna_op *op) {
   lunacu_permute_run(op, op->in[0], op->arg.permute.axes, op->in[0]->data, op->out[0]->data, false);
   return lunacu_row_done(op);
@@ -814,7 +810,7 @@ static luna_status lunacu_permute_forward(luna_op *op) {
 static luna_status lunacu_permute_backward(luna_op *op) {
   int64_t inverse[4] = {0, 0, 0, 0};
   for (int i = 0; i < op->in[0]->rank; i++) inverse[op->arg.permute.axes[i]] = i;
-  lunacu_permute_run(op, op->out[0], inverse, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0));
+  lunacu_permute_run(op, op->out[0], inverse, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
@@ -850,13 +846,7 @@ static void lunacu_scaled_run(const luna_op *op, const float *x, float factor, f
 /* of the gradient of a b that repeats */
 static lunacu_sums lunacu_repeated(const luna_op *op) { return lunacu_sums_of(1, op->arg.binary.period ? luna_count(op->in[0]) / op->arg.binary.period : 0, op->arg.binary.period, true); }
 static void lunacu_binary_query(luna_op *op) {
-  op->set = 3;
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_repeated(op), 1) * sizeof(float);
-}
-static void lunacu_add_query(luna_op *op) {
-  lunacu_binary_query(op);
-  op->in_place = true;
-  op->take = lunacu_owner(op->in[0]) != lunacu_owner(op->in[1]) ? 1 : 0;
 }
 static luna_status lunacu_add_forward(luna_op *op) {
   lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, false, op->out[0]->data, false);
@@ -866,17 +856,16 @@ static luna_status lunacu_add_backward(luna_op *op) {
   const int64_t n = op->arg.binary.period;
   const float *dy = op->out[0]->grad;
   float *da = op->in[0]->grad, *db = op->in[1]->grad;
-  if (da && da != dy) lunacu_scaled_run(op, dy, 1, da, !lunacu_fresh(op, 0));
-  if (db && n == luna_count(op->in[0])) lunacu_scaled_run(op, dy, 1, db, !lunacu_fresh(op, 1));
+  if (da && da != dy) lunacu_scaled_run(op, dy, 1, da, !lunacu_sets(op, 0));
+  if (db && n == luna_count(op->in[0])) lunacu_scaled_run(op, dy, 1, db, !lunacu_sets(op, 1));
   else if (db) {
     const lunacu_sums s = lunacu_repeated(op);
     const lunacu_column f = {dy, s.rows, n};
-    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 1)};
+    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_sets(op, 1)};
     lunacu_sums_run<1>(op, s, f, to, (float *)op->workspace);
   }
   return lunacu_row_done(op);
 }
-static void lunacu_mul_query(luna_op *op) { lunacu_binary_query(op); }
 static luna_status lunacu_mul_forward(luna_op *op) {
   lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, true, op->out[0]->data, false);
   return lunacu_row_done(op);
@@ -885,25 +874,21 @@ static luna_status lunacu_mul_backward(luna_op *op) {
   const int64_t n = op->arg.binary.period;
   const float *a = op->in[0]->data, *b = op->in[1]->data, *dy = op->out[0]->grad;
   float *da = op->in[0]->grad, *db = op->in[1]->grad;
-  if (da) lunacu_binary_run(op, dy, b, n, true, da, !lunacu_fresh(op, 0));
-  if (db && n == luna_count(op->in[0])) lunacu_binary_run(op, dy, a, n, true, db, !lunacu_fresh(op, 1));
+  if (da) lunacu_binary_run(op, dy, b, n, true, da, !lunacu_sets(op, 0));
+  if (db && n == luna_count(op->in[0])) lunacu_binary_run(op, dy, a, n, true, db, !lunacu_sets(op, 1));
   else if (db) {
     const lunacu_column_product f = {dy, a, n};
-    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_fresh(op, 1)};
+    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_sets(op, 1)};
     lunacu_sums_run<1>(op, lunacu_repeated(op), f, to, (float *)op->workspace);
   }
   return lunacu_row_done(op);
-}
-static void lunacu_scale_query(luna_op *op) {
-  op->in_place = true;
-  op->set = 1;
 }
 static luna_status lunacu_scale_forward(luna_op *op) {
   lunacu_scaled_run(op, op->in[0]->data, op->arg.scale.factor, op->out[0]->data, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_scale_backward(luna_op *op) {
-  lunacu_scaled_run(op, op->out[0]->grad, op->arg.scale.factor, op->in[0]->grad, !lunacu_fresh(op, 0));
+  lunacu_scaled_run(op, op->out[0]->grad, op->arg.scale.factor, op->in[0]->grad, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
@@ -926,7 +911,6 @@ struct lunacu_sloped {
     LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= lunacu_slope(kind, given[k]);
   }
 };
-static void lunacu_activation_query(luna_op *op) { op->set = 1; }
 static luna_status lunacu_activation_forward(luna_op *op) {
   const lunacu_activated f = {op->in[0]->data, (int)op->activation};
   lunacu_map(op, luna_count(op->in[0]), op->out[0]->data, false, lunacu_wide(0, f.x), f);
@@ -934,7 +918,7 @@ static luna_status lunacu_activation_forward(luna_op *op) {
 }
 static luna_status lunacu_activation_backward(luna_op *op) {
   const lunacu_sloped f = {op->in[0]->data, op->out[0]->grad, (int)op->activation};
-  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_fresh(op, 0), lunacu_wide(0, f.x, f.dy), f);
+  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_sets(op, 0), lunacu_wide(0, f.x, f.dy), f);
   return lunacu_row_done(op);
 }
 
@@ -955,14 +939,13 @@ struct lunacu_drops {
     lunacu_drops_of(d, i, v);
   }
 };
-static void lunacu_dropout_query(luna_op *op) { lunacu_scale_query(op); }
 static luna_status lunacu_dropout_run(luna_op *op, const float *x, float *y, bool add) {
   const lunacu_drops f = {x, lunacu_op_dropout(op)};
   lunacu_map<8>(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_dropout_forward(luna_op *op) { return lunacu_dropout_run(op, op->in[0]->data, op->out[0]->data, false); }
-static luna_status lunacu_dropout_backward(luna_op *op) { return lunacu_dropout_run(op, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0)); }
+static luna_status lunacu_dropout_backward(luna_op *op) { return lunacu_dropout_run(op, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0)); }
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 struct lunacu_masked {
@@ -977,14 +960,13 @@ struct lunacu_masked {
       LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = fill;
   }
 };
-static void lunacu_mask_query(luna_op *op) { op->set = 1; }
 static luna_status lunacu_mask_run(luna_op *op, const float *x, float fill, float *y, bool add) {
   const lunacu_masked f = {x, op->lengths, op->in[0]->shape[1], op->arg.mask.width, fill};
   lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(f.width, x), f);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_mask_forward(luna_op *op) { return lunacu_mask_run(op, op->in[0]->data, op->arg.mask.fill, op->out[0]->data, false); }
-static luna_status lunacu_mask_backward(luna_op *op) { return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_fresh(op, 0)); }
+static luna_status lunacu_mask_backward(luna_op *op) { return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_sets(op, 0)); }
 
 /* --- reduce --- */
 struct lunacu_spread {               /* every row of an axis gets the gradient of their sum */
@@ -997,7 +979,6 @@ struct lunacu_spread {               /* every row of an axis gets the gradient o
   }
 };
 static void lunacu_reduce_query(luna_op *op) {
-  op->set = 1;
   op->workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), 1) * sizeof(float);
 }
 static luna_status lunacu_reduce_forward(luna_op *op) {
@@ -1008,7 +989,7 @@ static luna_status lunacu_reduce_forward(luna_op *op) {
 }
 static luna_status lunacu_reduce_backward(luna_op *op) {
   const lunacu_spread f = {op->out[0]->grad, op->arg.reduce.axis, op->arg.reduce.inner, op->arg.reduce.factor};
-  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_fresh(op, 0), lunacu_wide(f.inner > 1 ? f.inner : f.axis), f);
+  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_sets(op, 0), lunacu_wide(f.inner > 1 ? f.inner : f.axis), f);
   return lunacu_row_done(op);
 }
 
@@ -1094,7 +1075,6 @@ __global__ void lunacu_ratio_back_kernel(int64_t rows, int64_t n, const float *x
     if (lane == 0) to[n] = (add ? to[n] : 0) - inverse * dot;
   }
 }
-static void lunacu_ratio_query(luna_op *op) { op->set = 1; }
 static luna_status lunacu_ratio_forward(luna_op *op) {
   const lunacu_ratios f = {op->in[0]->data, lunacu_last(op->out[0])};
   lunacu_map<1>(op, luna_count(op->out[0]), op->out[0]->data, false, false, f);
@@ -1104,7 +1084,7 @@ static luna_status lunacu_ratio_backward(luna_op *op) {
   const int64_t rows = lunacu_rows(op->in[0]), n = lunacu_last(op->out[0]);
   if (rows > 0)
     LUNACU_LAUNCH(lunacu_ratio_back_kernel, lunacu_blocks(rows, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0, lunacu_stream(op), rows, n, op->in[0]->data,
-                  op->out[0]->data, op->out[0]->grad, op->in[0]->grad, !lunacu_fresh(op, 0));
+                  op->out[0]->data, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
@@ -1255,7 +1235,6 @@ static luna_status lunacu_matmul_product(luna_op *op, int which) {
   }
   return LUNA_OK;
 }
-static void lunacu_matmul_query(luna_op *op) { (void)op; }
 static luna_status lunacu_matmul_forward(luna_op *op) { return lunacu_matmul_product(op, 0); }
 static luna_status lunacu_matmul_backward(luna_op *op) {
   const luna_status status = lunacu_matmul_product(op, 1);
@@ -1266,8 +1245,6 @@ static luna_status lunacu_matmul_backward(luna_op *op) {
 static bool lunacu_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
 static void lunacu_linear_query(luna_op *op) {
   char *at = NULL;
-  op->set = 1;
-  op->take = lunacu_owner(op->in[3]) != lunacu_owner(op->in[0]) ? 1 << 3 : 0; /* x's gradient cannot be made in place of y's */
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
   (void)lunacu_take(&at, lunacu_columns_floats(lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
@@ -1292,7 +1269,7 @@ static luna_status lunacu_linear_backward(luna_op *op) {
     dy = lunacu_take(&at, luna_count(y));
     lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_NONE ? (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
   }
-  status = lunacu_gemm(op->ctx, lunacu_matrix(dy, out, 1, w->data, in, 1, x->grad, rows, in, out, !lunacu_fresh(op, 0)));
+  status = lunacu_gemm(op->ctx, lunacu_matrix(dy, out, 1, w->data, in, 1, x->grad, rows, in, out, !lunacu_sets(op, 0)));
   if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, out, x->data, in, 1, w->grad, out, in, rows, true));
   if (status != LUNA_OK) return status;
   lunacu_column_sums(op, dy, rows, out, lunacu_grad(op, 2), (float *)at);
@@ -1330,8 +1307,6 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
 }
 static void lunacu_feed_forward_query(luna_op *op) {
   lunacu_ffn f;
-  op->set = 1;
-  op->take = 1 << 5;
   op->kept_size = op->training && !op->arg.feed_forward.recompute ? (size_t)(lunacu_rows(op->in[0]) * lunacu_last(op->in[3])) * sizeof(float) : 0;
   op->workspace_size = lunacu_ffn_start(op, &f, false, NULL);
   op->backward_workspace_size = lunacu_ffn_start(op, &f, true, NULL);
@@ -1386,13 +1361,12 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
     lunacu_begin_back(op, rows * f.hidden, f.dh, {f.dh, given, first * f.hidden, (int)op->activation, lunacu_op_dropout(op)});
     lunacu_column_sums(op, f.dh, rows, f.hidden, lunacu_grad(op, 2), f.scratch);
     status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, 1, f.hidden, x, f.in, 1, lunacu_grad(op, 1), f.hidden, f.in, rows, true));                              /* dW1 = dh^T x */
-    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, f.hidden, 1, w1, f.in, 1, dx ? dx + first * f.in : NULL, rows, f.in, f.hidden, !lunacu_fresh(op, 0))); /* dx = dh W1 */
+    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, f.hidden, 1, w1, f.in, 1, dx ? dx + first * f.in : NULL, rows, f.in, f.hidden, !lunacu_sets(op, 0))); /* dx = dh W1 */
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
 
 /* --- custom: the user's functions get tensors on the device, and launch into luna_cuda_stream --- */
-static void lunacu_custom_query(luna_op *op) { (void)op; }
 /* They return no status: what they newly leave as the runtime's last error, other than not ready, is theirs. */
 static luna_status lunacu_custom_done(luna_op *op, cudaError_t before) {
   const cudaError_t after = cudaPeekAtLastError();
@@ -1529,7 +1503,6 @@ lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, cons
     }
   }
 }
-static void lunacu_softmax_query(luna_op *op) { op->set = 1; }
 static int64_t lunacu_softmax_group(const luna_op *op) { return op->in[0]->shape[0] ? lunacu_rows(op->in[0]) / op->in[0]->shape[0] : 1; }
 static luna_status lunacu_softmax_forward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
@@ -1543,7 +1516,7 @@ static luna_status lunacu_softmax_backward(luna_op *op) {
   const float *y = op->out[0]->data, *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad;
   const bool wide = lunacu_wide(t.n, y, dy, dx);
-  if (t.rows > 0) LUNACU_TEAMS(lunacu_softmax_back_kernel, op, t, t.blocks(), wide, y, dy, op->lengths, lunacu_softmax_group(op), dx, !lunacu_fresh(op, 0));
+  if (t.rows > 0) LUNACU_TEAMS(lunacu_softmax_back_kernel, op, t, t.blocks(), wide, y, dy, op->lengths, lunacu_softmax_group(op), dx, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
@@ -1662,7 +1635,6 @@ static int64_t lunacu_layer_norm_blocks(const lunacu_teams &t) {
 static void lunacu_layer_norm_query(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
   const int64_t held = t.held() ? lunacu_layer_norm_blocks(t) * 2 * t.n : 0, sums = lunacu_sums_floats(lunacu_sums_of(1, t.rows, t.n, true), 2);
-  op->set = 1;
   if (op->training) op->kept_size = (size_t)t.rows * 2 * sizeof(float);
   if (op->in[1] || op->in[2]) op->backward_workspace_size = (size_t)(held > sums ? held : sums) * sizeof(float);
 }
@@ -1681,7 +1653,7 @@ static luna_status lunacu_layer_norm_backward(luna_op *op) {
   const lunacu_sums_to to = {{dweight, dbias}, {1, 1}, t.n, 2, 1.0f, true};
   const int64_t blocks = lunacu_layer_norm_blocks(t);
   if (t.rows == 0) return LUNA_OK;
-  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, x, weight, kept, dy, dx, !lunacu_fresh(op, 0), sums ? partial : NULL);
+  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, x, weight, kept, dy, dx, !lunacu_sets(op, 0), sums ? partial : NULL);
   if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
   else if (sums) lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
   return lunacu_row_done(op);
@@ -1896,7 +1868,6 @@ static void lunacu_cross_entropy_query(luna_op *op) {
   char *at = NULL;
   (void)lunacu_take(&at, rows);
   (void)lunacu_take(&at, lunacu_sums_floats(lunacu_sums_of(1, rows, 1, true), 1));
-  op->set = 1;
   op->workspace_size = (size_t)(uintptr_t)at;
   if (op->training) op->kept_size = (size_t)rows * sizeof(float);
 }
@@ -1916,7 +1887,7 @@ static luna_status lunacu_cross_entropy_forward(luna_op *op) {
 static luna_status lunacu_cross_entropy_backward(luna_op *op) {
   const luna_tensor *x = op->in[0];
   const lunacu_unlikely f = {x->data, (const float *)op->kept, op->out[0]->grad, op->index, lunacu_last(x), lunacu_rows(x), op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
-  lunacu_map(op, luna_count(x), x->grad, !lunacu_fresh(op, 0), lunacu_wide(0, f.logits), f);
+  lunacu_map(op, luna_count(x), x->grad, !lunacu_sets(op, 0), lunacu_wide(0, f.logits), f);
   return lunacu_row_done(op);
 }
 
@@ -1985,7 +1956,6 @@ __global__ void lunacu_history_kernel(lunacu_convolution a, float *history) {
 }
 static lunacu_sums lunacu_taps_sums(const luna_op *op) { return lunacu_sums_of(1, op->in[0]->shape[0] * op->in[0]->shape[1], op->in[0]->shape[2], true); }
 static void lunacu_short_convolution_query(luna_op *op) {
-  op->set = 1;
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_taps_sums(op), 5) * sizeof(float);
 }
 static void lunacu_convolve(const luna_op *op, const float *x, const float *bias, float *y, bool back, bool add) {
@@ -2002,7 +1972,7 @@ static luna_status lunacu_short_convolution_forward(luna_op *op) {
 static luna_status lunacu_short_convolution_backward(luna_op *op) {
   const int64_t width = lunacu_last(op->in[1]), n = op->in[0]->shape[1], d = op->in[0]->shape[2];
   float *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2);
-  if (op->in[0]->grad) lunacu_convolve(op, op->out[0]->grad, NULL, op->in[0]->grad, true, !lunacu_fresh(op, 0));
+  if (op->in[0]->grad) lunacu_convolve(op, op->out[0]->grad, NULL, op->in[0]->grad, true, !lunacu_sets(op, 0));
   for (int64_t base = 0; base < (dweight ? width : dbias ? 1 : 0); base += 4) {
     const lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, d, width, base};
     lunacu_sums_to to = {{NULL, NULL, NULL, NULL, base == 0 ? dbias : NULL}, {width, width, width, width, 1}, d, 5, 1.0f, true};
@@ -2911,8 +2881,6 @@ static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **a
 }
 static void lunacu_unpack_query(luna_op *op) {
   char *forward = NULL, *backward = NULL;
-  op->set = 1;
-  op->take = 1 << 5;
   (void)lunacu_unpack_of(op, false, &forward);
   if (op->training) (void)lunacu_unpack_of(op, true, &backward);
   op->workspace_size = (size_t)(uintptr_t)forward;
@@ -3008,7 +2976,7 @@ static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack 
   if (dv) status = lunacu_unpack_product(op, w, lunacu_matrix(u.p, 1, n, dy, d, 1, dv + at * d, n, d, w.rows, true), w.rows * n, w.rows * d, n * d);
   if (dk && status == LUNA_OK) status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, 1, n, x, d, 1, dk + at * d, n, d, w.rows, true), w.rows * n, w.rows * d, n * d);
   if (dx && status == LUNA_OK)
-    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, n, 1, u.k + at * d, d, 1, dx + first, w.rows, d, n, !lunacu_fresh(op, 0)), w.rows * n, n * d, w.rows * d);
+    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, n, 1, u.k + at * d, d, 1, dx + first, w.rows, d, n, !lunacu_sets(op, 0)), w.rows * n, n * d, w.rows * d);
   return status;
 }
 static luna_status lunacu_unpack_backward(luna_op *op) {
@@ -3540,7 +3508,6 @@ static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char *
 }
 static void lunacu_causal_product_query(luna_op *op) {
   char *at = NULL;
-  op->set = 7;
   (void)lunacu_causal_product_sweep(op, &at);
   op->workspace_size = op->backward_workspace_size = (size_t)(uintptr_t)at;
 }
@@ -3567,13 +3534,13 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   };
   for (int64_t first = 0; (!backward || dx.at) && lunacu_causal_go(&s, first, false); first += s.window) {
     states(y, z);
-    if (backward) product(g, z, y, dx, true, !lunacu_fresh(op, 0));
+    if (backward) product(g, z, y, dx, true, !lunacu_sets(op, 0));
     else product(x, y, z, out, false, false);
   }
   for (int64_t first = 0; backward && (dy.at || dz.at) && lunacu_causal_go(&s, first, true); first += s.window) {
     states(x, g);
-    if (dy.at) product(z, g, x, dy, true, !lunacu_fresh(op, 1));
-    if (dz.at) product(y, x, g, dz, false, !lunacu_fresh(op, 2));
+    if (dy.at) product(z, g, x, dy, true, !lunacu_sets(op, 1));
+    if (dz.at) product(y, x, g, dz, false, !lunacu_sets(op, 2));
   }
   return lunacu_row_done(op);
 }
@@ -3673,7 +3640,6 @@ static luna_status lunacu_causal_luna_stream(luna_op *op) {
 }
 static void lunacu_causal_luna_query(luna_op *op) {
   lunacu_causal_luna c;
-  op->set = 15;
   if (op->mean_ka) {
     op->workspace_size = (size_t)(2 * op->in[3]->shape[0] * lunacu_last(op->in[3])) * sizeof(float);
     return;
@@ -3729,18 +3695,18 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
         lunacu_causal_luna_run(c, g, v, c.a, 1, true, h, 1, false);
         LUNACU_LAUNCH(lunacu_causal_softmax_backward_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, w, h, c.slots,
                       op->arg.causal.scale);
-        if (dq) lunacu_causal_luna_run(c, h, c.a, k, 0, false, lunacu_causal_heads(c, op->in[0], dq), 1, !lunacu_fresh(op, 0));
+        if (dq) lunacu_causal_luna_run(c, h, c.a, k, 0, false, lunacu_causal_heads(c, op->in[0], dq), 1, !lunacu_sets(op, 0));
         continue;
       }
       lunacu_causal_states(c.sweep, {{q, g}, {h, w}, c.dim, c.slots, 2, true});
-      if (dk) lunacu_causal_luna_run(c, c.a, h, q, 0, false, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_fresh(op, 1));
-      if (dv) lunacu_causal_luna_run(c, c.a, w, g, 1, false, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_fresh(op, 2));
+      if (dk) lunacu_causal_luna_run(c, c.a, h, q, 0, false, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_sets(op, 1));
+      if (dv) lunacu_causal_luna_run(c, c.a, w, g, 1, false, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_sets(op, 2));
       if (!ds) continue;
       lunacu_causal_luna_run(c, k, q, h, 0, true, c.a, 1, false); /* A is done with: dA */
       lunacu_causal_luna_run(c, v, g, w, 1, true, c.a, 1, true);
       LUNACU_LAUNCH(lunacu_causal_slope_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, c.a,
                     lunacu_causal_heads(c, op->in[3], op->in[3]->data), lunacu_causal_heads(c, op->in[3], ds), c.slots, (int)op->activation,
-                    !lunacu_fresh(op, 3));
+                    !lunacu_sets(op, 3));
     }
   return lunacu_row_done(op);
 }
@@ -3980,16 +3946,40 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->check = lunacu_entered<lunacu_loss_check>::call;
         b->norm = lunacu_entered<lunacu_norm>::call;
         b->update = lunacu_entered<lunacu_update>::call;
-#define LUNACU_OP(NAME, name) \
-  b->op[LUNA_OP_##NAME] = {lunacu_##name##_query, lunacu_entered<lunacu_##name##_forward>::call, \
-                             lunacu_entered<lunacu_##name##_backward>::call};
-        LUNACU_OP(PERMUTE, permute) LUNACU_OP(SLICE, slice) LUNACU_OP(CONCAT, concat) LUNACU_OP(EXPAND, expand)
-        LUNACU_OP(ADD, add) LUNACU_OP(MUL, mul) LUNACU_OP(SCALE, scale) LUNACU_OP(REDUCE, reduce) LUNACU_OP(MAX, max)
-        LUNACU_OP(MATMUL, matmul) LUNACU_OP(LINEAR, linear) LUNACU_OP(ACTIVATION, activation) LUNACU_OP(SOFTMAX, softmax)
-        LUNACU_OP(MASK, mask) LUNACU_OP(RATIO, ratio) LUNACU_OP(DROPOUT, dropout) LUNACU_OP(LAYER_NORM, layer_norm)
-        LUNACU_OP(EMBEDDING, embedding) LUNACU_OP(CROSS_ENTROPY, cross_entropy) LUNACU_OP(SOFTMAX_ATTENTION, attention)
-        LUNACU_OP(CAUSAL_PRODUCT, causal_product) LUNACU_OP(SHORT_CONVOLUTION, short_convolution) LUNACU_OP(CUSTOM, custom)
-        LUNACU_OP(PACK, attention) LUNACU_OP(UNPACK, unpack) LUNACU_OP(CAUSAL_LUNA, causal_luna) LUNACU_OP(FEED_FORWARD, feed_forward)
+#define LUNACU_OP(NAME, query, name, can) \
+  b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_entered<lunacu_##name##_forward>::call, \
+                             lunacu_entered<lunacu_##name##_backward>::call, can};
+        LUNACU_OP(PERMUTE, nothing, permute, LUNA_SETS_GRAD(0))
+        LUNACU_OP(SLICE, nothing, slice, 0)
+        LUNACU_OP(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
+        LUNACU_OP(EXPAND, expand, expand, LUNA_SETS_GRAD(0))
+        LUNACU_OP(ADD, binary, add,
+                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE)
+        LUNACU_OP(MUL, binary, mul, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1))
+        LUNACU_OP(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
+        LUNACU_OP(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
+        LUNACU_OP(MAX, max, max, 0)
+        LUNACU_OP(MATMUL, nothing, matmul, 0)
+        LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
+        LUNACU_OP(ACTIVATION, nothing, activation, LUNA_SETS_GRAD(0))
+        LUNACU_OP(SOFTMAX, nothing, softmax, LUNA_SETS_GRAD(0))
+        LUNACU_OP(MASK, nothing, mask, LUNA_SETS_GRAD(0))
+        LUNACU_OP(RATIO, nothing, ratio, LUNA_SETS_GRAD(0))
+        LUNACU_OP(DROPOUT, nothing, dropout, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
+        LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))
+        LUNACU_OP(EMBEDDING, embedding, embedding, 0)
+        LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
+        LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)
+        LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product,
+                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2))
+        LUNACU_OP(SHORT_CONVOLUTION, short_convolution, short_convolution, LUNA_SETS_GRAD(0))
+        LUNACU_OP(CUSTOM, nothing, custom, 0)
+        LUNACU_OP(PACK, attention, attention, 0)
+        LUNACU_OP(UNPACK, unpack, unpack, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
+        LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna,
+                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3))
+        LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward,
+                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 #undef LUNACU_OP
       }
   }

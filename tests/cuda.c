@@ -8,6 +8,7 @@ static bool cuda_separate; /* each tensor on the device in an allocation of its 
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "device_checks.h"
+#include "op_can.h"
 #include "cuda_device.h"
 #define GOLDEN_INCLUDED
 #include "golden.c"
@@ -367,6 +368,7 @@ int main(int argc, char **argv) {
     cuda.seed = NULL;
     cuda.big = true;
     if (!CUDA_SANITIZED) device_cases(&cuda, NULL);
+    if (!CUDA_SANITIZED) can_check(cuda.backend, cuda.skip);
     check_custom();
     check_graph();
     check_shared_graph();

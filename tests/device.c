@@ -131,7 +131,7 @@ int main(int argc, char **argv) {
   luna_backend without = fake; /* a backend need not have that op, but then it has no streams */
   const device lacking = {&without, 0, 0, false, NULL, NULL};
   device_models m;
-  without.op[LUNA_OP_CAUSAL_LUNA] = (luna_op_functions){NULL, NULL, NULL};
+  without.op[LUNA_OP_CAUSAL_LUNA] = (luna_op_functions){NULL, NULL, NULL, 0};
   if (device_models_open(&m, &lacking, 0))
     CHECK(!luna_stream_open(&m.lm[1], NULL) && luna_ctx_status(m.ctx[1]) == LUNA_UNSUPPORTED &&
         luna_ctx_error_id(m.ctx[1]) == LUNA_ERROR_NO_OP, "a stream without its row: %s", luna_error(m.ctx[1]));

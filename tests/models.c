@@ -1707,6 +1707,7 @@ static luna_tensor *odd_block(int which, luna_tensor *const *in, luna_tensor **s
     case 5: both[1] = luna_detach(y); break; /* one without a gradient */
     case 6: {                       /* what the scope inside releases is a constant: no op makes it again */
       const luna_scope inner = luna_scope_begin(in[0]->ctx);
+      y = luna_scope_end(scope, &y, 1);
       y = luna_add(y, luna_relu(luna_detach(in[0])));
       both[1] = luna_scope_end(inner, &y, 1);
       both[0] = luna_gelu(y);

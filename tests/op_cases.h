@@ -178,6 +178,22 @@ static void op_mul(trial *t, int v) {
   luna_tensor *y = op_partner(t, v);
   give(t, luna_mul(x, v == 3 ? x : y));
 }
+/* One result of an op as two inputs of another: its gradient has two parts; its data, computed again, two readers */
+static void op_one_tensor_twice(trial *t, int v) {
+  const int64_t n = SIZE(4, 33);
+  luna_tensor *x = in2(t, n, n), *part[2], *y;
+  give(t, luna_mul(x, x));           /* keeps x for backward, where all that follows is computed again from it */
+  const luna_scope scope = luna_scope_begin(t->ctx);
+  part[0] = part[1] = luna_scale(x, (float)0.7);
+  if (v == 1) part[1] = luna_reshape(luna_slice(part[0], 0, 1, 1), 1, &n);
+  if (v < 2) y = luna_add(part[0], part[1]);
+  else if (v == 2) y = luna_mul(part[0], part[1]);
+  else if (v == 3) y = luna_matmul(part[0], part[1], false, true);
+  else if (v == 4) y = luna_concat(part, 2, 0);
+  else y = luna_linear(part[0], part[1], NULL);
+  y = luna_gelu(y);
+  give(t, luna_scope_end(scope, &y, 1));
+}
 static void op_scale(trial *t, int v) { give(t, luna_scale(in2(t, 3, SIZE(5, 101)), v ? 0 : (float)-1.7)); }
 static void op_sum(trial *t, int v) {
   give(t, luna_sum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
@@ -638,6 +654,7 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"repeat", op_repeat, 2},
                                    {"add", op_add, 4},
                                    {"mul", op_mul, 4},
+                                   {"one_tensor_twice", op_one_tensor_twice, 6},
                                    {"scale", op_scale, 2},
                                    {"sum", op_sum, 4},
                                    {"mean", op_mean, 4},

@@ -3,7 +3,7 @@
 #include "luna.h"
 #include "test.h"
 
-#include "op_cases.h"
+#include "op_can.h"
 
 /* --- the columns: backward reads no other data than the table says, and all that it says --- */
 static const int table_reads[] = {
@@ -182,6 +182,42 @@ static void check_training(void) {
   free(without);
 }
 
+/* What the table says of doing things in place saves memory: without the bit a step takes more */
+static luna_tensor *in_place_part(luna_op_kind kind, luna_tensor *x) {
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  luna_tensor *y = luna_scale(x, 2);
+  y = kind == LUNA_OP_ADD ? luna_add(y, x) : kind == LUNA_OP_SCALE ? luna_scale(y, 3) : luna_dropout(y, 0.1f);
+  return luna_scope_end(scope, &y, 1);
+}
+static size_t in_place_peak(luna_op_kind kind, int without) {
+  luna_backend backend = *luna_cpu_backend();
+  luna_options options = {.threads = 1, .measure = true, .backend = &backend};
+  const int64_t shape[2] = {64, 64}, flat[2] = {1, 64 * 64};
+  luna_feed_forward_config c = {.recompute = true};
+  backend.op[kind].can &= ~without;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *x = luna_param(params, "x", 2, shape, (luna_init){LUNA_INIT_XAVIER, 1}), *y;
+  luna_begin_step(ctx);
+  if (kind == LUNA_OP_FEED_FORWARD) {
+    c.residual = y = luna_scale(x, 2);
+    y = luna_feed_forward(y, x, NULL, x, NULL, &c);
+  } else {                           /* computed again when its gradient is there, and little else will be */
+    const luna_scope scope = luna_scope_begin(ctx);
+    luna_tensor *part = in_place_part(kind, x);
+    y = luna_add(luna_gelu(part), part);
+    luna_scope_end(scope, &y, 1);
+  }
+  CHECK(luna_backward(luna_sum(luna_reshape(y, 2, flat), 1)) == LUNA_OK, "%s", luna_error(ctx));
+  const size_t peak = luna_memory(ctx).peak;
+  luna_close(ctx);
+  return peak;
+}
+static void check_in_place(luna_op_kind kind, int bit) {
+  const size_t with = in_place_peak(kind, 0), without = in_place_peak(kind, bit);
+  CHECK(with < without, "%s: a step takes %zu bytes in place, %zu otherwise", luna_op_name(kind), with, without);
+}
+
 /* models: memory of an inference does not grow with layers by more than small things, and hidden values can be kept */
 static size_t inference(int64_t layers) {
   luna_options options = {.threads = 1, .measure = true};
@@ -234,10 +270,15 @@ static void check_models(void) {
 
 int main(void) {
   check_columns();
+  can_check(luna_cpu_backend(), NULL);
   check_results(false);
   check_results(true);
   check_released_input();
   check_training();
+  check_in_place(LUNA_OP_ADD, LUNA_FORWARD_IN_PLACE);
+  check_in_place(LUNA_OP_SCALE, LUNA_FORWARD_IN_PLACE);
+  check_in_place(LUNA_OP_DROPOUT, LUNA_FORWARD_IN_PLACE);
+  check_in_place(LUNA_OP_FEED_FORWARD, LUNA_ADDS_IN_PLACE(0));
   check_models();
   return test_report("scopes");
 }
