@@ -874,8 +874,8 @@ struct luna_layer_config {
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
-  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in models
-                                        also of embeddings and of a classifier's pooled features */
+  float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
+                                        models also of embeddings and of a classifier's features */
   float attention_dropout;           /* of attention matrices (encoder: pack and unpack; causal: unpack) */
   float activation_dropout;          /* of the feed-forward's hidden layer, after the activation */
   bool bert_init;
@@ -8419,7 +8419,8 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
-LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, const char *name, bool grad) {
+LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, const char *name,
+                                       bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
   if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
