@@ -1472,6 +1472,9 @@ LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
 
+/* null stays null, where memory is only counted */
+LUNAI_INLINE float *lunai_offset(float *at, int64_t floats) { return at ? at + floats : NULL; }
+
 /* the next `count` floats of a scratch area, kept aligned; the area was sized by the same calls on a null pointer */
 LUNAI_INLINE float *lunai_take(char **scratch, int64_t count) {
   char *at = *scratch;
@@ -7446,19 +7449,31 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
   switch (which) {
-    case 0: lunai_matrix(g, op->in[0]->data + x, in, 1, op->in[1]->data, 1, in, w->active, n, f, in); break;     /* h = x W1^T + b1 */
-    case 1: lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, op->out[0]->data + y, n, out, f); break;          /* y = a W2^T + b2 */
-    case 2: lunai_matrix(g, w->dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n); break;                        /* dW2 = dy^T a */
-    case 3: lunai_matrix(g, w->dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out); break;                       /* da = dy W2 */
-    case 4: lunai_matrix(g, w->dh, 1, f, op->in[0]->data + x, in, 1, op->in[1]->grad, f, in, n); break;           /* dW1 = dh^T x */
-    default: lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, op->in[0]->grad ? op->in[0]->grad + x : NULL, n, in, f); break; /* dx = dh W1 */
+    case 0:                          /* h = x W1^T + b1 */
+      lunai_matrix(g, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->data, 1, in, w->active, n, f, in);
+      break;
+    case 1:                          /* y = a W2^T + b2 */
+      lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, lunai_offset(op->out[0]->data, y), n, out, f);
+      break;
+    case 2:                          /* dW2 = dy^T a */
+      lunai_matrix(g, w->dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n);
+      break;
+    case 3:                          /* da = dy W2 */
+      lunai_matrix(g, w->dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out);
+      break;
+    case 4:                          /* dW1 = dh^T x */
+      lunai_matrix(g, w->dh, 1, f, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->grad, f, in, n);
+      break;
+    default:                         /* dx = dh W1 */
+      lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, lunai_offset(op->in[0]->grad, x), n, in, f);
+      break;
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
   if (which == 0) {
     g->activation = (int)op->activation;
     g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
   }
-  if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = op->in[5]->data + y;
+  if (which == 1 && op->in[5] && !(op->last_dropout > 0)) g->residual = lunai_offset(op->in[5]->data, y);
   g->accumulate = which == 2 || which == 4 || (which == 5 && !(op->sets & 1));
   g->b_panels = w->panels[which];
 }
@@ -7765,12 +7780,12 @@ LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm 
   const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
   const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first, stride = w->part.grad_row;
   if (which == 0) {
-    lunai_matrix(g, x->data, in, 1, weight->data + first * in, 1, in, w->panel, rows, columns, in);
+    lunai_matrix(g, x->data, in, 1, lunai_offset(weight->data, first * in), 1, in, w->panel, rows, columns, in);
     g->c_row = stride;
-    g->bias = bias ? bias->data + first : NULL;
-  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, weight->data + first * in, in, 1, x->grad, rows, in, columns);
+    g->bias = bias ? lunai_offset(bias->data, first) : NULL;
+  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad, rows, in, columns);
   else {
-    lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, weight->grad ? weight->grad + first * in : NULL, columns, in, rows);
+    lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, lunai_offset(weight->grad, first * in), columns, in, rows);
     g->b_panels = w->panels;
   }
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
