@@ -6652,7 +6652,9 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  const size_t min = (size_t)1 << 16, bytes = ctx->arena[remote].step_bytes;
+  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin */
+  const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
+  const size_t bytes = used + (ctx->training || remote ? 0 : 7 * used < more ? 7 * used : more);
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
   if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
