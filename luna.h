@@ -6652,11 +6652,9 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* Outside training free pieces are joined, though not across chunks: these are fewer and larger until the next begin,
-     by up to 64 MB. A first step that one of them holds takes what a block would, one in several may take more. */
-  const bool joins = !ctx->training && !remote;
-  const size_t min = (size_t)(joins ? 256 : 64) << 10, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
-  const size_t bytes = used + (!joins ? 0 : 7 * used < more ? 7 * used : more);
+  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin */
+  const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
+  const size_t bytes = used + (ctx->training || remote ? 0 : 7 * used < more ? 7 * used : more);
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
   if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
