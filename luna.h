@@ -273,6 +273,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
+    "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
@@ -429,13 +431,37 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
 #define LUNA_SHARED (-1)             /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
+   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
+   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
+   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
+   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+   queries too: queries and keys beyond are not read. */
+typedef struct luna_key_run {
+  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
+  bool whole;                        /* every query of the block sees all of them, whatever the window */
+} luna_key_run;
+typedef struct luna_attention_pattern {
+  bool window;
+  int64_t left, right;               /* may be negative: right -1 is j < i */
+  bool not_self;                     /* query i does not see key i */
+  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
+  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
+  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
+  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once, in whose order queries are numbered; or null */
+  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
+  int64_t key_count;
+} luna_attention_pattern;
+
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
    k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
   float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
-  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout */
+  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout; null with
+                                        patterns */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
@@ -443,11 +469,15 @@ typedef struct luna_attention_args {
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
+  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of
+                                        a pattern with key_order, key_count and the number in it for keys and j */
   uint64_t seed;
   uint32_t dropout_op, step;
   const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
+  const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
+  int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
+  const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -661,6 +691,9 @@ typedef struct luna_attention_config {
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
+  const luna_attention_pattern *patterns; /* which keys a query sees: luna_attention_pattern; null: all */
+  int64_t pattern_count;             /* 1, heads, or batch * heads */
+  luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
 } luna_attention_config;
 /* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
@@ -1288,7 +1321,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
+  R(SPARSE_ATTENTION, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
   LUNA_OPS(LUNAI_OP_KIND)
@@ -1316,7 +1350,13 @@ typedef struct luna_op {
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
     struct { float smoothing, factor; } cross_entropy; /* and linear cross-entropy: factor 1, or 1 / labels that count */
-    struct { int64_t heads, batch, queries, keys; float scale; bool causal; } attention; /* softmax attention, pack */
+    struct {
+      int64_t heads, batch, queries, keys;
+      float scale;
+      bool causal;
+      const luna_attention_pattern *patterns; /* of sparse attention, in host memory */
+      int64_t pattern_count;
+    } attention;                     /* softmax attention, sparse attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
   } arg;
   float dropout;                     /* 0 outside training */
@@ -1574,6 +1614,9 @@ typedef struct lunai_attention {
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
   const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
+  const luna_attention_pattern *patterns; /* null: dense */
+  int64_t pattern_count;
+  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
 } lunai_attention;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
@@ -5139,6 +5182,33 @@ LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t
   else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
   return extent >= 0;
 }
+/* --- sparse attention: which keys a query sees --- */
+/* whether patterns are valid for these sizes */
+LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
+  const int64_t numbered = p->key_order ? p->key_count : keys;
+  int64_t i;
+  if (p->blocks == 0) return !p->query_order && !p->key_order;
+  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 || p->key_count > INT32_MAX) return false;
+  if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
+  for (i = 0; i < p->blocks; i++)
+    if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
+  if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
+  for (i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
+    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered) return false;
+  for (i = 0; p->query_order && i < p->queries[p->blocks]; i++)
+    if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
+  for (i = 0; p->key_order && i < p->key_count; i++)
+    if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
+  return true;
+}
+LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+  int64_t i;
+  if (!patterns) return count == 0;
+  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX) return false;
+  for (i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
+  return true;
+}
+
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
   const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
   const int64_t q[3] = { args->q_batch, args->q_row, args->q_head }, k[3] = { args->k_batch, args->k_row, args->k_head };
@@ -5165,6 +5235,11 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys)) return LUNA_BAD_ARGUMENT;
+  for (b = 0; b < args->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+      return LUNA_BAD_ARGUMENT;
   a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
   a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
   a->head_dim = args->head_dim; a->value_dim = value_dim;
@@ -5174,6 +5249,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
   a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
   a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
+  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -5252,6 +5328,163 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
       }
 }
 
+/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
+typedef struct lunai_sparse {
+  const lunai_attention *a;
+  const luna_attention_pattern *p;
+  int64_t queries, keys, left, right, blocks;
+  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
+  int64_t numbers;
+} lunai_sparse;
+typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
+typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
+
+LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
+  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
+  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
+  lunai_sparse s;
+  s.a = a;
+  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
+  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
+  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
+  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
+  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
+  if (a->causal) s.right = lunai_min(s.right, 0);
+  s.blocks = lunai_max(s.p->blocks, 1);
+  s.q = b * a->q_batch + h * a->q_head;
+  s.k = b * a->k_batch + h * a->k_head;
+  s.v = b * a->v_batch + h * a->v_head;
+  s.out = b * a->out_batch + h * a->out_head;
+  s.row = b * a->queries * a->heads + h;
+  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
+  s.element = pair * a->queries * s.numbers;
+  return s;
+}
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) { /* its first query's number; of s->blocks: the end */
+  return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
+}
+/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
+LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
+  const int64_t end = lunai_sparse_first(s, block + 1);
+  int64_t n = 0;
+  for (; *at < end && n < limit; ++*at) {
+    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
+    if (row < s->queries) rows[n++] = (int32_t)row;
+  }
+  return n;
+}
+/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
+  int64_t n = 0;
+  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
+  for (; at->run < end; at->run++, at->at = 0) {
+    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0, last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
+    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
+    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
+    int64_t f = first + at->at, stop = last;
+    if (!s->p->key_order) {
+      f = lunai_max(f, from);
+      stop = lunai_min(last, lunai_min(s->keys, to + 1));
+      if (!keys && stop > f) n += stop - f, f = stop;
+    }
+    for (; f < stop; f++) {
+      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
+      if (row >= s->keys || row < from || row > to) continue;
+      if (n == limit) {
+        at->at = f - first;
+        return n;
+      }
+      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
+      n++;
+    }
+  }
+  return n;
+}
+LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const int64_t distance = key->row - query;
+  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
+}
+
+/* Without scratch, and the reference: one query at a time, its keys in parts. */
+#define LUNAI_KEY_PART 64
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i; } lunai_sparse_walk;
+/* the next key that a query of a block sees, or null; the walk starts as zeros */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+  for (;;) {
+    for (; w->i < w->n; w->i++)
+      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+    w->i = 0;
+    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    if (w->n == 0) return NULL;
+  }
+}
+LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const lunai_attention *a = s->a;
+  return a->scale * kernels->dot(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+}
+LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float score = lunai_sparse_score(kernels, s, query, key);
+    if (!(score <= max)) max = score;
+  }
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - max);
+    total += p;
+    kernels->scale_add(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
+                       a->v + s->v + key->row * a->v_row, out);
+  }
+  if (total == 0) return;
+  kernels->scale(a->value_dim, 1 / total, out, out);
+  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total);
+}
+LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const float *g = a->grad_out + out;
+  const float mean = kernels->dot(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
+    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - a->lse[at]);
+    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float ds = a->scale * p * (mask * kernels->dot(a->value_dim, g, a->v + v) - mean);
+    if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + k, a->grad_q + q);
+    if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + q, a->grad_k + k);
+    if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + v);
+  }
+}
+/* what queries get that see no key */
+LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
+  const lunai_sparse s = lunai_sparse_at(a, pair);
+  int64_t i;
+  for (i = 0; i < a->queries; i++) {
+    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+  }
+}
+LUNAI_FN void lunai_sparse_rows(const lunai_kernels *kernels, const lunai_attention *a, bool backward) {
+  int64_t pair, block;
+  for (pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_sparse s = lunai_sparse_at(a, pair);
+    if (!backward) lunai_sparse_clear(a, pair);
+    for (block = 0; block < s.blocks; block++) {
+      int64_t at = lunai_sparse_first(&s, block);
+      int32_t query;
+      while (lunai_sparse_queries(&s, block, &at, 1, &query))
+        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(kernels, &s, block, query);
+    }
+  }
+}
+
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   int64_t threads;
@@ -5278,6 +5511,10 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
+  if (a.patterns || a.grad_lse) {
+    lunai_sparse_rows(kernels, &a, backward);
+    return LUNA_OK;
+  }
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
@@ -7948,6 +8185,32 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
+/* --- sparse attention: in q, k, v; out y, log-sum-exp or null, which is else kept --- */
+LUNAI_FN void lunai_sparse_args(const luna_op *op, lunai_attention *a) {
+  lunai_attention_args(op, a);
+  a->sums = NULL;
+  a->grad_sums = NULL;
+  if (op->out[1]) a->lse = op->out[1]->data;
+  a->grad_lse = op->out[1] ? op->out[1]->grad : NULL;
+  a->patterns = op->arg.attention.patterns;
+  a->pattern_count = op->arg.attention.pattern_count;
+}
+LUNAI_FN void lunai_sparse_query(luna_op *op) {
+  if (op->training && !op->out[1]) op->kept_size = (size_t)(lunai_rows(op->out[0]) * op->arg.attention.heads) * sizeof(float);
+}
+LUNAI_FN luna_status lunai_sparse_forward(luna_op *op) {
+  lunai_attention a;
+  lunai_sparse_args(op, &a);
+  lunai_sparse_rows(lunai_k(op), &a, false);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_sparse_backward(luna_op *op) {
+  lunai_attention a;
+  lunai_sparse_args(op, &a);
+  lunai_sparse_rows(lunai_k(op), &a, true);
+  return LUNA_OK;
+}
+
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
@@ -8212,7 +8475,8 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(feed_forward_query, feed_forward_forward, feed_forward_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0))
+                 LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(sparse_query, sparse_forward, sparse_backward, 0)
   }
 };
 #undef LUNAI_CPU_OP
@@ -9847,14 +10111,57 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   return true;
 }
 
+/* Copies patterns into the step. One allocation holds the structs, then each one's arrays. */
+LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from, int64_t count) {
+  const size_t run = sizeof(luna_key_run), number = sizeof(int32_t);
+  luna_attention_pattern *to = NULL;
+  size_t bytes = 0;
+  char *at = NULL;
+  void *memory;
+  int64_t i;
+  int copying;
+  for (copying = 0; copying < 2; copying++) {
+    if (copying) {
+      if (!lunai_step(s->op.ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes), (const luna_attention_pattern *)NULL;
+      to = (luna_attention_pattern *)memory;
+      memcpy(to, from, (size_t)count * sizeof *to);
+      at = (char *)memory;
+    }
+    bytes = lunai_round((size_t)count * sizeof *to);
+    for (i = 0; i < count; i++) {
+      const luna_attention_pattern *p = &from[i];
+      const void *arrays[5];
+      size_t sizes[5];
+      int j;
+      if (p->blocks == 0) continue;
+      arrays[0] = p->queries; arrays[1] = p->offsets; arrays[2] = p->runs; arrays[3] = p->query_order; arrays[4] = p->key_order;
+      sizes[0] = sizes[1] = (size_t)(p->blocks + 1) * number;
+      sizes[2] = (size_t)p->offsets[p->blocks] * run;
+      sizes[3] = (size_t)p->queries[p->blocks] * number;
+      sizes[4] = (size_t)p->key_count * number;
+      for (j = 0; j < 5; j++) {
+        if (!arrays[j]) continue;
+        if (copying && sizes[j]) memcpy(at + bytes, arrays[j], sizes[j]);
+        arrays[j] = at + bytes;
+        bytes += lunai_round(sizes[j]);
+      }
+      if (!copying) continue;
+      to[i].queries = (const int32_t *)arrays[0]; to[i].offsets = (const int32_t *)arrays[1];
+      to[i].runs = (const luna_key_run *)arrays[2];
+      to[i].query_order = (const int32_t *)arrays[3]; to[i].key_order = (const int32_t *)arrays[4];
+    }
+  }
+  return to;
+}
+
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
-  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
+  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
-  const bool ragged = c->sequences > 0;
+  const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
@@ -9868,6 +10175,14 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
+  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+                                                      s.op.arg.attention.queries, s.op.arg.attention.keys)) {
+    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+               s.op.arg.attention.queries, s.op.arg.attention.keys);
+    return lunai_abandon(&s);
+  }
+  s.op.arg.attention.pattern_count = c->pattern_count;
+  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL) return NULL;
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
@@ -9877,7 +10192,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   sums[0] = shape[0];
   sums[1] = ragged ? s.op.arg.attention.heads : q->shape[1];
   sums[2] = s.op.arg.attention.heads;
-  return lunai_finish_two(&s, ragged ? 2 : 3, shape, c->sums, ragged ? 2 : 3, sums);
+  return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
