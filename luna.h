@@ -3726,9 +3726,16 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
+/* see below */
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) { return a->patterns || (backward && a->grad_lse); }
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward);
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
+
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, backward)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -3877,6 +3884,10 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, false)) {
+    lunai_run_sparse(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_attention_task, &w);
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
@@ -4025,12 +4036,459 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, true)) {
+    lunai_run_sparse_backward(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
     lunai_run(parallel, lunai_attention_backward_task, &w);
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
+}
+#endif
+
+/* ---- sparse attention: a block's queries by tiles, the keys of its runs by parts of at most LUNAI_KEY_BLOCK. Rows that do not
+   follow one another are copied. Guarded by tests/sparse.c. ---- */
+#ifndef LUNAI_PASS
+#define LUNAI_NARROW 384            /* windows of so many keys take half as many queries a tile */
+#define LUNAI_HIDDEN (-3.0e38f)      /* a hidden score: finite, so that a part of which a query sees nothing gives no NaN */
+
+/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
+typedef struct lunai_sparse {
+  const lunai_attention *a;
+  const luna_attention_pattern *p;
+  int64_t queries, keys, left, right, blocks;
+  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
+  int64_t numbers;
+} lunai_sparse;
+typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
+typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
+
+LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
+  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
+  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
+  lunai_sparse s;
+  s.a = a;
+  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
+  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
+  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
+  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
+  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
+  if (a->causal) s.right = lunai_min(s.right, 0);
+  s.blocks = lunai_max(s.p->blocks, 1);
+  s.q = b * a->q_batch + h * a->q_head;
+  s.k = b * a->k_batch + h * a->k_head;
+  s.v = b * a->v_batch + h * a->v_head;
+  s.out = b * a->out_batch + h * a->out_head;
+  s.row = b * a->queries * a->heads + h;
+  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
+  s.element = pair * a->queries * s.numbers;
+  return s;
+}
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) { /* its first query's number; of s->blocks: the end */
+  return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
+}
+/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
+LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
+  const int64_t end = lunai_sparse_first(s, block + 1);
+  int64_t n = 0;
+  for (; *at < end && n < limit; ++*at) {
+    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
+    if (row < s->queries) rows[n++] = (int32_t)row;
+  }
+  return n;
+}
+/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
+  int64_t n = 0;
+  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
+  for (; at->run < end; at->run++, at->at = 0) {
+    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0, last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
+    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
+    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
+    int64_t f = first + at->at, stop = last;
+    if (!s->p->key_order) {
+      f = lunai_max(f, from);
+      stop = lunai_min(last, lunai_min(s->keys, to + 1));
+      if (!keys && stop > f) n += stop - f, f = stop;
+    }
+    for (; f < stop; f++) {
+      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
+      if (row >= s->keys || row < from || row > to) continue;
+      if (n == limit) {
+        at->at = f - first;
+        return n;
+      }
+      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
+      n++;
+    }
+  }
+  return n;
+}
+LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const int64_t distance = key->row - query;
+  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
+}
+
+/* what queries get that see no key */
+LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
+  const lunai_sparse s = lunai_sparse_at(a, pair);
+  int64_t i;
+  for (i = 0; i < a->queries; i++) {
+    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+  }
+}
+
+/* up to LUNAI_TILE queries of a block */
+typedef struct lunai_sparse_tile {
+  int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
+  int64_t width, low, high;             /* how many; the least and the greatest row */
+  bool together;                        /* they follow one another */
+  int32_t row[LUNAI_TILE];
+} lunai_sparse_tile;
+
+typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
+  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *score_panels, *slope_panels, *values, *product;
+  float *out, *part, *stats, *state, *clean;
+  lunai_key *key;
+} lunai_sparse_space;
+
+/* backward: a tile, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
+typedef struct lunai_sparse_part {
+  lunai_sparse s;
+  lunai_sparse_tile tile;
+  int64_t n;
+  lunai_key *key;
+  float *q, *k, *v;
+} lunai_sparse_part;
+
+typedef struct lunai_sparse_work {
+  const lunai_kernels *kernels;
+  const lunai_attention *a;
+  char *scratch;
+  size_t thread_bytes;
+  int64_t depth, tile;                  /* keys of a part, queries of a tile, at most */
+  bool backward;
+  lunai_sparse_part *parts;             /* backward: of this wave */
+  int64_t wave, count;
+  int64_t pair, limit;                  /* where the next part begins: */
+  lunai_key_cursor cursor;
+  lunai_sparse s;
+  lunai_sparse_tile walk;
+} lunai_sparse_work;
+
+/* the next queries of the head's tiles; false after the last. A walk begins with block 0, at -1. */
+LUNAI_FN bool lunai_sparse_next_tile(const lunai_sparse *s, int64_t limit, lunai_sparse_tile *t) {
+  int64_t i;
+  for (; t->block < s->blocks; t->block++, t->at = -1) {
+    if (t->at < 0) t->at = lunai_sparse_first(s, t->block);
+    t->width = lunai_sparse_queries(s, t->block, &t->at, limit, t->row);
+    if (t->width == 0) continue;
+    t->low = t->high = t->row[0];
+    t->together = true;
+    for (i = 1; i < t->width; i++) {
+      t->together = t->together && t->row[i] == t->row[0] + i;
+      t->low = lunai_min(t->low, t->row[i]);
+      t->high = lunai_max(t->high, t->row[i]);
+    }
+    return true;
+  }
+  return false;
+}
+/* how many of a tile's keys to take at a time: about equal parts */
+LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_tile *t) {
+  lunai_key_cursor cursor = { 0, 0 };
+  const int64_t keys = lunai_sparse_keys(s, t->block, t->low, t->high, &cursor, INT64_MAX, NULL);
+  return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
+}
+
+LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
+  const lunai_kernels *kernels = w->kernels;
+  const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = w->depth, back = w->backward ? 1 : 0;
+  const int64_t masked = w->a->dropout.threshold ? 1 : 0;
+  m->scores = lunai_take(&scratch, LUNAI_TILE * depth);
+  m->slopes = lunai_take(&scratch, back * LUNAI_TILE * depth);
+  m->mask = lunai_take(&scratch, masked * LUNAI_TILE * depth);
+  m->mask_row = lunai_take(&scratch, masked * depth);
+  m->q = lunai_take(&scratch, LUNAI_TILE * d);
+  m->grad = lunai_take(&scratch, back * LUNAI_TILE * dv);
+  m->k = lunai_take(&scratch, depth * d);
+  m->v = lunai_take(&scratch, depth * dv);
+  m->score_panels = lunai_take(&scratch, lunai_panels_size(kernels, LUNAI_TILE, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, LUNAI_TILE, dv));
+  m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), LUNAI_TILE));
+  m->out = lunai_take(&scratch, LUNAI_TILE * dv);
+  m->part = lunai_take(&scratch, LUNAI_TILE * dv);
+  m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
+  m->state = lunai_take(&scratch, 3 * LUNAI_TILE);
+  m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
+  m->key = (lunai_key *)(void *)lunai_take(&scratch, depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+  return scratch;
+}
+LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                   bool backward, void *scratch) {
+  lunai_sparse_space space;
+  char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
+  int64_t i, narrow = a->patterns ? 1 : 0;
+  memset(w, 0, sizeof *w);
+  w->kernels = kernels;
+  w->a = a;
+  w->backward = backward;
+  w->depth = LUNAI_KEY_BLOCK;
+  for (i = 0; i < a->pattern_count; i++)
+    if (!a->patterns[i].window || a->patterns[i].left + a->patterns[i].right > LUNAI_NARROW) narrow = 0;
+  w->tile = narrow ? LUNAI_TILE / 2 : LUNAI_TILE;
+  w->scratch = at;
+  w->thread_bytes = (size_t)(lunai_sparse_layout(w, at, &space) - at);
+  at += (size_t)threads * w->thread_bytes;
+  w->wave = backward ? 2 * threads : 0;
+  w->parts = (lunai_sparse_part *)(void *)at;
+  at += lunai_round((size_t)w->wave * sizeof *w->parts);
+  for (i = 0; i < w->wave; i++) {
+    lunai_sparse_part part;
+    part.q = lunai_take(&at, LUNAI_TILE * a->head_dim);
+    part.k = lunai_take(&at, w->depth * a->head_dim);
+    part.v = lunai_take(&at, w->depth * a->value_dim);
+    part.key = (lunai_key *)(void *)lunai_take(&at, w->depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+    if (scratch) w->parts[i] = part;
+  }
+  w->pair = -1;
+  return (size_t)(at - start);
+}
+
+/* rows of x in place where they follow one another, else copied to `to` */
+LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, bool together, int64_t width, const float *x, int64_t *x_row, float *to) {
+  int64_t i;
+  if (together) return x + row[0] * *x_row;
+  for (i = 0; i < n; i++) memcpy(to + i * width, x + row[i * apart] * *x_row, (size_t)width * sizeof(float));
+  *x_row = width;
+  return to;
+}
+LUNAI_FN const float *lunai_sparse_rows_of_keys(int64_t n, const lunai_key *key, int64_t width, const float *x, int64_t *x_row, float *to) {
+  const int64_t apart = (int64_t)(sizeof(lunai_key) / sizeof(int32_t));
+  int64_t i;
+  for (i = 1; i < n && key[i].row == key[0].row + i; i++);
+  return lunai_sparse_rows_of(n, &key[0].row, apart, i >= n, width, x, x_row, to);
+}
+
+/* what a query does not see becomes `value`; returns whether there was any */
+LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, int64_t n, const lunai_key *key, const lunai_tile *t, float *x, float value) {
+  bool any = false;
+  int64_t i, j;
+  for (j = 0; j < n; j++) {
+    float *line = x + j * t->k_step;
+    const int64_t row = key[j].row, self = row - q->low;
+    if (key[j].whole || (!s->p->not_self && row >= q->high - s->left && row <= q->low + s->right)) continue;
+    if (q->together) {
+      const int64_t from = lunai_max(0, lunai_min(self - s->right, q->width)), to = lunai_max(from, lunai_min(self + s->left + 1, q->width));
+      for (i = 0; i < from; i++) line[i] = value;
+      for (i = to; i < q->width; i++) line[i] = value;
+      any = any || from > 0 || to < q->width;
+      if (!s->p->not_self || self < 0 || self >= q->width) continue;
+      line[self] = value;
+      any = true;
+    } else
+      for (i = 0; i < q->width; i++)
+        if (!lunai_sparse_sees(s, q->row[i], &key[j])) {
+          line[i] = value;
+          any = true;
+        }
+  }
+  return any;
+}
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, int64_t count, const lunai_key *key, const lunai_tile *t, const float *scores,
+                                    int64_t n, const float *v, int64_t v_row, float *part, int64_t part_row) {
+  int64_t i, j, c;
+  for (j = 0; j < count; j++)
+    for (c = 0; c < n; c++)
+      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
+        for (i = 0; i < q->width; i++)
+          if (lunai_sparse_sees(s, q->row[i], &key[j])) part[i * part_row + c] += scores[i + j * t->k_step] * v[j * v_row + c];
+}
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q, int64_t n, const lunai_key *key, const lunai_tile *t,
+                                float *row, float *mask) {
+  int64_t i, j, end;
+  for (i = 0; i < q->width; i++) {
+    for (j = 0; j < n; j = end) {
+      for (end = j + 1; end < n && key[end].number == key[end - 1].number + 1; end++);
+      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + key[j].number, end - j, row + j);
+    }
+    for (j = 0; j < n; j++) mask[j * t->k_step + i] = row[j];
+  }
+  lunai_tile_pad(t, mask, 0);
+}
+LUNAI_FN lunai_tile lunai_sparse_tile_of(const lunai_sparse_tile *q, int64_t depth) {
+  lunai_tile t;
+  memset(&t, 0, sizeof t);
+  t.width = t.length = q->width;
+  t.depth = t.lines = depth;
+  t.k_step = t.step = lunai_divide_up(q->width, 16) * 16;
+  t.q_step = 1;
+  return t;
+}
+
+LUNAI_FN void lunai_sparse_tile_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_tile *q) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, q);
+  float *mask = a->dropout.threshold ? m->mask : NULL, *out = q->together ? a->out + s->out + q->row[0] * a->out_row : m->out;
+  const int64_t out_row = q->together ? a->out_row : dv;
+  lunai_key_cursor cursor = { 0, 0 };
+  int64_t q_row = a->q_row, n, i, parts = 0;
+  const float *x = lunai_sparse_rows_of(q->width, q->row, 1, q->together, d, a->q + s->q, &q_row, m->q);
+  kernels->fill_panels(q->width, d, x, 1, q_row, m->score_panels);
+  for (; limit > 0 && (n = lunai_sparse_keys(s, q->block, q->low, q->high, &cursor, limit, m->key)) > 0; parts++) {
+    const lunai_tile t = lunai_sparse_tile_of(q, n);
+    int64_t k_row = a->k_row, v_row = a->v_row;
+    const float *k = lunai_sparse_rows_of_keys(n, m->key, d, a->k + s->k, &k_row, m->k);
+    const float *v = lunai_sparse_rows_of_keys(n, m->key, dv, a->v + s->v, &v_row, m->v);
+    float *stats = parts ? m->stats : m->state, *part = parts ? m->part : out;
+    const int64_t part_row = parts ? dv : out_row;
+    bool nonfinite;
+    lunai_tile_product(kernels, &t, d, x, q_row, k, k_row, m->score_panels, a->scale, m->scores);
+    nonfinite = lunai_sparse_hide(s, q, n, m->key, &t, m->scores, LUNAI_HIDDEN) && !kernels->all_finite(n, dv, v, v_row);
+    if (nonfinite) kernels->finite_copy(n, dv, v, v_row, m->clean);
+    if (mask) lunai_sparse_mask(kernels, s, q, n, m->key, &t, m->mask_row, mask);
+    kernels->tile_softmax(false, t.lines, t.length, t.step, m->scores, mask, stats);
+    lunai_tile_rows_of_keys(kernels, &t, dv, m->scores, nonfinite ? m->clean : v, nonfinite ? dv : v_row, true, m->values, 1, part, part_row);
+    if (nonfinite) lunai_sparse_infinite(s, q, n, m->key, &t, m->scores, dv, v, v_row, part, part_row);
+    if (parts) kernels->attention_merge(q->width, dv, stats, part, m->state, out, out_row);
+  }
+  if (parts) kernels->attention_finish(q->width, dv, m->state, out, out_row);
+  for (i = 0; i < q->width; i++) {
+    const bool none = !parts || m->state[i] < 0.5f * LUNAI_HIDDEN;
+    float *row = a->out + s->out + q->row[i] * a->out_row;
+    if (none) memset(row, 0, (size_t)dv * sizeof(float));
+    else if (!q->together) memcpy(row, out + i * dv, (size_t)dv * sizeof(float));
+    if (a->lse) a->lse[s->row + q->row[i] * a->heads] = none ? -INFINITY : m->state[i];
+  }
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward) {
+  lunai_sparse_work w;
+  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
+}
+
+LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const int64_t pairs = w->a->batch * w->a->heads;
+  int64_t pair, count = 0;
+  lunai_sparse_space space;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (pair = 0; pair < pairs; pair++) {
+    const lunai_sparse s = lunai_sparse_at(w->a, pair);
+    lunai_sparse_tile q;
+    q.block = 0;
+    for (q.at = -1; lunai_sparse_next_tile(&s, w->tile, &q); count++)
+      if (count % threads == thread) lunai_sparse_tile_forward(w, &space, &s, &q);
+  }
+}
+LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
+  int64_t pair;
+  for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
+}
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
+  lunai_run(parallel, lunai_sparse_clear_task, &w);
+  lunai_run(parallel, lunai_sparse_task, &w);
+}
+
+/* backward: the next tile's next keys; false after the last */
+LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
+  for (;;) {
+    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit, part->key) : 0;
+    part->s = w->s;
+    part->tile = w->walk;
+    if (part->n > 0) return true;
+    while (w->pair < 0 || !lunai_sparse_next_tile(&w->s, w->tile, &w->walk)) {
+      if (++w->pair >= w->a->batch * w->a->heads) return false;
+      w->s = lunai_sparse_at(w->a, w->pair);
+      w->walk.block = 0;
+      w->walk.at = -1;
+    }
+    w->limit = lunai_sparse_limit(&w->s, &w->walk);
+    w->cursor.run = w->cursor.at = 0;
+  }
+}
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse_part *part) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const lunai_sparse *s = &part->s;
+  const lunai_sparse_tile *q = &part->tile;
+  const lunai_tile t = lunai_sparse_tile_of(q, part->n);
+  const int64_t d = a->head_dim, dv = a->value_dim;
+  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, i;
+  const float *x = lunai_sparse_rows_of(q->width, q->row, 1, q->together, d, a->q + s->q, &q_row, m->q);
+  const float *grad = lunai_sparse_rows_of(q->width, q->row, 1, q->together, dv, a->grad_out + s->out, &grad_row, m->grad);
+  const float *k = lunai_sparse_rows_of_keys(part->n, part->key, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of_keys(part->n, part->key, dv, a->v + s->v, &v_row, m->v);
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  for (i = 0; i < LUNAI_TILE; i++) {
+    const int64_t row = q->row[lunai_min(i, q->width - 1)], at = s->row + row * a->heads;
+    lse[i] = a->lse[at];
+    delta[i] = kernels->dot(dv, a->grad_out + s->out + row * a->out_row, a->out + s->out + row * a->out_row) - (a->grad_lse ? a->grad_lse[at] : 0);
+    add[i] = 0;
+  }
+  kernels->fill_panels(q->width, d, x, 1, q_row, m->score_panels);
+  kernels->fill_panels(q->width, dv, grad, 1, grad_row, m->slope_panels);
+  lunai_tile_product(kernels, &t, d, x, q_row, k, k_row, m->score_panels, a->scale, m->scores);
+  lunai_tile_product(kernels, &t, dv, grad, grad_row, v, v_row, m->slope_panels, 1, m->slopes);
+  if (mask) lunai_sparse_mask(kernels, s, q, part->n, part->key, &t, m->mask_row, mask);
+  kernels->tile_slopes(false, t.lines, t.length, t.step, m->scores, m->slopes, mask, lse, delta, add);
+  if (lunai_sparse_hide(s, q, part->n, part->key, &t, m->scores, 0)) {
+    lunai_sparse_hide(s, q, part->n, part->key, &t, m->slopes, 0);
+    if (!kernels->all_finite(part->n, d, k, k_row)) {
+      kernels->finite_copy(part->n, d, k, k_row, m->clean);
+      k = m->clean;
+      k_row = d;
+    }
+  }
+  if (a->grad_v) lunai_tile_rows_of_queries(kernels, &t, dv, m->scores, grad, grad_row, m->product, 1, part->v, false);
+  if (a->grad_k) lunai_tile_rows_of_queries(kernels, &t, d, m->slopes, x, q_row, m->product, a->scale, part->k, false);
+  if (a->grad_q) lunai_tile_rows_of_keys(kernels, &t, d, m->slopes, k, k_row, true, m->values, a->scale, part->q, d);
+}
+LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  lunai_sparse_space space;
+  int64_t i;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
+}
+/* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n, const int32_t *row, int64_t apart, int64_t width,
+                               const float *from, float *to, int64_t to_row) {
+  int64_t i;
+  for (i = 0; to && i < n; i++) {
+    const int64_t at = row[i * apart];
+    if (at / 16 % threads == thread) w->kernels->add(width, to + at * to_row, from + i * width, to + at * to_row);
+  }
+}
+LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const lunai_attention *a = w->a;
+  const int64_t apart = (int64_t)(sizeof(lunai_key) / sizeof(int32_t));
+  int64_t i;
+  for (i = 0; i < w->count; i++) {
+    const lunai_sparse_part *p = &w->parts[i];
+    lunai_sparse_add(w, thread, threads, p->tile.width, p->tile.row, 1, a->head_dim, p->q, lunai_offset(a->grad_q, p->s.q), a->q_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, apart, a->head_dim, p->k, lunai_offset(a->grad_k, p->s.k), a->k_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, apart, a->value_dim, p->v, lunai_offset(a->grad_v, p->s.v), a->v_row);
+  }
+}
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
+  do {
+    for (w.count = 0; w.count < w.wave && lunai_sparse_next_part(&w, &w.parts[w.count]); w.count++);
+    lunai_run(parallel, lunai_sparse_backward_task, &w);
+    lunai_run(parallel, lunai_sparse_gather_task, &w);
+  } while (w.count == w.wave);
 }
 #endif
 
@@ -5535,84 +5993,6 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
       }
 }
 
-/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
-typedef struct lunai_sparse {
-  const lunai_attention *a;
-  const luna_attention_pattern *p;
-  int64_t queries, keys, left, right, blocks;
-  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
-  int64_t numbers;
-} lunai_sparse;
-typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
-typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
-
-LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
-  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
-  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
-  lunai_sparse s;
-  s.a = a;
-  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
-  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
-  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
-  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
-  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
-  if (a->causal) s.right = lunai_min(s.right, 0);
-  s.blocks = lunai_max(s.p->blocks, 1);
-  s.q = b * a->q_batch + h * a->q_head;
-  s.k = b * a->k_batch + h * a->k_head;
-  s.v = b * a->v_batch + h * a->v_head;
-  s.out = b * a->out_batch + h * a->out_head;
-  s.row = b * a->queries * a->heads + h;
-  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
-  s.element = pair * a->queries * s.numbers;
-  return s;
-}
-LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) { /* its first query's number; of s->blocks: the end */
-  return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
-}
-/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
-LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
-  const int64_t end = lunai_sparse_first(s, block + 1);
-  int64_t n = 0;
-  for (; *at < end && n < limit; ++*at) {
-    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
-    if (row < s->queries) rows[n++] = (int32_t)row;
-  }
-  return n;
-}
-/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
-LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
-  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
-  int64_t n = 0;
-  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
-  for (; at->run < end; at->run++, at->at = 0) {
-    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0, last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
-    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
-    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
-    int64_t f = first + at->at, stop = last;
-    if (!s->p->key_order) {
-      f = lunai_max(f, from);
-      stop = lunai_min(last, lunai_min(s->keys, to + 1));
-      if (!keys && stop > f) n += stop - f, f = stop;
-    }
-    for (; f < stop; f++) {
-      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
-      if (row >= s->keys || row < from || row > to) continue;
-      if (n == limit) {
-        at->at = f - first;
-        return n;
-      }
-      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
-      n++;
-    }
-  }
-  return n;
-}
-LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
-  const int64_t distance = key->row - query;
-  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
-}
-
 /* Without scratch, and the reference: one query at a time, its keys in parts. */
 #define LUNAI_KEY_PART 64
 typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i; } lunai_sparse_walk;
@@ -5669,15 +6049,6 @@ LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const luna
     if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + v);
   }
 }
-/* what queries get that see no key */
-LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
-  const lunai_sparse s = lunai_sparse_at(a, pair);
-  int64_t i;
-  for (i = 0; i < a->queries; i++) {
-    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
-  }
-}
 LUNAI_FN void lunai_sparse_rows(const lunai_kernels *kernels, const lunai_attention *a, bool backward) {
   int64_t pair, block;
   for (pair = 0; pair < a->batch * a->heads; pair++) {
@@ -5718,13 +6089,10 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
-  if (a.patterns || a.grad_lse) {
-    lunai_sparse_rows(kernels, &a, backward);
-    return LUNA_OK;
-  }
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
+  else if (lunai_is_sparse(&a, backward)) lunai_sparse_rows(kernels, &a, backward);
   else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
   return LUNA_OK;
 }
@@ -8365,7 +8733,7 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
-   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
@@ -8389,34 +8757,15 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
-}
-LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
-
-/* --- sparse attention: in q, k, v; out y, log-sum-exp or null, which is else kept --- */
-LUNAI_FN void lunai_sparse_args(const luna_op *op, lunai_attention *a) {
-  lunai_attention_args(op, a);
-  a->sums = NULL;
-  a->grad_sums = NULL;
-  if (op->out[1]) a->lse = op->out[1]->data;
-  a->grad_lse = op->out[1] ? op->out[1]->grad : NULL;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
+  if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
+  a->lse = op->out[1]->data;
+  a->sums = NULL;
+  a->grad_lse = op->out[1]->grad;
+  a->grad_sums = NULL;
 }
-LUNAI_FN void lunai_sparse_query(luna_op *op) {
-  if (op->training && !op->out[1]) op->kept_size = (size_t)(lunai_rows(op->out[0]) * op->arg.attention.heads) * sizeof(float);
-}
-LUNAI_FN luna_status lunai_sparse_forward(luna_op *op) {
-  lunai_attention a;
-  lunai_sparse_args(op, &a);
-  lunai_sparse_rows(lunai_k(op), &a, false);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_sparse_backward(luna_op *op) {
-  lunai_attention a;
-  lunai_sparse_args(op, &a);
-  lunai_sparse_rows(lunai_k(op), &a, true);
-  return LUNA_OK;
-}
+LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -8683,7 +9032,7 @@ static const luna_backend lunai_cpu = {
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
                  LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_OP(sparse_query, sparse_forward, sparse_backward, 0)
+    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0)
   }
 };
 #undef LUNAI_CPU_OP
