@@ -11,10 +11,12 @@
 #ifndef ATTENTIONS_H
 #define ATTENTIONS_H
 #include "base.h"
+#include "isab.h"
 #include "performer.h"
+#include "rfa.h"
 
 static const attention_system *const attention_systems[] = {
-  &performer_system,
+  &performer_system, &rfa_system, &isab_system,
 };
 #define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
 

@@ -107,6 +107,14 @@ ATTENTION_FN void attention_linear(attention *a, luna_linear_layer *layer, const
   snprintf(full, sizeof full, "%s.bias", name);
   layer->bias = attention_param(a, full, LUNA_INIT_ZEROS, 0, out, 0, 0, 0);
 }
+/* NAME.weight [dim], ones, and NAME.bias [dim], zeros */
+ATTENTION_FN void attention_norm_init(attention *a, luna_norm_layer *layer, const char *name) {
+  char full[128];
+  snprintf(full, sizeof full, "%s.weight", name);
+  layer->weight = attention_param(a, full, LUNA_INIT_ONES, 1, a->dim, 0, 0, 0);
+  snprintf(full, sizeof full, "%s.bias", name);
+  layer->bias = attention_param(a, full, LUNA_INIT_ZEROS, 0, a->dim, 0, 0, 0);
+}
 #define ATTENTION_GAIN 0.70710678    /* of q, k and v; out has 1 */
 typedef struct attention_projections { luna_linear_layer q, k, v, out; } attention_projections;
 ATTENTION_FN void attention_projections_init(attention *a, attention_projections *p) {
@@ -131,7 +139,7 @@ ATTENTION_FN void attention_orthogonal_row(float *x, int64_t i, int64_t d) {
     for (int64_t c = 0; c < d; c++) x[i * d + c] -= (float)(dot / size * (double)x[j * d + c]);
   }
 }
-ATTENTION_FN double attention_norm(const float *x, int64_t d) {
+ATTENTION_FN double attention_size(const float *x, int64_t d) {
   double sum = 0;
   for (int64_t c = 0; c < d; c++) sum += (double)x[c] * (double)x[c];
   return sqrt(sum);
@@ -143,10 +151,10 @@ ATTENTION_FN void attention_orthogonal_rows(attention *a, luna_tensor *array, bo
   float *x = (float *)malloc((size_t)luna_count(array) * sizeof(float));
   if (x && luna_read(array, x) == LUNA_OK && array->data) {
     for (int64_t i = 0; i < rows; i++) {
-      const double norm = root ? sqrt((double)d) : attention_norm(x + i * d, d);
+      const double norm = root ? sqrt((double)d) : attention_size(x + i * d, d);
       float *head = x + i / each * each * d;
       for (int pass = 0; pass < 2; pass++) attention_orthogonal_row(head, i % each, d); /* twice: to float's precision */
-      const double factor = norm / attention_norm(x + i * d, d);
+      const double factor = norm / attention_size(x + i * d, d);
       for (int64_t c = 0; c < d; c++) x[i * d + c] = (float)(factor * (double)x[i * d + c]);
     }
     a->good = a->good && luna_write(array, x) == LUNA_OK;
