@@ -381,7 +381,7 @@ static void golden_option(void *user, const char *key, const char *value) {
   for (int i = 0; i < 4; i++) if (strcmp(key, frame[i]) == 0) return;
   a->good &= CHECK(attentions_set(&a->choice, key, value), "%s: %s", a->g->name, a->choice.error) != 0;
 }
-/* an option that is a list comes as a tensor of its name; none: the empty list */
+/* an option that is a list comes as a tensor of its name; none: the empty list. BigBird's number of blocks is a shape. */
 static void golden_lists(golden_attention *a) {
   for (const attention_option *o = a->choice.system->options; o->name; o++) {
     char text[ATTENTION_LIST_SIZE * 12] = "";
@@ -392,6 +392,12 @@ static void golden_lists(golden_attention *a) {
       snprintf(text + strlen(text), sizeof text - strlen(text), "%s%d", i ? "," : "", (int)values[i]);
     free(values);
     golden_option(a, o->name, text);
+  }
+  lunai_st_tensor t;
+  if (strcmp(a->g->kind, "bigbird") == 0 && lunai_st_find(&a->g->st, "random_blocks", &t)) {
+    char text[32];
+    snprintf(text, sizeof text, "%lld", (long long)t.shape[1] + 2);
+    golden_option(a, "max_blocks", text);
   }
 }
 /* x beyond the lengths is never read: there, NaN */

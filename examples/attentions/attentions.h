@@ -11,12 +11,16 @@
 #ifndef ATTENTIONS_H
 #define ATTENTIONS_H
 #include "base.h"
+#include "bigbird.h"
 #include "isab.h"
+#include "local.h"
+#include "longformer.h"
 #include "performer.h"
 #include "rfa.h"
+#include "sparse.h"
 
 static const attention_system *const attention_systems[] = {
-  &performer_system, &rfa_system, &isab_system,
+  &performer_system, &rfa_system, &isab_system, &local_system, &sparse_system, &longformer_system, &bigbird_system,
 };
 #define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
 
