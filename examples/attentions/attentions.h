@@ -16,11 +16,14 @@
 #include "local.h"
 #include "longformer.h"
 #include "performer.h"
+#include "reformer.h"
 #include "rfa.h"
+#include "sinkhorn.h"
 #include "sparse.h"
 
 static const attention_system *const attention_systems[] = {
-  &performer_system, &rfa_system, &isab_system, &local_system, &sparse_system, &longformer_system, &bigbird_system,
+  &performer_system, &rfa_system, &isab_system, &local_system, &sparse_system, &longformer_system, &bigbird_system, &reformer_system,
+  &sinkhorn_system,
 };
 #define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
 
