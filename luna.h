@@ -4152,11 +4152,11 @@ LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const luna
   return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
 }
 
-/* what queries get that see no key */
+/* what queries get that no block has */
 LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   const lunai_sparse s = lunai_sparse_at(a, pair);
-  int64_t i;
-  for (i = 0; i < a->queries; i++) {
+  int64_t i = s.p->blocks ? 0 : s.queries;
+  for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
     if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
   }
@@ -4176,7 +4176,7 @@ typedef struct lunai_sparse_tile {
   int64_t first, low, high;             /* first: its number in the run */
   int64_t key;                          /* its first key's number in the part */
   const lunai_key *keys;
-  bool together;
+  bool together, in_order;              /* queries, and keys, that follow one another; of such keys none is whole */
   lunai_tile t;
 } lunai_sparse_tile;
 
@@ -4236,15 +4236,26 @@ LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_ru
   const int64_t keys = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
+LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
+  int64_t i;
+  for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
+  return i == n;
+}
 /* of a part's n keys; t.depth 0: it sees none of them */
-LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first, int64_t width, int64_t n, const lunai_key *key) {
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first, int64_t width, int64_t n, const lunai_key *key,
+                                                bool in_order) {
   lunai_sparse_tile q;
   memset(&q, 0, sizeof q);
+  q.in_order = in_order;
   q.row = r->row + first;
   q.first = first;
   q.together = r->together;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
   lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
+  if (in_order) {
+    q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
+    n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
+  }
   while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right)) q.key++;
   while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right)) n--;
   q.keys = key + q.key;
@@ -4328,6 +4339,10 @@ LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *
   for (j = 0; j < q->t.depth; j++) {
     const lunai_key *key = &q->keys[j];
     float *line = x + j * q->t.k_step;
+    if (q->in_order && !s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right) {
+      j += q->low + s->right - key->row; /* up to the last key that all see */
+      continue;
+    }
     const int64_t self = key->row - q->low;
     if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
     if (q->together) {
@@ -4379,12 +4394,12 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
-  const bool finite = kernels->all_finite(n, dv, v, v_row);
+  const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
   float *mask = a->dropout.threshold ? m->mask : NULL;
   if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
   kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key);
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
     const bool merge = x->seen[tile];
     float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state, *out = x->out + first * x->out_row, *part = merge ? m->part : out;
     const int64_t part_row = merge ? dv : x->out_row;
@@ -4495,7 +4510,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
-  const bool finite = kernels->all_finite(n, d, k, k_row);
+  const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
   float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
   memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
@@ -4503,7 +4518,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
   kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
   for (first = 0; first < r->width; first += w->tile) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key);
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key, in_order);
     const lunai_tile *t = &q.t;
     const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
     if (t->depth == 0) continue;
@@ -4871,11 +4886,19 @@ LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
-  vf sum = vf_zero();                /* of 0 x: 0 as long as every x is finite */
+  const vf zero = vf_zero();
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row)
-    for (i = 0; i < n; i += VF) sum = vf_fma(LUNAI_K(get)(x + i, n - i), vf_zero(), sum);
-  return vf_sum(sum) == 0;
+  for (t = 0; t < rows; t++, x += x_row) {
+    for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
+      sum0 = vf_fma(vf_load(x + i), zero, sum0);
+      sum1 = vf_fma(vf_load(x + i + VF), zero, sum1);
+      sum2 = vf_fma(vf_load(x + i + 2 * VF), zero, sum2);
+      sum3 = vf_fma(vf_load(x + i + 3 * VF), zero, sum3);
+    }
+    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(x + i, n - i), zero, sum0);
+  }
+  return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
 /* y = diag(factors) x + 0, which makes -0 to 0 */
@@ -6084,6 +6107,7 @@ LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse 
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
+  memset(out, 0, (size_t)a->value_dim * sizeof(float));
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float score = lunai_sparse_score(kernels, s, query, key);
@@ -6096,9 +6120,8 @@ LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse 
     kernels->scale_add(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
                        a->v + s->v + key->row * a->v_row, out);
   }
-  if (total == 0) return;
-  kernels->scale(a->value_dim, 1 / total, out, out);
-  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total);
+  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
+  if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
