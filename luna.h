@@ -1644,7 +1644,7 @@ typedef struct lunai_attention {
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
   const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  const luna_attention_pattern *patterns; /* null: dense */
+  const struct luna_attention_pattern *patterns; /* null: dense */
   int64_t pattern_count;
   const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
 } lunai_attention;
@@ -4201,7 +4201,7 @@ typedef struct lunai_sparse_work {
   char *scratch;
   size_t thread_bytes;
   int64_t tile;                         /* queries of a tile */
-  bool backward;
+  bool backward, copied;                /* copied: by lists, rows may not follow one another */
   lunai_sparse_part *parts;             /* backward: of this wave */
   int64_t wave, count;
   int64_t pair, limit;                  /* where the next part begins: */
@@ -4210,10 +4210,11 @@ typedef struct lunai_sparse_work {
   lunai_sparse_run walk;
 } lunai_sparse_work;
 
-LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
+LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, bool together, int64_t *low, int64_t *high) {
   int64_t i;
-  *low = *high = row[0];
-  for (i = 1; i < n; i++) {
+  *low = row[0];
+  *high = row[together ? n - 1 : 0];
+  for (i = 1; i < n && !together; i++) {
     *low = lunai_min(*low, row[i]);
     *high = lunai_max(*high, row[i]);
   }
@@ -4224,8 +4225,8 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
     if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
     r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
     if (r->width == 0) continue;
-    lunai_sparse_bounds(r->width, r->row, &r->low, &r->high);
     r->together = !s->p->query_order;
+    lunai_sparse_bounds(r->width, r->row, r->together, &r->low, &r->high);
     return true;
   }
   return false;
@@ -4251,7 +4252,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   q.first = first;
   q.together = r->together;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
-  lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
+  lunai_sparse_bounds(q.t.width, q.row, q.together, &q.low, &q.high);
   if (in_order) {
     q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
     n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
@@ -4268,21 +4269,21 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile;
+  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
   m->scores = lunai_take(&scratch, w->tile * depth);
   m->slopes = lunai_take(&scratch, back * w->tile * depth);
   m->mask = lunai_take(&scratch, masked * w->tile * depth);
   m->mask_row = lunai_take(&scratch, masked * depth);
-  m->q = lunai_take(&scratch, LUNAI_RUN * d);
-  m->grad = lunai_take(&scratch, back * LUNAI_RUN * dv);
-  m->k = lunai_take(&scratch, depth * d);
-  m->v = lunai_take(&scratch, depth * dv);
+  m->q = lunai_take(&scratch, copied * LUNAI_RUN * d);
+  m->grad = lunai_take(&scratch, copied * back * LUNAI_RUN * dv);
+  m->k = lunai_take(&scratch, copied * depth * d);
+  m->v = lunai_take(&scratch, copied * depth * dv);
   m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
   m->score_panels = lunai_take(&scratch, (back ? 1 : tiles) * lunai_panels_size(kernels, w->tile, d));
   m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, w->tile, dv));
   m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
   m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), w->tile));
-  m->out = lunai_take(&scratch, (1 - back) * LUNAI_RUN * dv);
+  m->out = lunai_take(&scratch, copied * (1 - back) * LUNAI_RUN * dv);
   m->part = lunai_take(&scratch, (1 - back) * w->tile * dv);
   m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
   m->state = lunai_take(&scratch, tiles * 3 * LUNAI_TILE);
@@ -4299,7 +4300,10 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->a = a;
   w->backward = backward;
   w->tile = LUNAI_TILE;
-  for (i = 0; i < a->pattern_count; i++) if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
+  for (i = 0; i < a->pattern_count; i++) {
+    if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
+    if (a->patterns[i].blocks) w->copied = true;
+  }
   w->scratch = at;
   w->thread_bytes = (size_t)(lunai_sparse_layout(w, at, &space) - at);
   at += (size_t)threads * w->thread_bytes;
