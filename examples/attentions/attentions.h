@@ -14,9 +14,11 @@
 #include "isab.h"
 #include "performer.h"
 #include "rfa.h"
+#include "synthesizer.h"
+#include "workspace.h"
 
 static const attention_system *const attention_systems[] = {
-  &performer_system, &rfa_system, &isab_system,
+  &performer_system, &rfa_system, &synthesizer_system, &workspace_system, &isab_system,
 };
 #define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
 

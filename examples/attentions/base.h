@@ -162,6 +162,45 @@ ATTENTION_FN void attention_orthogonal_rows(attention *a, luna_tensor *array, bo
   free(x);
 }
 
+/* ---- tensors ---- */
+/* [batch,n,d] -> [batch,h,n,d_h], and back */
+ATTENTION_FN luna_tensor *attention_split(luna_tensor *x, int64_t heads) {
+  const int axes[4] = { 0, 2, 1, 3 };
+  int64_t shape[4];
+  if (!x) return NULL;
+  shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = heads, shape[3] = x->shape[2] / heads;
+  return luna_permute(luna_reshape(x, 4, shape), axes);
+}
+ATTENTION_FN luna_tensor *attention_join(luna_tensor *x) {
+  const int axes[4] = { 0, 2, 1, 3 };
+  int64_t shape[3];
+  if (!x) return NULL;
+  shape[0] = x->shape[0], shape[1] = x->shape[2], shape[2] = x->shape[1] * x->shape[3];
+  return luna_reshape(luna_permute(x, axes), 3, shape);
+}
+/* a constant of the step, every element `value` */
+ATTENTION_FN luna_tensor *attention_filled(luna_ctx *ctx, float value, int rank, const int64_t *shape) {
+  int64_t count = 1;
+  luna_tensor *t = NULL;
+  float *values;
+  for (int i = 0; i < rank; i++) count *= shape[i];
+  values = (float *)malloc((size_t)(count + 1) * sizeof(float));
+  for (int64_t i = 0; values && i < count; i++) values[i] = value;
+  if (values) t = luna_tensor_new(ctx, values, rank, shape);
+  free(values);
+  return t;
+}
+
+/* row i is the unit vector e_i, [rows,columns] */
+ATTENTION_FN luna_tensor *attention_unit_rows(luna_ctx *ctx, int rank, const int64_t *shape) {
+  float *values = (float *)calloc((size_t)(shape[0] * shape[1] + 1), sizeof(float));
+  luna_tensor *t = NULL;
+  for (int64_t i = 0; values && i < shape[0] && i < shape[1]; i++) values[i * shape[1] + i] = 1;
+  if (values) t = luna_tensor_new(ctx, values, rank, shape);
+  free(values);
+  return t;
+}
+
 /* ---- custom ops ---- */
 /* lengths [batch] as a tensor: a custom op's input, for its state would have to hold as many */
 ATTENTION_FN luna_tensor *attention_lengths(const luna_tensor *x, const int32_t *lengths) {
@@ -193,5 +232,25 @@ ATTENTION_FN luna_tensor *attention_op(luna_tensor *const *in, int count, int ra
 ATTENTION_FN void attention_parallel(const luna_run *run, int64_t count, void (*task)(void *work, int64_t i), void *work) {
   if (run->parallel_for && run->threads > 1) run->parallel_for(run->parallel_user, count, task, work);
   else for (int64_t i = 0; i < count; i++) task(work, i);
+}
+/* C (+)= A B of dense or strided rows on the calling thread */
+ATTENTION_FN void attention_gemm(luna_run run, const float *a, int64_t a_row, bool transpose_a, const float *b, int64_t b_row,
+                              bool transpose_b, float *c, int64_t c_row, int64_t m, int64_t n, int64_t k, bool add) {
+  luna_gemm_args g;
+  memset(&g, 0, sizeof g);
+  g.a = a, g.b = b, g.c = c;
+  g.m = m, g.n = n, g.k = k;
+  g.a_row = a_row, g.b_row = b_row, g.c_row = c_row;
+  g.transpose_a = transpose_a, g.transpose_b = transpose_b;
+  g.accumulate = add;
+  g.run = run;
+  (void)luna_gemm_f32(&g);           /* cannot fail: the scratch has room for its shape */
+}
+/* scratch for products of at most these sizes */
+ATTENTION_FN size_t attention_gemm_scratch(int64_t m, int64_t n, int64_t k) {
+  luna_gemm_args g;
+  memset(&g, 0, sizeof g);
+  g.m = m, g.n = n, g.k = k;
+  return luna_gemm_scratch(&g) + 64;
 }
 #endif
