@@ -228,6 +228,37 @@ ATTENTION_FN luna_tensor *attention_op(luna_tensor *const *in, int count, int ra
   custom.workspace_size = workspace_size;
   return luna_custom_op(in, count, rank, shape, &custom);
 }
+/* attention_rows's op: y[b,i] = x[b, first + i], or zeros where that is not in [0, end); [batch,2] holds first and end */
+ATTENTION_FN void attention_rows_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const int64_t d = out->shape[2];
+  (void)count, (void)state;
+  for (int64_t r = 0; r < out->shape[0] * out->shape[1]; r++) {
+    const int64_t b = r / out->shape[1], row = (int64_t)in[1]->data[2 * b] + r % out->shape[1];
+    if (row < 0 || row >= (int64_t)in[1]->data[2 * b + 1]) memset(out->data + r * d, 0, (size_t)d * sizeof(float));
+    else memcpy(out->data + r * d, in[0]->data + (b * in[0]->shape[1] + row) * d, (size_t)d * sizeof(float));
+  }
+}
+ATTENTION_FN void attention_rows_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  (void)in, (void)count, (void)out, (void)state;
+}
+/* Rows of each sequence of x [batch,n,d] up to end[b]: the last take[b] of them, or the last count; zeros before row 0 and
+   after the end -> [batch,count,d]. For memories: no gradient flows through it. */
+ATTENTION_FN luna_tensor *attention_rows(luna_tensor *x, const int32_t *end, const int32_t *take, int64_t count) {
+  luna_tensor *in[2] = { NULL, NULL };
+  int64_t shape[3], spans[2];
+  float *values;
+  if (!x) return NULL;
+  shape[0] = spans[0] = x->shape[0], shape[1] = count, shape[2] = x->shape[2], spans[1] = 2;
+  values = (float *)malloc((size_t)(2 * shape[0] + 1) * sizeof(float));
+  for (int64_t b = 0; values && b < shape[0]; b++) {
+    values[2 * b] = (float)(end[b] - (take ? take[b] : count));
+    values[2 * b + 1] = (float)end[b];
+  }
+  if (values) in[0] = luna_detach(x), in[1] = luna_tensor_new(x->ctx, values, 2, spans);
+  free(values);
+  return in[1] ? attention_op(in, 2, 3, shape, attention_rows_forward, attention_rows_backward, NULL, 0, 0) : NULL;
+}
+
 /* task(work, i) for each i in [0, count), on the context's threads */
 ATTENTION_FN void attention_parallel(const luna_run *run, int64_t count, void (*task)(void *work, int64_t i), void *work) {
   if (run->parallel_for && run->threads > 1) run->parallel_for(run->parallel_user, count, task, work);

@@ -11,7 +11,7 @@
    bias [h,a]); random; random1, random2 [h,L,k]; q_proj, k_proj; mixture. Time O(n^2 d), memory O(n^2 h), as the paper's. */
 #ifndef ATTENTION_SYNTHESIZER_H
 #define ATTENTION_SYNTHESIZER_H
-#include "base.h"
+#include "scored.h"
 
 enum { SYNTHESIZER_DOT, SYNTHESIZER_DENSE, SYNTHESIZER_FACTORIZED_DENSE, SYNTHESIZER_RANDOM, SYNTHESIZER_FACTORIZED_RANDOM, SYNTHESIZER_TERMS };
 static const char *const synthesizer_names[SYNTHESIZER_TERMS] = { "dot", "dense", "factorized_dense", "random", "factorized_random" };
@@ -87,36 +87,22 @@ static void synthesizer_init(void *layer) {
   if (a->mixed) a->mixture = attention_param(&a->base, "mixture", LUNA_INIT_ZEROS, 0, a->base.heads, a->terms, 0, 0);
 }
 
-/* ---- softmax(S) v as one op, by blocks of rows: S is stored as its terms, the softmax is not ---- */
-#define SYNTHESIZER_ROWS 64
-enum { SYNTHESIZER_LENGTHS, SYNTHESIZER_V, SYNTHESIZER_FIRST }; /* inputs; then each term's, mixture, mask */
+/* ---- scores of a block: S is stored as its terms ---- */
 typedef struct synthesizer_state {
-  int terms, term[SYNTHESIZER_TERMS], at[SYNTHESIZER_TERMS], mixture, mask; /* places among the inputs; 0: none */
-  int64_t heads, a;                  /* a: of factorized_dense, whose input is [batch,h,n,a + b] */
-  bool causal;
+  scored base;
+  int terms, term[SYNTHESIZER_TERMS], mixture; /* the inputs: a tensor a term, mixture (its place; 0: none) */
+  int64_t a;                         /* of factorized_dense, whose input is [batch,h,n,a + b] */
 } synthesizer_state;
-typedef struct synthesizer_call {
-  const synthesizer_state *s;
-  luna_tensor *const *in;
-  const luna_tensor *out;
-  luna_run run;
-} synthesizer_call;
-typedef struct synthesizer_head { int64_t b, h, n, d, dh, keys; float w[SYNTHESIZER_TERMS], *p, *grad, *term; luna_run gemm; } synthesizer_head;
 
-ATTENTION_FN size_t synthesizer_scratch(int64_t n, int64_t dh) {
-  const size_t a = attention_gemm_scratch(SYNTHESIZER_ROWS, dh, n), b = attention_gemm_scratch(SYNTHESIZER_ROWS, n, dh);
-  const size_t c = attention_gemm_scratch(n, dh, SYNTHESIZER_ROWS), max = a > b ? a : b;
-  return (max > c ? max : c) + 64;
-}
-ATTENTION_FN int64_t synthesizer_sees(const synthesizer_call *c, const synthesizer_head *p, int64_t i) { return c->s->causal ? i + 1 : p->keys; }
 /* row i of term t: its values in x, or, when grad, w x is added to its gradient */
-ATTENTION_FN void synthesizer_row(const synthesizer_call *c, const synthesizer_head *p, int t, int64_t i, float w, float *x, bool grad) {
-  const luna_tensor *in = c->in[c->s->at[t]];
-  const int64_t keys = synthesizer_sees(c, p, i), row = in->rank == 3 ? p->h * in->shape[1] + i : (p->b * c->s->heads + p->h) * p->n + i;
-  const int64_t wide = in->shape[in->rank - 1], a = c->s->a, b = wide - a; /* rank 3: [h,s,s], one for all sequences */
+ATTENTION_FN void synthesizer_row(const scored_head *h, int t, int64_t i, int64_t keys, float w, float *x, bool grad) {
+  const synthesizer_state *s = (const synthesizer_state *)h->s;
+  const luna_tensor *in = h->in[SCORED_FIRST + t];
+  const int64_t row = in->rank == 3 ? h->h * in->shape[1] + i : (h->b * s->base.heads + h->h) * h->n + i;
+  const int64_t wide = in->shape[in->rank - 1], a = s->a, b = wide - a; /* rank 3: [h,L,L], one for all sequences */
   const float *values = in->data + row * wide;
   float *to = in->grad ? in->grad + row * wide : NULL;
-  if (c->s->term[t] != SYNTHESIZER_FACTORIZED_DENSE) {
+  if (s->term[t] != SYNTHESIZER_FACTORIZED_DENSE) {
     if (!grad) memcpy(x, values, (size_t)keys * sizeof(float));
     for (int64_t j = 0; grad && to && j < keys; j++) to[j] += w * x[j];
     return;
@@ -126,110 +112,44 @@ ATTENTION_FN void synthesizer_row(const synthesizer_call *c, const synthesizer_h
     else if (to) to[j / b] += w * x[j] * values[a + j % b], to[a + j % b] += w * x[j] * values[j / b];
   }
 }
-ATTENTION_FN void synthesizer_open(const synthesizer_call *c, synthesizer_head *p, int64_t h, int64_t b) {
-  const float *m = c->s->mixture ? c->in[c->s->mixture]->data + h * c->s->terms : NULL;
-  float max = -HUGE_VALF, sum = 0, *at;
-  p->b = b, p->h = h, p->n = c->out->shape[1], p->d = c->out->shape[2], p->dh = p->d / c->s->heads;
-  p->keys = attention_length(c->in[SYNTHESIZER_LENGTHS], b);
-  for (int t = 0; m && t < c->s->terms; t++) if (m[t] > max) max = m[t];
-  for (int t = 0; t < c->s->terms; t++) sum += p->w[t] = m ? expf(m[t] - max) : 1;
-  for (int t = 0; m && t < c->s->terms; t++) p->w[t] /= sum;
-  p->gemm = c->run;
-  p->gemm.parallel_for = NULL;
-  p->gemm.scratch_size = c->run.scratch_size / (size_t)c->s->heads / 64 * 64;
-  at = (float *)(void *)((char *)c->run.scratch + (size_t)h * p->gemm.scratch_size);
-  p->p = at, p->grad = at + SYNTHESIZER_ROWS * p->n, p->term = at + 2 * SYNTHESIZER_ROWS * p->n;
-  p->gemm.scratch = p->term + p->n;
-  p->gemm.scratch_size -= (size_t)((2 * SYNTHESIZER_ROWS + 1) * p->n) * sizeof(float);
+ATTENTION_FN void synthesizer_weights(const scored_head *h, float *w) {
+  const synthesizer_state *s = (const synthesizer_state *)h->s;
+  const float *m = s->mixture ? h->in[s->mixture]->data + h->h * s->terms : NULL;
+  float max = -HUGE_VALF, sum = 0;
+  for (int t = 0; m && t < s->terms; t++) if (m[t] > max) max = m[t];
+  for (int t = 0; t < s->terms; t++) sum += w[t] = m ? expf(m[t] - max) : 1;
+  for (int t = 0; m && t < s->terms; t++) w[t] /= sum;
 }
-/* rows i.. of the attention matrix, before the mask; zeros where nothing is seen */
-ATTENTION_FN void synthesizer_matrix(const synthesizer_call *c, synthesizer_head *h, int64_t first, int64_t rows) {
-  memset(h->p, 0, (size_t)(rows * h->n) * sizeof(float));
-  for (int64_t i = 0; i < rows; i++) {
-    const int64_t keys = synthesizer_sees(c, h, first + i);
-    float *p = h->p + i * h->n, max = -HUGE_VALF;
-    double sum = 0;
-    for (int t = 0; t < c->s->terms; t++) {
-      synthesizer_row(c, h, t, first + i, 1, h->term, false);
-      for (int64_t j = 0; j < keys; j++) p[j] += h->w[t] * h->term[j];
+ATTENTION_FN void synthesizer_scores(const scored_head *h, int64_t first, int64_t rows, int64_t from, int64_t to) {
+  float w[SYNTHESIZER_TERMS];
+  (void)from;
+  synthesizer_weights(h, w);
+  for (int64_t i = 0; i < rows; i++)
+    for (int t = 0; t < ((const synthesizer_state *)h->s)->terms; t++) {
+      synthesizer_row(h, t, first + i, to, 1, h->extra, false);
+      for (int64_t j = 0; j < to; j++) h->p[i * h->m + j] = (t ? h->p[i * h->m + j] : 0) + w[t] * h->extra[j];
     }
-    for (int64_t j = 0; j < keys; j++) if (p[j] > max) max = p[j];
-    for (int64_t j = 0; j < keys; j++) sum += (double)(p[j] = expf(p[j] - max));
-    for (int64_t j = 0; j < keys; j++) p[j] = (float)((double)p[j] / sum);
-  }
 }
-ATTENTION_FN void synthesizer_mask(const synthesizer_call *c, const synthesizer_head *h, int64_t first, int64_t rows, float *x) {
-  const float *mask = c->s->mask ? c->in[c->s->mask]->data + ((h->b * c->s->heads + h->h) * h->n + first) * h->n : NULL;
-  for (int64_t i = 0; mask && i < rows * h->n; i++) x[i] *= mask[i];
-}
-ATTENTION_FN void synthesizer_forward_head(void *work, int64_t head) {
-  const synthesizer_call *c = (const synthesizer_call *)work;
-  synthesizer_head h;
-  for (int64_t b = 0; b < c->out->shape[0]; b++) {
-    synthesizer_open(c, &h, head, b);
-    const int64_t base = b * h.n * h.d + head * h.dh;
-    const float *v = c->in[SYNTHESIZER_V]->data + base;
-    float *y = c->out->data + base;
-    for (int64_t i = 0; i < h.n; i++) memset(y + i * h.d, 0, (size_t)h.dh * sizeof(float));
-    for (int64_t at = 0; at < h.keys; at += SYNTHESIZER_ROWS) { /* later values, which may be Inf, are not multiplied by 0 */
-      const int64_t rows = h.keys - at < SYNTHESIZER_ROWS ? h.keys - at : SYNTHESIZER_ROWS, before = c->s->causal ? at : h.keys;
-      synthesizer_matrix(c, &h, at, rows);
-      synthesizer_mask(c, &h, at, rows, h.p);
-      if (before) attention_gemm(h.gemm, h.p, h.n, false, v, h.d, false, y + at * h.d, h.d, rows, h.dh, before, false);
-      for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = before; j <= at + i; j++)
-          for (int64_t e = 0; e < h.dh; e++) y[(at + i) * h.d + e] += h.p[i * h.n + j] * v[j * h.d + e];
+ATTENTION_FN void synthesizer_backward(scored_head *h, int64_t first, int64_t rows, int64_t from, int64_t to) {
+  const synthesizer_state *s = (const synthesizer_state *)h->s;
+  float w[SYNTHESIZER_TERMS];
+  (void)from;
+  synthesizer_weights(h, w);
+  for (int64_t i = 0; i < rows; i++)
+    for (int t = 0; t < s->terms; t++) {
+      const float *grad = h->grad + i * h->m;
+      synthesizer_row(h, t, first + i, to, w[t], h->grad + i * h->m, true);
+      if (s->mixture) synthesizer_row(h, t, first + i, to, 1, h->extra, false);
+      for (int64_t j = 0; s->mixture && j < to; j++) h->slope[t] += (double)grad[j] * (double)h->extra[j];
     }
-  }
 }
-ATTENTION_FN void synthesizer_backward_rows(const synthesizer_call *c, synthesizer_head *h, int64_t at, int64_t rows, double *slope) {
-  const int64_t base = h->b * h->n * h->d + h->h * h->dh, seen = c->s->causal ? at + rows : h->keys;
-  const luna_tensor *v = c->in[SYNTHESIZER_V];
-  const float *g = c->out->grad + base + at * h->d;
-  attention_gemm(h->gemm, g, h->d, false, v->data + base, h->d, true, h->grad, h->n, rows, seen, h->dh, false);
-  synthesizer_mask(c, h, at, rows, h->grad);
-  for (int64_t i = 0; i < rows; i++) {
-    const int64_t keys = synthesizer_sees(c, h, at + i);
-    float *p = h->p + i * h->n, *grad = h->grad + i * h->n;
-    double dot = 0;
-    for (int64_t j = 0; j < keys; j++) dot += (double)p[j] * (double)grad[j];
-    for (int64_t j = 0; j < keys; j++) grad[j] = p[j] * (grad[j] - (float)dot);
-    for (int t = 0; t < c->s->terms; t++) {
-      synthesizer_row(c, h, t, at + i, h->w[t], grad, true);
-      if (c->s->mixture) synthesizer_row(c, h, t, at + i, 1, h->term, false);
-      for (int64_t j = 0; c->s->mixture && j < keys; j++) slope[t] += (double)grad[j] * (double)h->term[j];
-    }
-  }
-  synthesizer_mask(c, h, at, rows, h->p);
-  if (v->grad) attention_gemm(h->gemm, h->p, h->n, true, g, h->d, false, v->grad + base, h->d, seen, h->dh, rows, true);
-}
-ATTENTION_FN void synthesizer_backward_head(void *work, int64_t head) {
-  const synthesizer_call *c = (const synthesizer_call *)work;
-  double slope[SYNTHESIZER_TERMS] = { 0, 0, 0, 0, 0 }, mean = 0;
-  float *mixture = c->s->mixture ? c->in[c->s->mixture]->grad : NULL;
-  synthesizer_head h;
-  for (int64_t b = 0; b < c->out->shape[0]; b++) { /* in order: they share random and mixture */
-    synthesizer_open(c, &h, head, b);
-    for (int64_t at = 0; at < h.keys; at += SYNTHESIZER_ROWS) {
-      const int64_t rows = h.keys - at < SYNTHESIZER_ROWS ? h.keys - at : SYNTHESIZER_ROWS;
-      synthesizer_matrix(c, &h, at, rows);
-      synthesizer_backward_rows(c, &h, at, rows, slope);
-    }
-  }
-  for (int t = 0; t < c->s->terms; t++) mean += (double)h.w[t] * slope[t];
-  for (int t = 0; mixture && t < c->s->terms; t++) mixture[head * c->s->terms + t] += (float)((double)h.w[t] * (slope[t] - mean));
-}
-ATTENTION_FN void synthesizer_forward_op(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  synthesizer_call c;
-  (void)count;
-  c.s = (const synthesizer_state *)state, c.in = (luna_tensor *const *)(uintptr_t)in, c.out = out, c.run = luna_custom_run(out);
-  attention_parallel(&c.run, c.s->heads, synthesizer_forward_head, &c);
-}
-ATTENTION_FN void synthesizer_backward_op(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
-  synthesizer_call c;
-  (void)count;
-  c.s = (const synthesizer_state *)state, c.in = in, c.out = out, c.run = luna_custom_run(out);
-  attention_parallel(&c.run, c.s->heads, synthesizer_backward_head, &c);
+ATTENTION_FN void synthesizer_finish(scored_head *h) { /* through the softmax of mixture */
+  const synthesizer_state *s = (const synthesizer_state *)h->s;
+  float w[SYNTHESIZER_TERMS], *grad = s->mixture ? h->in[s->mixture]->grad : NULL;
+  double mean = 0;
+  synthesizer_weights(h, w);
+  for (int t = 0; t < s->terms; t++) mean += (double)w[t] * h->slope[t];
+  for (int t = 0; grad && t < s->terms; t++) grad[h->h * s->terms + t] += (float)((double)w[t] * (h->slope[t] - mean));
 }
 
 /* [batch,h,n,d_h] hidden units and 1, times [h,width,d_h] weights and biases */
@@ -262,26 +182,19 @@ static luna_tensor *synthesizer_term(const synthesizer *a, int term, luna_tensor
 }
 static luna_tensor *synthesizer_forward(void *layer, luna_attention_call *call) {
   const synthesizer *a = (const synthesizer *)layer;
-  const int64_t batch = call->x->shape[0], n = call->x->shape[1], h = a->base.heads, shape[4] = { batch, h, n, n };
   luna_tensor *in[LUNA_MAX_INPUTS + 1], *hidden = NULL;
   synthesizer_state s;
-  int count = SYNTHESIZER_FIRST;
-  size_t bytes;
-  if (n > a->length) return attention_fail(call->x->ctx, &a->base, "a sequence is longer than its option length");
+  int count = SCORED_FIRST;
+  if (call->x->shape[1] > a->length) return attention_fail(call->x->ctx, &a->base, "a sequence is longer than its option length");
   memset(&s, 0, sizeof s);
-  in[SYNTHESIZER_LENGTHS] = attention_lengths(call->x, call->lengths);
-  in[SYNTHESIZER_V] = luna_linear_layer_forward(&a->v, call->x);
-  if (a->hidden.weight) hidden = attention_split(luna_relu(luna_linear_layer_forward(&a->hidden, call->x)), h);
-  for (int t = 0; t < a->terms; t++) {
-    s.at[t] = count;
-    in[count++] = synthesizer_term(a, s.term[t] = a->term[t], call->x, hidden);
-  }
+  if (a->hidden.weight) hidden = attention_split(luna_relu(luna_linear_layer_forward(&a->hidden, call->x)), a->base.heads);
+  for (int t = 0; t < a->terms; t++) in[count++] = synthesizer_term(a, s.term[t] = a->term[t], call->x, hidden);
   if (a->mixture) in[s.mixture = count++] = a->mixture;
-  if (a->base.dropout > 0) in[s.mask = count++] = luna_dropout(attention_filled(call->x->ctx, 1, 4, shape), a->base.dropout);
-  s.terms = a->terms, s.heads = h, s.a = a->a, s.causal = call->causal;
-  bytes = (size_t)((2 * SYNTHESIZER_ROWS + 1) * n) * sizeof(float) + synthesizer_scratch(n, a->base.dim / h);
-  return luna_linear_layer_forward(&a->out, attention_op(in, count, 3, call->x->shape, synthesizer_forward_op, synthesizer_backward_op, &s, sizeof s,
-                                                         (bytes + 63) / 64 * 64 * (size_t)h));
+  in[SCORED_V] = luna_linear_layer_forward(&a->v, call->x);
+  s.terms = a->terms, s.a = a->a;
+  s.base.heads = a->base.heads, s.base.causal = call->causal, s.base.extra = call->x->shape[1];
+  s.base.scores = synthesizer_scores, s.base.backward = synthesizer_backward, s.base.finish = synthesizer_finish;
+  return luna_linear_layer_forward(&a->out, scored_attention(call->x, call->lengths, in, count, &s.base, sizeof s, a->base.dropout));
 }
 static const attention_system synthesizer_system = {
   "synthesizer", "Tay et al., ICML 2021, arXiv 2005.00743", sizeof(synthesizer), synthesizer_options, synthesizer_init, synthesizer_forward,
