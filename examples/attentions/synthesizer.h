@@ -63,7 +63,7 @@ static void synthesizer_term_init(synthesizer *a, int term) {
   if (term == SYNTHESIZER_DENSE) synthesizer_dense(a, &a->dense, "dense2.weight", "dense2.bias", l);
   if (term == SYNTHESIZER_FACTORIZED_DENSE) {
     if (a->a == 0 && a->b > 0) a->a = l / a->b;
-    for (int64_t i = 1; a->a == 0 || (a->b == 0 && i * i <= l && i <= a->a); i++) if (l % i == 0 && i * i <= l) a->a = i;
+    for (int64_t i = 1, given = a->a; given == 0 && i * i <= l; i++) if (l % i == 0) a->a = i;
     if (a->b == 0) a->b = l / a->a;
     attention_require(&a->base, a->a * a->b == l, "synthesizer: a times b is not length");
     synthesizer_dense(a, &a->dense_a, "dense_a.weight", "dense_a.bias", a->a);
