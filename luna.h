@@ -4069,10 +4069,9 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
 }
 #endif
 
-/* ---- sparse attention: a block's queries by tiles, the keys of its runs by parts of at most LUNAI_KEY_BLOCK. Rows that do not
-   follow one another are copied. Guarded by tests/sparse.c. ---- */
+/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
+   those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
 #ifndef LUNAI_PASS
-#define LUNAI_NARROW 384            /* windows of so many keys take half as many queries a tile */
 #define LUNAI_HIDDEN (-3.0e38f)      /* a hidden score: finite, so that a part of which a query sees nothing gives no NaN */
 
 /* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
@@ -4153,34 +4152,44 @@ LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const luna
   return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
 }
 
-/* what queries get that see no key */
+/* what queries get that no block has */
 LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   const lunai_sparse s = lunai_sparse_at(a, pair);
-  int64_t i;
-  for (i = 0; i < a->queries; i++) {
+  int64_t i = s.p->blocks ? 0 : s.queries;
+  for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
     if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
   }
 }
 
-/* up to LUNAI_TILE queries of a block */
-typedef struct lunai_sparse_tile {
+/* up to LUNAI_RUN queries of a block */
+typedef struct lunai_sparse_run {
   int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
   int64_t width, low, high;             /* how many; the least and the greatest row */
   bool together;                        /* they follow one another */
-  int32_t row[LUNAI_TILE];
+  int32_t row[LUNAI_RUN];
+} lunai_sparse_run;
+
+/* a tile of a run's queries, and those keys of a part that one of them may see */
+typedef struct lunai_sparse_tile {
+  const int32_t *row;
+  int64_t first, low, high;             /* first: its number in the run */
+  int64_t key;                          /* its first key's number in the part */
+  const lunai_key *keys;
+  bool together, in_order;              /* queries, and keys, that follow one another; of such keys none is whole */
+  lunai_tile t;
 } lunai_sparse_tile;
 
 typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
-  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *score_panels, *slope_panels, *values, *product;
-  float *out, *part, *stats, *state, *clean;
+  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *clean, *score_panels, *slope_panels, *values, *product;
+  float *out, *part, *stats, *state;
   lunai_key *key;
 } lunai_sparse_space;
 
-/* backward: a tile, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
+/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
 typedef struct lunai_sparse_part {
   lunai_sparse s;
-  lunai_sparse_tile tile;
+  lunai_sparse_run run;
   int64_t n;
   lunai_key *key;
   float *q, *k, *v;
@@ -4191,62 +4200,92 @@ typedef struct lunai_sparse_work {
   const lunai_attention *a;
   char *scratch;
   size_t thread_bytes;
-  int64_t depth, tile;                  /* keys of a part, queries of a tile, at most */
+  int64_t tile;                         /* queries of a tile */
   bool backward;
   lunai_sparse_part *parts;             /* backward: of this wave */
   int64_t wave, count;
   int64_t pair, limit;                  /* where the next part begins: */
   lunai_key_cursor cursor;
   lunai_sparse s;
-  lunai_sparse_tile walk;
+  lunai_sparse_run walk;
 } lunai_sparse_work;
 
-/* the next queries of the head's tiles; false after the last. A walk begins with block 0, at -1. */
-LUNAI_FN bool lunai_sparse_next_tile(const lunai_sparse *s, int64_t limit, lunai_sparse_tile *t) {
+LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
   int64_t i;
-  for (; t->block < s->blocks; t->block++, t->at = -1) {
-    if (t->at < 0) t->at = lunai_sparse_first(s, t->block);
-    t->width = lunai_sparse_queries(s, t->block, &t->at, limit, t->row);
-    if (t->width == 0) continue;
-    t->low = t->high = t->row[0];
-    t->together = true;
-    for (i = 1; i < t->width; i++) {
-      t->together = t->together && t->row[i] == t->row[0] + i;
-      t->low = lunai_min(t->low, t->row[i]);
-      t->high = lunai_max(t->high, t->row[i]);
-    }
+  *low = *high = row[0];
+  for (i = 1; i < n; i++) {
+    *low = lunai_min(*low, row[i]);
+    *high = lunai_max(*high, row[i]);
+  }
+}
+/* the next queries of the head; false after the last. A walk begins with block 0, at -1. */
+LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) {
+  for (; r->block < s->blocks; r->block++, r->at = -1) {
+    if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
+    r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
+    if (r->width == 0) continue;
+    lunai_sparse_bounds(r->width, r->row, &r->low, &r->high);
+    r->together = !s->p->query_order;
     return true;
   }
   return false;
 }
-/* how many of a tile's keys to take at a time: about equal parts */
-LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_tile *t) {
+/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
+LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_run *r) {
   lunai_key_cursor cursor = { 0, 0 };
-  const int64_t keys = lunai_sparse_keys(s, t->block, t->low, t->high, &cursor, INT64_MAX, NULL);
+  const int64_t keys = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
+}
+LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
+  int64_t i;
+  for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
+  return i == n;
+}
+/* of a part's n keys; t.depth 0: it sees none of them */
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first, int64_t width, int64_t n, const lunai_key *key,
+                                                bool in_order) {
+  lunai_sparse_tile q;
+  memset(&q, 0, sizeof q);
+  q.in_order = in_order;
+  q.row = r->row + first;
+  q.first = first;
+  q.together = r->together;
+  q.t.width = q.t.length = lunai_min(width, r->width - first);
+  lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
+  if (in_order) {
+    q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
+    n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
+  }
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right)) q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right)) n--;
+  q.keys = key + q.key;
+  q.t.depth = q.t.lines = n - q.key;
+  q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
+  q.t.q_step = 1;
+  return q;
 }
 
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
-  const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = w->depth, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0;
-  m->scores = lunai_take(&scratch, LUNAI_TILE * depth);
-  m->slopes = lunai_take(&scratch, back * LUNAI_TILE * depth);
-  m->mask = lunai_take(&scratch, masked * LUNAI_TILE * depth);
+  const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
+  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile;
+  m->scores = lunai_take(&scratch, w->tile * depth);
+  m->slopes = lunai_take(&scratch, back * w->tile * depth);
+  m->mask = lunai_take(&scratch, masked * w->tile * depth);
   m->mask_row = lunai_take(&scratch, masked * depth);
-  m->q = lunai_take(&scratch, LUNAI_TILE * d);
-  m->grad = lunai_take(&scratch, back * LUNAI_TILE * dv);
+  m->q = lunai_take(&scratch, LUNAI_RUN * d);
+  m->grad = lunai_take(&scratch, back * LUNAI_RUN * dv);
   m->k = lunai_take(&scratch, depth * d);
   m->v = lunai_take(&scratch, depth * dv);
-  m->score_panels = lunai_take(&scratch, lunai_panels_size(kernels, LUNAI_TILE, d));
-  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, LUNAI_TILE, dv));
-  m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
-  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), LUNAI_TILE));
-  m->out = lunai_take(&scratch, LUNAI_TILE * dv);
-  m->part = lunai_take(&scratch, LUNAI_TILE * dv);
-  m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
-  m->state = lunai_take(&scratch, 3 * LUNAI_TILE);
   m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
+  m->score_panels = lunai_take(&scratch, (back ? 1 : tiles) * lunai_panels_size(kernels, w->tile, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, w->tile, dv));
+  m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), w->tile));
+  m->out = lunai_take(&scratch, (1 - back) * LUNAI_RUN * dv);
+  m->part = lunai_take(&scratch, (1 - back) * w->tile * dv);
+  m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
+  m->state = lunai_take(&scratch, tiles * 3 * LUNAI_TILE);
   m->key = (lunai_key *)(void *)lunai_take(&scratch, depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
   return scratch;
 }
@@ -4254,15 +4293,13 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
                                    bool backward, void *scratch) {
   lunai_sparse_space space;
   char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
-  int64_t i, narrow = a->patterns ? 1 : 0;
+  int64_t i;
   memset(w, 0, sizeof *w);
   w->kernels = kernels;
   w->a = a;
   w->backward = backward;
-  w->depth = LUNAI_KEY_BLOCK;
-  for (i = 0; i < a->pattern_count; i++)
-    if (!a->patterns[i].window || a->patterns[i].left + a->patterns[i].right > LUNAI_NARROW) narrow = 0;
-  w->tile = narrow ? LUNAI_TILE / 2 : LUNAI_TILE;
+  w->tile = LUNAI_TILE;
+  for (i = 0; i < a->pattern_count; i++) if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
   w->scratch = at;
   w->thread_bytes = (size_t)(lunai_sparse_layout(w, at, &space) - at);
   at += (size_t)threads * w->thread_bytes;
@@ -4270,129 +4307,140 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->parts = (lunai_sparse_part *)(void *)at;
   at += lunai_round((size_t)w->wave * sizeof *w->parts);
   for (i = 0; i < w->wave; i++) {
-    lunai_sparse_part part;
-    part.q = lunai_take(&at, LUNAI_TILE * a->head_dim);
-    part.k = lunai_take(&at, w->depth * a->head_dim);
-    part.v = lunai_take(&at, w->depth * a->value_dim);
-    part.key = (lunai_key *)(void *)lunai_take(&at, w->depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
-    if (scratch) w->parts[i] = part;
+    float *q = lunai_take(&at, LUNAI_RUN * a->head_dim), *k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
+    float *v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
+    float *key = lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+    if (!scratch) continue;
+    w->parts[i].q = q;
+    w->parts[i].k = k;
+    w->parts[i].v = v;
+    w->parts[i].key = (lunai_key *)(void *)key;
   }
   w->pair = -1;
   return (size_t)(at - start);
 }
 
-/* rows of x in place where they follow one another, else copied to `to` */
-LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, bool together, int64_t width, const float *x, int64_t *x_row, float *to) {
+/* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
+LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x, int64_t *x_row, float *to) {
   int64_t i;
-  if (together) return x + row[0] * *x_row;
+  for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
+  if (i >= n) return x + row[0] * *x_row;
   for (i = 0; i < n; i++) memcpy(to + i * width, x + row[i * apart] * *x_row, (size_t)width * sizeof(float));
   *x_row = width;
   return to;
 }
-LUNAI_FN const float *lunai_sparse_rows_of_keys(int64_t n, const lunai_key *key, int64_t width, const float *x, int64_t *x_row, float *to) {
-  const int64_t apart = (int64_t)(sizeof(lunai_key) / sizeof(int32_t));
-  int64_t i;
-  for (i = 1; i < n && key[i].row == key[0].row + i; i++);
-  return lunai_sparse_rows_of(n, &key[0].row, apart, i >= n, width, x, x_row, to);
-}
+#define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
 
 /* what a query does not see becomes `value`; returns whether there was any */
-LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, int64_t n, const lunai_key *key, const lunai_tile *t, float *x, float value) {
+LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, float *x, float value) {
+  const int64_t width = q->t.width;
   bool any = false;
   int64_t i, j;
-  for (j = 0; j < n; j++) {
-    float *line = x + j * t->k_step;
-    const int64_t row = key[j].row, self = row - q->low;
-    if (key[j].whole || (!s->p->not_self && row >= q->high - s->left && row <= q->low + s->right)) continue;
+  for (j = 0; j < q->t.depth; j++) {
+    const lunai_key *key = &q->keys[j];
+    float *line = x + j * q->t.k_step;
+    if (q->in_order && !s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right) {
+      j += q->low + s->right - key->row; /* up to the last key that all see */
+      continue;
+    }
+    const int64_t self = key->row - q->low;
+    if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
     if (q->together) {
-      const int64_t from = lunai_max(0, lunai_min(self - s->right, q->width)), to = lunai_max(from, lunai_min(self + s->left + 1, q->width));
+      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)), to = lunai_max(from, lunai_min(self + s->left + 1, width));
       for (i = 0; i < from; i++) line[i] = value;
-      for (i = to; i < q->width; i++) line[i] = value;
-      any = any || from > 0 || to < q->width;
-      if (!s->p->not_self || self < 0 || self >= q->width) continue;
+      for (i = to; i < width; i++) line[i] = value;
+      any = any || from > 0 || to < width;
+      if (!s->p->not_self || self < 0 || self >= width) continue;
       line[self] = value;
       any = true;
     } else
-      for (i = 0; i < q->width; i++)
-        if (!lunai_sparse_sees(s, q->row[i], &key[j])) {
+      for (i = 0; i < width; i++)
+        if (!lunai_sparse_sees(s, q->row[i], key)) {
           line[i] = value;
           any = true;
         }
   }
   return any;
 }
-LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, int64_t count, const lunai_key *key, const lunai_tile *t, const float *scores,
-                                    int64_t n, const float *v, int64_t v_row, float *part, int64_t part_row) {
+/* adds what finite_copy left out to the queries that see it */
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n, const float *v, int64_t v_row, float *part,
+                                    int64_t part_row) {
   int64_t i, j, c;
-  for (j = 0; j < count; j++)
+  for (j = 0; j < q->t.depth; j++)
     for (c = 0; c < n; c++)
       if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
-        for (i = 0; i < q->width; i++)
-          if (lunai_sparse_sees(s, q->row[i], &key[j])) part[i * part_row + c] += scores[i + j * t->k_step] * v[j * v_row + c];
+        for (i = 0; i < q->t.width; i++)
+          if (lunai_sparse_sees(s, q->row[i], &q->keys[j])) part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
 }
-LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q, int64_t n, const lunai_key *key, const lunai_tile *t,
-                                float *row, float *mask) {
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q, float *row, float *mask) {
   int64_t i, j, end;
-  for (i = 0; i < q->width; i++) {
-    for (j = 0; j < n; j = end) {
-      for (end = j + 1; end < n && key[end].number == key[end - 1].number + 1; end++);
-      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + key[j].number, end - j, row + j);
+  for (i = 0; i < q->t.width; i++) {
+    for (j = 0; j < q->t.depth; j = end) {
+      for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
+      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
     }
-    for (j = 0; j < n; j++) mask[j * t->k_step + i] = row[j];
+    for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
-  lunai_tile_pad(t, mask, 0);
-}
-LUNAI_FN lunai_tile lunai_sparse_tile_of(const lunai_sparse_tile *q, int64_t depth) {
-  lunai_tile t;
-  memset(&t, 0, sizeof t);
-  t.width = t.length = q->width;
-  t.depth = t.lines = depth;
-  t.k_step = t.step = lunai_divide_up(q->width, 16) * 16;
-  t.q_step = 1;
-  return t;
+  lunai_tile_pad(&q->t, mask, 0);
 }
 
-LUNAI_FN void lunai_sparse_tile_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_tile *q) {
+/* what a run keeps from part to part */
+typedef struct lunai_sparse_rows_at { const float *q; int64_t q_row; float *out; int64_t out_row; bool seen[LUNAI_RUN]; } lunai_sparse_rows_at;
+LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r, int64_t n,
+                                        lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, q);
-  float *mask = a->dropout.threshold ? m->mask : NULL, *out = q->together ? a->out + s->out + q->row[0] * a->out_row : m->out;
-  const int64_t out_row = q->together ? a->out_row : dv;
+  const int64_t d = a->head_dim, dv = a->value_dim, step = lunai_panels_size(kernels, w->tile, d);
+  int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
+  const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
+  float *mask = a->dropout.threshold ? m->mask : NULL;
+  if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
+  kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
+  for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
+    const bool merge = x->seen[tile];
+    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state, *out = x->out + first * x->out_row, *part = merge ? m->part : out;
+    const int64_t part_row = merge ? dv : x->out_row;
+    if (q.t.depth == 0) continue;
+    x->seen[tile] = true;
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale, m->scores);
+    lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
+    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, 1, part,
+                        part_row, false);
+    if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
+    if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
+  }
+}
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r), step = lunai_panels_size(kernels, w->tile, d);
   lunai_key_cursor cursor = { 0, 0 };
-  int64_t q_row = a->q_row, n, i, parts = 0;
-  const float *x = lunai_sparse_rows_of(q->width, q->row, 1, q->together, d, a->q + s->q, &q_row, m->q);
-  kernels->fill_panels(q->width, d, x, 1, q_row, m->score_panels);
-  for (; limit > 0 && (n = lunai_sparse_keys(s, q->block, q->low, q->high, &cursor, limit, m->key)) > 0; parts++) {
-    const lunai_tile t = lunai_sparse_tile_of(q, n);
-    int64_t k_row = a->k_row, v_row = a->v_row;
-    const float *k = lunai_sparse_rows_of_keys(n, m->key, d, a->k + s->k, &k_row, m->k);
-    const float *v = lunai_sparse_rows_of_keys(n, m->key, dv, a->v + s->v, &v_row, m->v);
-    float *stats = parts ? m->stats : m->state, *part = parts ? m->part : out;
-    const int64_t part_row = parts ? dv : out_row;
-    bool nonfinite;
-    lunai_tile_product(kernels, &t, d, x, q_row, k, k_row, m->score_panels, a->scale, m->scores);
-    nonfinite = lunai_sparse_hide(s, q, n, m->key, &t, m->scores, LUNAI_HIDDEN) && !kernels->all_finite(n, dv, v, v_row);
-    if (nonfinite) kernels->finite_copy(n, dv, v, v_row, m->clean);
-    if (mask) lunai_sparse_mask(kernels, s, q, n, m->key, &t, m->mask_row, mask);
-    kernels->tile_softmax(false, t.lines, t.length, t.step, m->scores, mask, stats);
-    lunai_tile_rows_of_keys(kernels, &t, dv, m->scores, nonfinite ? m->clean : v, nonfinite ? dv : v_row, true, m->values, 1, part, part_row);
-    if (nonfinite) lunai_sparse_infinite(s, q, n, m->key, &t, m->scores, dv, v, v_row, part, part_row);
-    if (parts) kernels->attention_merge(q->width, dv, stats, part, m->state, out, out_row);
-  }
-  if (parts) kernels->attention_finish(q->width, dv, m->state, out, out_row);
-  for (i = 0; i < q->width; i++) {
-    const bool none = !parts || m->state[i] < 0.5f * LUNAI_HIDDEN;
-    float *row = a->out + s->out + q->row[i] * a->out_row;
+  lunai_sparse_rows_at x;
+  int64_t n, first, i;
+  memset(x.seen, 0, sizeof x.seen);
+  x.q_row = a->q_row;
+  x.q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &x.q_row, m->q);
+  x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
+  x.out_row = r->together ? a->out_row : dv;
+  for (first = 0; first < r->width; first += w->tile)
+    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, x.q + first * x.q_row, 1, x.q_row, m->score_panels + first / w->tile * step);
+  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0) lunai_sparse_part_forward(w, m, s, r, n, &x);
+  for (i = 0; i < r->width; i++) {
+    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
+    const bool seen = x.seen[i / w->tile];
+    bool none;
+    if (i % w->tile == 0 && seen) kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
+    none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
-    else if (!q->together) memcpy(row, out + i * dv, (size_t)dv * sizeof(float));
-    if (a->lse) a->lse[s->row + q->row[i] * a->heads] = none ? -INFINITY : m->state[i];
+    else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
+    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
   }
 }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward) {
-  lunai_sparse_work w;
-  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
-}
-
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   const int64_t pairs = w->a->batch * w->a->heads;
@@ -4401,16 +4449,20 @@ LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
   lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (pair = 0; pair < pairs; pair++) {
     const lunai_sparse s = lunai_sparse_at(w->a, pair);
-    lunai_sparse_tile q;
-    q.block = 0;
-    for (q.at = -1; lunai_sparse_next_tile(&s, w->tile, &q); count++)
-      if (count % threads == thread) lunai_sparse_tile_forward(w, &space, &s, &q);
+    lunai_sparse_run r;
+    r.block = 0;
+    for (r.at = -1; lunai_sparse_next_run(&s, &r); count++)
+      if (count % threads == thread) lunai_sparse_run_forward(w, &space, &s, &r);
   }
 }
 LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
   int64_t pair;
   for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward) {
+  lunai_sparse_work w;
+  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
 }
 LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   lunai_sparse_work w;
@@ -4419,14 +4471,14 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
   lunai_run(parallel, lunai_sparse_task, &w);
 }
 
-/* backward: the next tile's next keys; false after the last */
+/* backward: the next run's next keys; false after the last */
 LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
     part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit, part->key) : 0;
     part->s = w->s;
-    part->tile = w->walk;
+    part->run = w->walk;
     if (part->n > 0) return true;
-    while (w->pair < 0 || !lunai_sparse_next_tile(&w->s, w->tile, &w->walk)) {
+    while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
       if (++w->pair >= w->a->batch * w->a->heads) return false;
       w->s = lunai_sparse_at(w->a, w->pair);
       w->walk.block = 0;
@@ -4436,42 +4488,54 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
     w->cursor.run = w->cursor.at = 0;
   }
 }
+/* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q, float *lse, float *delta) {
+  const lunai_attention *a = w->a;
+  int64_t i;
+  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
+  for (i = 0; i < q->t.width; i++) {
+    const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
+    lse[i] = a->lse[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  }
+}
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse_part *part) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const lunai_sparse *s = &part->s;
-  const lunai_sparse_tile *q = &part->tile;
-  const lunai_tile t = lunai_sparse_tile_of(q, part->n);
-  const int64_t d = a->head_dim, dv = a->value_dim;
-  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, i;
-  const float *x = lunai_sparse_rows_of(q->width, q->row, 1, q->together, d, a->q + s->q, &q_row, m->q);
-  const float *grad = lunai_sparse_rows_of(q->width, q->row, 1, q->together, dv, a->grad_out + s->out, &grad_row, m->grad);
-  const float *k = lunai_sparse_rows_of_keys(part->n, part->key, d, a->k + s->k, &k_row, m->k);
-  const float *v = lunai_sparse_rows_of_keys(part->n, part->key, dv, a->v + s->v, &v_row, m->v);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
-  for (i = 0; i < LUNAI_TILE; i++) {
-    const int64_t row = q->row[lunai_min(i, q->width - 1)], at = s->row + row * a->heads;
-    lse[i] = a->lse[at];
-    delta[i] = kernels->dot(dv, a->grad_out + s->out + row * a->out_row, a->out + s->out + row * a->out_row) - (a->grad_lse ? a->grad_lse[at] : 0);
-    add[i] = 0;
+  const lunai_sparse_run *r = &part->run;
+  const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
+  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first;
+  const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
+  const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
+  const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
+  memset(part->k, 0, (size_t)(n * d) * sizeof(float));
+  memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
+  if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
+  kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
+  for (first = 0; first < r->width; first += w->tile) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key, in_order);
+    const lunai_tile *t = &q.t;
+    const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
+    if (t->depth == 0) continue;
+    kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
+    kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
+    lunai_tile_product(kernels, t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
+    lunai_tile_product(kernels, t, dv, NULL, 0, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    lunai_sparse_stats(w, s, &q, lse, delta);
+    kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
+    if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
+    if (a->grad_v) lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv, true);
+    if (a->grad_k) lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d, true);
+    if (a->grad_q)
+      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
+                          part->q + first * d, d, false);
   }
-  kernels->fill_panels(q->width, d, x, 1, q_row, m->score_panels);
-  kernels->fill_panels(q->width, dv, grad, 1, grad_row, m->slope_panels);
-  lunai_tile_product(kernels, &t, d, x, q_row, k, k_row, m->score_panels, a->scale, m->scores);
-  lunai_tile_product(kernels, &t, dv, grad, grad_row, v, v_row, m->slope_panels, 1, m->slopes);
-  if (mask) lunai_sparse_mask(kernels, s, q, part->n, part->key, &t, m->mask_row, mask);
-  kernels->tile_slopes(false, t.lines, t.length, t.step, m->scores, m->slopes, mask, lse, delta, add);
-  if (lunai_sparse_hide(s, q, part->n, part->key, &t, m->scores, 0)) {
-    lunai_sparse_hide(s, q, part->n, part->key, &t, m->slopes, 0);
-    if (!kernels->all_finite(part->n, d, k, k_row)) {
-      kernels->finite_copy(part->n, d, k, k_row, m->clean);
-      k = m->clean;
-      k_row = d;
-    }
-  }
-  if (a->grad_v) lunai_tile_rows_of_queries(kernels, &t, dv, m->scores, grad, grad_row, m->product, 1, part->v, false);
-  if (a->grad_k) lunai_tile_rows_of_queries(kernels, &t, d, m->slopes, x, q_row, m->product, a->scale, part->k, false);
-  if (a->grad_q) lunai_tile_rows_of_keys(kernels, &t, d, m->slopes, k, k_row, true, m->values, a->scale, part->q, d);
 }
 LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
@@ -4492,13 +4556,12 @@ LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64
 LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   const lunai_attention *a = w->a;
-  const int64_t apart = (int64_t)(sizeof(lunai_key) / sizeof(int32_t));
   int64_t i;
   for (i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
-    lunai_sparse_add(w, thread, threads, p->tile.width, p->tile.row, 1, a->head_dim, p->q, lunai_offset(a->grad_q, p->s.q), a->q_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, apart, a->head_dim, p->k, lunai_offset(a->grad_k, p->s.k), a->k_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, apart, a->value_dim, p->v, lunai_offset(a->grad_v, p->s.v), a->v_row);
+    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q, lunai_offset(a->grad_q, p->s.q), a->q_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k, lunai_offset(a->grad_k, p->s.k), a->k_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v, lunai_offset(a->grad_v, p->s.v), a->v_row);
   }
 }
 LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
@@ -4510,6 +4573,7 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
     lunai_run(parallel, lunai_sparse_gather_task, &w);
   } while (w.count == w.wave);
 }
+#undef LUNAI_KEYS_APART
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
@@ -4822,11 +4886,19 @@ LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
-  vf sum = vf_zero();                /* of 0 x: 0 as long as every x is finite */
+  const vf zero = vf_zero();
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row)
-    for (i = 0; i < n; i += VF) sum = vf_fma(LUNAI_K(get)(x + i, n - i), vf_zero(), sum);
-  return vf_sum(sum) == 0;
+  for (t = 0; t < rows; t++, x += x_row) {
+    for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
+      sum0 = vf_fma(vf_load(x + i), zero, sum0);
+      sum1 = vf_fma(vf_load(x + i + VF), zero, sum1);
+      sum2 = vf_fma(vf_load(x + i + 2 * VF), zero, sum2);
+      sum3 = vf_fma(vf_load(x + i + 3 * VF), zero, sum3);
+    }
+    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(x + i, n - i), zero, sum0);
+  }
+  return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
 /* y = diag(factors) x + 0, which makes -0 to 0 */
@@ -6035,6 +6107,7 @@ LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse 
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
+  memset(out, 0, (size_t)a->value_dim * sizeof(float));
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float score = lunai_sparse_score(kernels, s, query, key);
@@ -6047,9 +6120,8 @@ LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse 
     kernels->scale_add(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
                        a->v + s->v + key->row * a->v_row, out);
   }
-  if (total == 0) return;
-  kernels->scale(a->value_dim, 1 / total, out, out);
-  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total);
+  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
+  if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
