@@ -1491,9 +1491,15 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
+#define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
+#ifdef __OPTIMIZE__
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
+#define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
+#endif
+#else
 #define LUNAI_UNUSED
+#define LUNAI_CALL static
 #define LUNAI_INLINE static inline
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
@@ -1751,6 +1757,9 @@ typedef struct lunai_epilogue {
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
+  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
+  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
+  R(float, log1, (float x)) \
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
@@ -1782,6 +1791,7 @@ typedef struct lunai_epilogue {
                           const float *lse, float *s, float *slopes)) \
   K(void, scan, (int64_t n, double joins, double leaves, float *state, double *carried)) \
   K(bool, all_finite, (int64_t rows, int64_t n, const float *x, int64_t x_row)) \
+  K(void, copy_rows, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row)) \
   K(void, scale_rows, (int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row, float *y, \
                        int64_t y_row)) \
   K(void, step_state, (int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, \
@@ -1992,11 +2002,11 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define vf_le(a, b) _mm_cmple_ps(a, b)
 #define vf_select(m, a, b) LUNAI_K(select)(m, a, b)
 LUNAI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _mm_andnot_ps(m, b)); }
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   if (n >= 3) return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
   return n == 2 ? _mm_setr_ps(p[0], p[1], 0, 0) : n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
 }
-LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   if (n >= VF) {
     _mm_storeu_ps(p, v);
     return;
@@ -2176,13 +2186,13 @@ LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
 #endif
 
 #if LUNAI_PASS == LUNAI_ISA_NEON || LUNAI_PASS == LUNAI_ISA_WASM
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   float lanes[VF] = {0, 0, 0, 0};
   int64_t i;
   for (i = 0; i < n; i++) lanes[i] = p[i];
   return vf_load(lanes);
 }
-LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   float lanes[VF];
   int64_t i;
   vf_store(lanes, v);
@@ -2324,7 +2334,7 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
 }
 #endif
 LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
-LUNAI_INLINE float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
+LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
 /* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
    2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
@@ -2432,17 +2442,12 @@ LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int6
     for (p = 0; p < k; p++)
       for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
-/* Copies several tiles of a column-major A, at rows first[0], first[1], ..., reading each cache line once. A tile
-   with fewer rows than MR leaves the rest unset; they are never read. */
-LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a,
-                                      int64_t a_column, float *to) {
+/* Copies whole tiles of a column-major A, reading each cache line once. */
+LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, int64_t a_column, float *to) {
   int64_t t, p;
-  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* the last tile may lack rows in memory */
-    tiles--;
-    LUNAI_K(gather_rows)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
-  }
   for (p = 0; p < k; p++, a += a_column)
-    for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
+    for (t = 0; t < tiles; t++)
+      memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + t * LUNAI_MR, LUNAI_MR * sizeof(float));
 }
 
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
@@ -2452,7 +2457,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
 #undef LUNAI_TILE_ZERO
 #undef LUNAI_TILE_STEP
 #undef LUNAI_TILE_STORE
-#undef LUNAI_TILE_CASE
 #undef LUNAI_NARROW_STEP
 #undef LUNAI_NARROW_STORE
 #define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
@@ -2475,12 +2479,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
     if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e, i, 2 * VF); \
     if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e, i, 3 * VF); \
   }
-#define LUNAI_TILE_CASE(i) \
-  case i + 1: \
-    if (i < LUNAI_MR && a_row == 1 && a_column == LUNAI_MR && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, 1, LUNAI_MR, b, LUNAI_NR, e); \
-    else if (i < LUNAI_MR && a_row == LUNAI_KA && a_column == 1 && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, LUNAI_KA, 1, b, LUNAI_NR, e); \
-    else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
-    break;
 LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const lunai_epilogue *e, int i, int j) {
   vf v = vf_mul(scale, sum);
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
@@ -2548,30 +2546,44 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
   }
   LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
-LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                            const lunai_epilogue *e) {
-  switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
+/* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
+   Below four rows a tile waits for its own sums. */
+LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
+  if (left == LUNAI_MR || left > LUNAI_MR + 2) return LUNAI_MR;
+  return LUNAI_MR > 8 && left >= 8 ? 8 : LUNAI_MR > 4 && left >= 4 ? 4 : lunai_min(left, 3);
+}
+LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                            int64_t b_row, const lunai_epilogue *e) {
+  if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, k, a, a_row, a_column, b, b_row, e);
+  else if (rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
+  else if (rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
+  else LUNAI_K(tile_rows)(1, k, a, a_row, a_column, b, b_row, e);
 }
 
-/* epilogues that a tile cannot do: edges, activations other than ReLU, two results */
+/* epilogues that a tile cannot do: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
 LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns,
-                                   const float *tile) {
+                                   float *tile) {
+  const int64_t sum_at = i * t->sum_row + j, from_at = i * t->from_row + j, c_at = i * t->c_row + j;
   int64_t r, l;
   for (r = 0; r < rows; r++)
     for (l = 0; l < columns; l += VF) {
-      const int64_t lanes = lunai_min(columns - l, VF), at = (i + r) * t->c_row + j + l;
-      float *sum = t->sum + (i + r) * t->sum_row + j + l;
+      const int64_t left = columns - l;
       vf v = vf_load(tile + r * LUNAI_NR + l);
-      if (t->from) v = vf_add(vf_load_part(t->from + (i + r) * t->from_row + j + l, lanes), v);
-      if (!t->finish) {
-        vf_store_part(sum, v, lanes);
-        continue;
-      }
-      if (t->bias) v = vf_add(v, vf_load_part(t->bias + j + l, lanes));
-      if (t->pre) vf_store_part(t->pre + at, v, lanes);
-      v = LUNAI_K(activation1)(t->activation, v);
-      if (t->late) v = vf_add(v, vf_load_part(t->c + at, lanes));
-      vf_store_part(t->c + at, v, lanes);
+      if (t->from) v = vf_add(LUNAI_K(get)(t->from + from_at + r * t->from_row + l, left), v);
+      if (t->finish && t->bias) v = vf_add(v, LUNAI_K(get)(t->bias + j + l, left));
+      if (t->finish && t->pre) LUNAI_K(put)(t->pre + c_at + r * t->c_row + l, v, left);
+      if (t->finish) vf_store(tile + r * LUNAI_NR + l, v);
+      else LUNAI_K(put)(t->sum + sum_at + r * t->sum_row + l, v, left);
+    }
+  if (!t->finish) return;
+  if (t->activation != LUNA_ACTIVATION_NONE) LUNAI_K(activate)(t->activation, rows * LUNAI_NR, tile, tile);
+  for (r = 0; r < rows; r++)
+    for (l = 0; l < columns; l += VF) {
+      float *c = t->c + c_at + r * t->c_row + l;
+      const vf v = vf_load(tile + r * LUNAI_NR + l);
+      LUNAI_K(put)(c, t->late ? vf_add(v, LUNAI_K(get)(c, columns - l)) : v, columns - l);
     }
 }
 
@@ -2588,41 +2600,46 @@ LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row,
   return e;
 }
 
-/* m rows of A by the panels of a block; a_gathered: a buffer that a tile's rows of A are copied to first, or null.
-   The tile's rows stay in L1 while the panels stream from L2 and the next tile's rows are prefetched; C is accessed
-   row by row. */
+/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: a buffer that they are copied to, or null. */
+LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
+                                          const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
+  const float *at = a + row * *a_row;
+  const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
+  if (!a_gathered) return at;
+  if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
+    if (tile == 0)
+      LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
+    a_gathered += tile * LUNAI_MR * LUNAI_KA;
+  } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
+  *a_row = *a_column == 1 ? LUNAI_KA : 1;
+  *a_column = *a_column == 1 ? 1 : LUNAI_MR;
+  return a_gathered;
+}
+
+/* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
+   rows are prefetched; C is accessed row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                              float *a_gathered,
-                              const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t) {
-  const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
-  const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
-  const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
+                              float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row,
+                              const lunai_target *t) {
+  const bool plain = t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU;
+  const bool simple = !t->finish || (!t->pre && !t->late && plain);
+  const int64_t all = lunai_divide_up(n, LUNAI_NR);
+  const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   lunai_epilogue e;
-  int64_t i, j, p, x, first[LUNAI_TILES_ABREAST];
-  for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
-    e = LUNAI_K(epilogue_of)(t, i, 0, simple && n == VF ? NULL : edge);
-    LUNAI_K(tile_narrow)(k, a + i * a_row, a_row, a_column, panel, b_row, &e);
-    if (e.c == edge) LUNAI_K(finish_tile)(t, i, 0, 2 * LUNAI_MR, n, edge);
+  int64_t row, rows, j, p, x;
+  for (row = 0; row < narrow; row += 2 * LUNAI_MR) {
+    e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
+    LUNAI_K(tile_narrow)(k, a + row * a_row, a_row, a_column, panel, b_row, &e);
+    if (e.c == edge) LUNAI_K(finish_tile)(t, row, 0, 2 * LUNAI_MR, n, edge);
   }
-  for (i = 0; i < tiles; i++) {
-    const int64_t row = narrow + lunai_share(m - narrow, i, tiles), rows = narrow + lunai_share(m - narrow, i + 1, tiles) - row;
-    const float *at = a + row * a_row, *b = panel, *next = at + rows * a_row;
-    const int64_t coming = lunai_min(rows, m - row - rows);
-    int64_t at_row = a_row, at_column = a_column;
-    if (a_gathered && a_row == 1 && a_column != 1) {
-      if (i % LUNAI_TILES_ABREAST == 0) {
-        for (j = 0; j < LUNAI_TILES_ABREAST && i + j < tiles; j++) first[j] = narrow + lunai_share(m - narrow, i + j, tiles);
-        LUNAI_K(gather_columns)(j, first, m, k, a, a_column, a_gathered);
-      }
-      at = a_gathered + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
-      at_column = LUNAI_MR;
-    } else if (a_gathered) {
-      LUNAI_K(gather_rows)(rows, k, at, a_row, a_column, a_gathered);
-      at_row = a_column == 1 ? LUNAI_KA : 1;
-      at_column = a_column == 1 ? 1 : LUNAI_MR;
-      at = a_gathered;
-    }
+  for (; row < m; row += rows) {
+    const float *at, *b = panel, *next;
+    int64_t at_row = a_row, at_column = a_column, coming;
+    rows = LUNAI_K(tile_height)(m - row);
+    at = LUNAI_K(tile_a)(m, k, narrow, row, rows, a, a_gathered, &at_row, &at_column);
+    next = a + (row + rows) * a_row;
+    coming = lunai_min(rows, m - row - rows);
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (a_column == 1)
@@ -2915,10 +2932,14 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
   }
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(activation1)(kind, LUNAI_GET(x)))
-LUNAI_MAP(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
-          vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), LUNAI_GET(dx)))
-LUNAI_MAP(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
-          vf_mul(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x))))
+LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
+          vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), add ? LUNAI_GET(dx) : vf_zero()))
+LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, const float *dy, float *dx) {
+  LUNAI_K(activate_grad)(kind, n, x, dy, true, dx);
+}
+LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
+  LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
+}
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul_add, (int64_t n, const float *a, const float *b, float *y), y, vf_fma(LUNAI_GET(a), LUNAI_GET(b), LUNAI_GET(y)))
@@ -2982,15 +3003,16 @@ LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const f
 }
 
 LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL); }
-LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_PRODUCT, n, x, x, NULL, 0, 0, NULL); }
-LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
-  return (float)LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
+LUNAI_FN double LUNAI_K(products)(int64_t n, const float *a, const float *b) {
+  return LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
 }
+LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(products)(n, x, x); }
+LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LUNAI_K(products)(n, a, b); }
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
 /* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
-LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -3113,42 +3135,10 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 }
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n ---- */
-LUNAI_FN void LUNAI_K(cross_entropy_row)(const lunai_cross_entropy *a, int64_t row) {
-  const float *logits = a->logits + row * a->logits_row;
-  const int64_t label = a->labels[row] - a->first;
-  const bool last = a->first + a->columns == a->classes;
-  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-  float shift;
-  if (a->first == 0) {
-    s->exps = s->logits = 0;
-    s->shift = (float)-INFINITY;
-    s->label = 0;
-  }
-  shift = LUNAI_K(softmax_shift)(a->columns, logits, s->shift);
-  if (s->exps != 0 && shift > s->shift) s->exps *= (double)LUNAI_K(exp1)(s->shift - shift);
-  s->exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
-  if (shift != 0 || s->exps != 0) s->shift = shift;
-  if (a->smoothing > 0) s->logits += LUNAI_K(sum)(a->columns, logits);
-  if (label >= 0 && label < a->columns) s->label = logits[label];
-  if (last) {
-    const double log_sum = s->exps > 0 ? (double)LUNAI_K(log1)((float)s->exps) : s->exps == 0 ? -(double)INFINITY : s->exps;
-    const double off = (double)shift - (double)s->label;
-    double result = log_sum + off;
-    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
-    a->loss[row] = (float)result;
-  }
+/* sum of exp(x - shift) */
+LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
+  return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
 }
-LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
-  int64_t row;
-  for (row = 0; row < a->rows; row++)
-    if (a->labels[row] >= 0) LUNAI_K(cross_entropy_row)(a, row);
-    else {
-      a->loss[row] = 0;
-      if (a->lse) a->lse[row] = 0;
-    }
-}
-
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
@@ -3434,7 +3424,47 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #undef LUNAI_GET
 #undef LUNAI_PUT
 
-#endif /* LUNAI_PASS */
+#else /* !LUNAI_PASS */
+
+/* ---- cross-entropy, driver ---- */
+LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
+  const float *logits = a->logits + row * a->logits_row;
+  const int64_t label = a->labels[row] - a->first;
+  const bool last = a->first + a->columns == a->classes;
+  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
+  float shift;
+  if (a->first == 0) {
+    s->exps = s->logits = 0;
+    s->shift = (float)-INFINITY;
+    s->label = 0;
+  }
+  shift = kernels->softmax_shift(a->columns, logits, s->shift);
+  if (s->exps != 0 && shift > s->shift) s->exps *= kernels->sum_exp(1, &s->shift, shift);
+  s->exps += kernels->sum_exp(a->columns, logits, shift);
+  if (shift != 0 || s->exps != 0) s->shift = shift;
+  if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
+  if (label >= 0 && label < a->columns) s->label = logits[label];
+  if (last) {
+    const double log_sum = s->exps > 0 ? (double)kernels->log1((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
+                 s->exps;
+    const double off = (double)shift - (double)s->label;
+    double result = log_sum + off;
+    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
+    a->loss[row] = (float)result;
+  }
+}
+LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_cross_entropy *a) {
+  int64_t row;
+  for (row = 0; row < a->rows; row++)
+    if (a->labels[row] >= 0) lunai_cross_entropy_row(kernels, a, row);
+    else {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
+    }
+}
+
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
@@ -4905,6 +4935,12 @@ LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64
   return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
+LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
+  int64_t t, i;
+  for (t = 0; t < rows; t++, x += x_row, y += y_row)
+    for (i = 0; i < n; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x + i, n - i), n - i);
+}
+
 /* y = diag(factors) x + 0, which makes -0 to 0 */
 LUNAI_FN void LUNAI_K(scale_rows)(int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row,
                                   float *y, int64_t y_row) {
@@ -5201,11 +5237,6 @@ LUNAI_FN void lunai_causal_divide(const lunai_causal_chunk *c, int64_t n, float 
   c->kernels->scale_rows(c->rows, n, factors, x, x_row, y, n);
 }
 
-LUNAI_FN void lunai_copy_rows(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
-  int64_t t;
-  for (t = 0; t < rows; t++) memcpy(y + t * y_row, x + t * x_row, (size_t)n * sizeof(float));
-}
-
 /* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
 LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *g, int64_t g_row,
                                   const float *mean, const float *y, int64_t y_row, float *grad, int64_t grad_row,
@@ -5352,7 +5383,7 @@ LUNAI_FN void lunai_luna_sum(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots;
-  lunai_copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
+  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
   c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
   lunai_causal_sum(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
   lunai_causal_sum(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
@@ -5367,7 +5398,7 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   lunai_chunk_scores(c, d, a->q + p.wide, row, a->k + p.wide, row);
   lunai_causal_mix(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
   c->kernels->softmax(c->rows, l, w, w);
-  if (a->w) lunai_copy_rows(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
+  if (a->w) c->kernels->copy_rows(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
   for (t = 0; a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
   lunai_chunk_scores(c, l, w, l, c->kept, l);
@@ -5439,7 +5470,7 @@ LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
   lunai_causal_divide(c, d, 1, a->grad_out + p.wide, row, g);
   lunai_chunk_scores(c, d, g, d, a->v + p.wide, row);
   lunai_causal_grad_x(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
-  lunai_copy_rows(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
+  c->kernels->copy_rows(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
   lunai_causal_divide(c, l, a->scale, du, l, h);
@@ -5455,7 +5486,7 @@ LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c)
   const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots;
   float *g = c->kept + LUNAI_CHUNK * l;
-  lunai_copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
+  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
   c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
   lunai_causal_divide(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
   lunai_causal_sum(c, d, l, a->q + p.wide, p.wide_row, lunai_luna_h(grads, c), l, c->state);
@@ -5485,10 +5516,10 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
     lunai_causal_grad_yz(c, l, d, k, row, r, l, 1, h, l, domega, l);
     lunai_chunk_scores(c, d, g, d, v, row);
     lunai_causal_grad_yz(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
-    lunai_copy_rows(c->rows, l, a->s + p.narrow, narrow_row, s, l);
-    lunai_copy_rows(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
+    c->kernels->copy_rows(c->rows, l, a->s + p.narrow, narrow_row, s, l);
+    c->kernels->copy_rows(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
     c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
-    lunai_copy_rows(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
+    c->kernels->copy_rows(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
   }
 }
 
@@ -5598,6 +5629,7 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #else /* !LUNAI_PASS */
