@@ -395,6 +395,29 @@ typedef struct luna_input {
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
+   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
+   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
+   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
+   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+   queries too: queries and keys beyond are not read. */
+typedef struct luna_key_run {
+  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
+  bool whole;                        /* every query of the block sees all of them, whatever the window */
+} luna_key_run;
+typedef struct luna_attention_pattern {
+  bool window;
+  int64_t left, right;               /* may be negative: right -1 is j < i */
+  bool not_self;                     /* query i does not see key i */
+  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
+  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
+  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
+  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once, in whose order queries are numbered; or null */
+  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
+  int64_t key_count;
+} luna_attention_pattern;
+
 #ifndef LUNA_ONLY_STREAM
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
@@ -430,29 +453,6 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
 #define LUNA_SHARED (-1)             /* a batch stride of what is read: one for all; its gradient is the sum, in order */
-
-/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
-   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
-   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
-   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
-   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
-   queries too: queries and keys beyond are not read. */
-typedef struct luna_key_run {
-  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
-  bool whole;                        /* every query of the block sees all of them, whatever the window */
-} luna_key_run;
-typedef struct luna_attention_pattern {
-  bool window;
-  int64_t left, right;               /* may be negative: right -1 is j < i */
-  bool not_self;                     /* query i does not see key i */
-  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
-  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
-  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
-  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
-  const int32_t *query_order;        /* [queries[blocks]] rows, each once, in whose order queries are numbered; or null */
-  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
-  int64_t key_count;
-} luna_attention_pattern;
 
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
    k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
@@ -1650,7 +1650,7 @@ typedef struct lunai_attention {
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
   const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  const struct luna_attention_pattern *patterns; /* null: dense */
+  const luna_attention_pattern *patterns; /* null: dense */
   int64_t pattern_count;
   const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
 } lunai_attention;
