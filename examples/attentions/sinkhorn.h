@@ -39,7 +39,8 @@ static void sinkhorn_init(void *layer) {
 
 /* what the custom ops below know */
 typedef struct sinkhorn_state {
-  int64_t batch, n, heads, width, block, blocks, iterations;
+  int64_t batch, n, heads, width, block, blocks, iterations; /* iterations -1: softmax */
+  double temperature;
   bool causal;
 } sinkhorn_state;
 static int64_t sinkhorn_min(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -105,7 +106,7 @@ static void sinkhorn_normalise_backward(const double *y, double *g, int64_t m, b
 /* one head's steps from r on: x [steps][m, m] gets each one's result, or only the last; returns that, m 0 or none: r itself */
 static double *sinkhorn_steps(const sinkhorn_state *s, const float *r, int64_t m, bool all, double *x) {
   const int64_t steps = s->iterations < 0 ? 1 : 2 * s->iterations;
-  for (int64_t i = 0; i < m * m; i++) x[i] = (double)r[i / m * s->blocks + i % m];
+  for (int64_t i = 0; i < m * m; i++) x[i] = (double)r[i / m * s->blocks + i % m] / s->temperature;
   for (int64_t t = 0; t < steps; t++) {
     if (t && all) x = (double *)memcpy(x + m * m, x, (size_t)(m * m) * sizeof(double));
     sinkhorn_normalise(x, m, t % 2 == 1, s->causal);
@@ -137,7 +138,7 @@ static void sinkhorn_order_pair(const sinkhorn_work *w, int64_t pair, double *ro
   for (int64_t t = w->s->iterations < 0 ? 0 : 2 * w->s->iterations - 1; t >= 0; t--, y -= m * m)
     sinkhorn_normalise_backward(y, g, m, t % 2 == 1, w->s->causal);
   for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < m; j++) w->r->grad[(pair * nb + i) * nb + j] += (float)g[i * m + j];
+    for (int64_t j = 0; j < m; j++) w->r->grad[(pair * nb + i) * nb + j] += (float)(g[i * m + j] / w->s->temperature);
 }
 static void sinkhorn_order_task(void *work, int64_t task) {
   const sinkhorn_work *w = (const sinkhorn_work *)work;
@@ -260,8 +261,8 @@ static luna_tensor *sinkhorn_order(const sinkhorn *a, const sinkhorn_state *s, l
   r = luna_linear(luna_reshape(r, 4, split), a->order.weight, a->order.bias);
   r = luna_permute(luna_slice(r, 3, 0, s->blocks), heads_first);
   if (noise) r = luna_add(r, luna_slice(luna_slice(noise, 2, 0, s->blocks), 3, 0, s->blocks));
-  in[0] = luna_scale(r, (float)(1 / a->temperature));
-  return !in[0] ? NULL : attention_op(in, 2, 4, in[0]->shape, sinkhorn_order_forward, sinkhorn_order_backward, s, sizeof *s,
+  in[0] = r;
+  return !r ? NULL : attention_op(in, 2, 4, r->shape, sinkhorn_order_forward, sinkhorn_order_backward, s, sizeof *s,
                                       SINKHORN_TASKS * (size_t)sinkhorn_room(s) * sizeof(double));
 }
 static luna_tensor *sinkhorn_sorted(const sinkhorn_state *s, luna_tensor *p, luna_tensor *x, luna_tensor *lengths) {
@@ -299,7 +300,7 @@ static luna_tensor *sinkhorn_forward(void *layer, luna_attention_call *call) {
   memset(&s, 0, sizeof s);
   s.batch = x->shape[0], s.n = x->shape[1], s.heads = a->base.heads, s.width = a->base.dim / a->base.heads;
   s.block = a->block, s.blocks = (s.n + a->block - 1) / a->block;
-  s.causal = call->causal, s.iterations = a->sort == SINKHORN_SOFTMAX || s.causal ? -1 : a->iterations;
+  s.causal = call->causal, s.temperature = a->temperature, s.iterations = a->sort == SINKHORN_SOFTMAX || s.causal ? -1 : a->iterations;
   if (s.blocks > a->max_blocks) return attention_fail(x->ctx, &a->base, "the sequence has more than max_blocks blocks");
   if (!k || !v || !lengths) return NULL;
   p = sinkhorn_order(a, &s, k, lengths);
