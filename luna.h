@@ -413,7 +413,7 @@ typedef struct luna_attention_pattern {
   const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
   const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
   const luna_key_run *runs;          /* a key in two runs of a block counts twice */
-  const int32_t *query_order;        /* [queries[blocks]] rows, each once, in whose order queries are numbered; or null */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once: the order of the queries' numbers; or null */
   const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
   int64_t key_count;
 } luna_attention_pattern;
@@ -1340,7 +1340,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
-  R(SPARSE_ATTENTION, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
+  R(SPARSE_ATTENTION, 2, \
+    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
   LUNA_OPS(LUNAI_OP_KIND)
@@ -3777,10 +3778,15 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 }
 
 /* see below */
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) { return a->patterns || (backward && a->grad_lse); }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward);
-LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
-LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
+  return a->patterns || (backward && a->grad_lse);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward);
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch);
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch);
 
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
@@ -4102,7 +4108,7 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
 /* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
    those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
 #ifndef LUNAI_PASS
-#define LUNAI_HIDDEN (-3.0e38f)      /* a hidden score: finite, so that a part of which a query sees nothing gives no NaN */
+#define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
 /* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
 typedef struct lunai_sparse {
@@ -4136,7 +4142,8 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.element = pair * a->queries * s.numbers;
   return s;
 }
-LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) { /* its first query's number; of s->blocks: the end */
+/* its first query's number; of s->blocks: the end */
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
   return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
 }
 /* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
@@ -4150,12 +4157,14 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   return n;
 }
 /* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
-LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
+                                   lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
   const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
   int64_t n = 0;
   if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
   for (; at->run < end; at->run++, at->at = 0) {
-    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0, last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
+    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
+        last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
     const bool whole = s->p->blocks && s->p->runs[at->run].whole;
     const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
     int64_t f = first + at->at, stop = last;
@@ -4273,7 +4282,8 @@ LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
   return i == n;
 }
 /* of a part's n keys; t.depth 0: it sees none of them */
-LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first, int64_t width, int64_t n, const lunai_key *key,
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first,
+                                                int64_t width, int64_t n, const lunai_key *key,
                                                 bool in_order) {
   lunai_sparse_tile q;
   memset(&q, 0, sizeof q);
@@ -4287,8 +4297,10 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
     q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
     n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
   }
-  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right)) q.key++;
-  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right)) n--;
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right))
+    q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right))
+    n--;
   q.keys = key + q.key;
   q.t.depth = q.t.lines = n - q.key;
   q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
@@ -4320,7 +4332,8 @@ LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lu
   m->key = (lunai_key *)(void *)lunai_take(&scratch, depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
   return scratch;
 }
-LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a,
+                                   int64_t threads,
                                    bool backward, void *scratch) {
   lunai_sparse_space space;
   char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
@@ -4355,7 +4368,8 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
 }
 
 /* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
-LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x, int64_t *x_row, float *to) {
+LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x,
+                                           int64_t *x_row, float *to) {
   int64_t i;
   for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
   if (i >= n) return x + row[0] * *x_row;
@@ -4380,7 +4394,8 @@ LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *
     const int64_t self = key->row - q->low;
     if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
     if (q->together) {
-      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)), to = lunai_max(from, lunai_min(self + s->left + 1, width));
+      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)),
+          to = lunai_max(from, lunai_min(self + s->left + 1, width));
       for (i = 0; i < from; i++) line[i] = value;
       for (i = to; i < width; i++) line[i] = value;
       any = any || from > 0 || to < width;
@@ -4397,16 +4412,19 @@ LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *
   return any;
 }
 /* adds what finite_copy left out to the queries that see it */
-LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n, const float *v, int64_t v_row, float *part,
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
+                                    const float *v, int64_t v_row, float *part,
                                     int64_t part_row) {
   int64_t i, j, c;
   for (j = 0; j < q->t.depth; j++)
     for (c = 0; c < n; c++)
       if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
         for (i = 0; i < q->t.width; i++)
-          if (lunai_sparse_sees(s, q->row[i], &q->keys[j])) part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
+          if (lunai_sparse_sees(s, q->row[i], &q->keys[j]))
+            part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
 }
-LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q, float *row, float *mask) {
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                float *row, float *mask) {
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
@@ -4419,8 +4437,13 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
 }
 
 /* what a run keeps from part to part */
-typedef struct lunai_sparse_rows_at { const float *q; int64_t q_row; float *out; int64_t out_row; bool seen[LUNAI_RUN]; } lunai_sparse_rows_at;
-LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r, int64_t n,
+typedef struct lunai_sparse_rows_at {
+  float *out;
+  int64_t out_row;
+  bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
+} lunai_sparse_rows_at;
+LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                        const lunai_sparse_run *r, int64_t n,
                                         lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
@@ -4435,40 +4458,49 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
     const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
     const bool merge = x->seen[tile];
-    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state, *out = x->out + first * x->out_row, *part = merge ? m->part : out;
+    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
+        *out = x->out + first * x->out_row, *part = merge ? m->part : out;
     const int64_t part_row = merge ? dv : x->out_row;
     if (q.t.depth == 0) continue;
     x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale, m->scores);
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale,
+                       m->scores);
     lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
     if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
     kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
-    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, 1, part,
+    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
+                        n * kernels->nr, kernels->nr, 1, part,
                         part_row, false);
     if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
     if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
   }
 }
-LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r) {
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                       const lunai_sparse_run *r) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r), step = lunai_panels_size(kernels, w->tile, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r),
+      step = lunai_panels_size(kernels, w->tile, d);
   lunai_key_cursor cursor = { 0, 0 };
   lunai_sparse_rows_at x;
-  int64_t n, first, i;
+  const float *q;
+  int64_t q_row, n, first, i;
   memset(x.seen, 0, sizeof x.seen);
-  x.q_row = a->q_row;
-  x.q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &x.q_row, m->q);
+  q_row = a->q_row;
+  q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
   x.out_row = r->together ? a->out_row : dv;
   for (first = 0; first < r->width; first += w->tile)
-    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, x.q + first * x.q_row, 1, x.q_row, m->score_panels + first / w->tile * step);
-  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0) lunai_sparse_part_forward(w, m, s, r, n, &x);
+    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, q + first * q_row, 1, q_row,
+                         m->score_panels + first / w->tile * step);
+  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
+    lunai_sparse_part_forward(w, m, s, r, n, &x);
   for (i = 0; i < r->width; i++) {
     float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
     const bool seen = x.seen[i / w->tile];
     bool none;
-    if (i % w->tile == 0 && seen) kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
+    if (i % w->tile == 0 && seen)
+      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
@@ -4494,11 +4526,13 @@ LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t thread
   int64_t pair;
   for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
 }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward) {
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward) {
   lunai_sparse_work w;
   return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
 }
-LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch) {
   lunai_sparse_work w;
   lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_sparse_clear_task, &w);
@@ -4508,7 +4542,8 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
 /* backward: the next run's next keys; false after the last */
 LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
-    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit, part->key) : 0;
+    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit,
+                                           part->key) : 0;
     part->s = w->s;
     part->run = w->walk;
     if (part->n > 0) return true;
@@ -4523,7 +4558,8 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
   }
 }
 /* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
-LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q, float *lse, float *delta) {
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                 float *lse, float *delta) {
   const lunai_attention *a = w->a;
   int64_t i;
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
@@ -4533,7 +4569,8 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
     delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
   }
 }
-LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse_part *part) {
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
+                                         const lunai_sparse_part *part) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const lunai_sparse *s = &part->s;
@@ -4564,10 +4601,15 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
     lunai_sparse_stats(w, s, &q, lse, delta);
     kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
     if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
-    if (a->grad_v) lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv, true);
-    if (a->grad_k) lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d, true);
+    if (a->grad_v)
+      lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
+                                 true);
+    if (a->grad_k)
+      lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
+                                 true);
     if (a->grad_q)
-      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
+      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr,
+                          n * kernels->nr, kernels->nr, a->scale,
                           part->q + first * d, d, false);
   }
 }
@@ -4579,7 +4621,8 @@ LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t thr
   for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
 /* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
-LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n, const int32_t *row, int64_t apart, int64_t width,
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n,
+                               const int32_t *row, int64_t apart, int64_t width,
                                const float *from, float *to, int64_t to_row) {
   int64_t i;
   for (i = 0; to && i < n; i++) {
@@ -4593,12 +4636,16 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
   int64_t i;
   for (i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
-    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q, lunai_offset(a->grad_q, p->s.q), a->q_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k, lunai_offset(a->grad_k, p->s.k), a->k_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v, lunai_offset(a->grad_v, p->s.v), a->v_row);
+    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
+                     lunai_offset(a->grad_q, p->s.q), a->q_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
+                     lunai_offset(a->grad_k, p->s.k), a->k_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
+                     lunai_offset(a->grad_v, p->s.v), a->v_row);
   }
 }
-LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch) {
   lunai_sparse_work w;
   lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   do {
@@ -5981,23 +6028,27 @@ LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t que
   const int64_t numbered = p->key_order ? p->key_count : keys;
   int64_t i;
   if (p->blocks == 0) return !p->query_order && !p->key_order;
-  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 || p->key_count > INT32_MAX) return false;
+  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
+      p->key_count > INT32_MAX) return false;
   if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
   for (i = 0; i < p->blocks; i++)
     if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
   if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
   for (i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
-    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered) return false;
+    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
+      return false;
   for (i = 0; p->query_order && i < p->queries[p->blocks]; i++)
     if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
   for (i = 0; p->key_order && i < p->key_count; i++)
     if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
   return true;
 }
-LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
+                                      int64_t heads, int64_t queries, int64_t keys) {
   int64_t i;
   if (!patterns) return count == 0;
-  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX) return false;
+  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
+    return false;
   for (i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
   return true;
 }
@@ -6029,7 +6080,8 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
+    return LUNA_BAD_ARGUMENT;
   for (b = 0; b < args->pattern_count; b++)
     if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
@@ -6123,7 +6175,8 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
 
 /* Without scratch, and the reference: one query at a time, its keys in parts. */
 #define LUNAI_KEY_PART 64
-typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i; } lunai_sparse_walk;
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
+                                   } lunai_sparse_walk;
 /* the next key that a query of a block sees, or null; the walk starts as zeros */
 LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
   for (;;) {
@@ -6134,7 +6187,8 @@ LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block
     if (w->n == 0) return NULL;
   }
 }
-LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query, const lunai_key *key) {
+LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query,
+                                  const lunai_key *key) {
   const lunai_attention *a = s->a;
   return a->scale * kernels->dot(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
 }
@@ -6159,7 +6213,8 @@ LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse 
   if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
   if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
 }
-LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
+LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block,
+                                        int64_t query) {
   const lunai_attention *a = s->a;
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
@@ -10805,46 +10860,47 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   return true;
 }
 
-/* Copies patterns into the step. One allocation holds the structs, then each one's arrays. */
-LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from, int64_t count) {
-  const size_t run = sizeof(luna_key_run), number = sizeof(int32_t);
-  luna_attention_pattern *to = NULL;
-  size_t bytes = 0;
-  char *at = NULL;
+/* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
+LUNAI_FN size_t lunai_pattern_copy(luna_attention_pattern *p, char *at) {
+  const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
+  const void *from[5];
+  size_t sizes[5], bytes = 0;
+  int i;
+  if (p->blocks == 0) return 0;
+  from[0] = p->queries; from[1] = p->offsets; from[2] = p->runs; from[3] = p->query_order; from[4] = p->key_order;
+  sizes[0] = sizes[1] = starts;
+  sizes[2] = (size_t)p->offsets[p->blocks] * sizeof(luna_key_run);
+  sizes[3] = (size_t)p->queries[p->blocks] * number;
+  sizes[4] = p->key_order ? (size_t)p->key_count * number : 0;
+  for (i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
+    if (!at || !from[i]) continue;
+    lunai_copy(at + bytes, from[i], sizes[i]);
+    from[i] = at + bytes;
+  }
+  p->queries = (const int32_t *)from[0]; p->offsets = (const int32_t *)from[1];
+  p->runs = (const luna_key_run *)from[2];
+  p->query_order = (const int32_t *)from[3]; p->key_order = (const int32_t *)from[4];
+  return bytes;
+}
+/* copies patterns into the step; null: no memory */
+LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from,
+                                                           int64_t count) {
+  const size_t structs = lunai_round((size_t)count * sizeof *from);
+  size_t bytes = structs;
+  luna_attention_pattern p, *to;
   void *memory;
   int64_t i;
-  int copying;
-  for (copying = 0; copying < 2; copying++) {
-    if (copying) {
-      if (!lunai_step(s->op.ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes), (const luna_attention_pattern *)NULL;
-      to = (luna_attention_pattern *)memory;
-      memcpy(to, from, (size_t)count * sizeof *to);
-      at = (char *)memory;
-    }
-    bytes = lunai_round((size_t)count * sizeof *to);
-    for (i = 0; i < count; i++) {
-      const luna_attention_pattern *p = &from[i];
-      const void *arrays[5];
-      size_t sizes[5];
-      int j;
-      if (p->blocks == 0) continue;
-      arrays[0] = p->queries; arrays[1] = p->offsets; arrays[2] = p->runs; arrays[3] = p->query_order; arrays[4] = p->key_order;
-      sizes[0] = sizes[1] = (size_t)(p->blocks + 1) * number;
-      sizes[2] = (size_t)p->offsets[p->blocks] * run;
-      sizes[3] = (size_t)p->queries[p->blocks] * number;
-      sizes[4] = (size_t)p->key_count * number;
-      for (j = 0; j < 5; j++) {
-        if (!arrays[j]) continue;
-        if (copying && sizes[j]) memcpy(at + bytes, arrays[j], sizes[j]);
-        arrays[j] = at + bytes;
-        bytes += lunai_round(sizes[j]);
-      }
-      if (!copying) continue;
-      to[i].queries = (const int32_t *)arrays[0]; to[i].offsets = (const int32_t *)arrays[1];
-      to[i].runs = (const luna_key_run *)arrays[2];
-      to[i].query_order = (const int32_t *)arrays[3]; to[i].key_order = (const int32_t *)arrays[4];
-    }
+  for (i = 0; i < count; i++) {
+    p = from[i];
+    bytes += lunai_pattern_copy(&p, NULL);
   }
+  if (!lunai_step(s->op.ctx, bytes, false, &memory)) {
+    lunai_op_no_memory(s, bytes);
+    return NULL;
+  }
+  to = (luna_attention_pattern *)memory;
+  memcpy(to, from, (size_t)count * sizeof *from);
+  for (i = 0, bytes = structs; i < count; i++) bytes += lunai_pattern_copy(&to[i], (char *)memory + bytes);
   return to;
 }
 
@@ -10855,7 +10911,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
+                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
@@ -10869,14 +10926,17 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
-  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
+      s.op.arg.attention.batch, s.op.arg.attention.heads,
                                                       s.op.arg.attention.queries, s.op.arg.attention.keys)) {
-    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch,
+               s.op.arg.attention.heads,
                s.op.arg.attention.queries, s.op.arg.attention.keys);
     return lunai_abandon(&s);
   }
   s.op.arg.attention.pattern_count = c->pattern_count;
-  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL) return NULL;
+  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
+    return NULL;
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
