@@ -1,7 +1,7 @@
-/* Softmax attention by patterns: windows, lists of runs of keys, orders of queries and keys, lengths with NaN behind them,
-   dropout, forward and backward, against loops in double over each query's keys; with and without scratch, on every
-   instruction set, to the same bits for any number of threads. The op's gradients are those of dense softmax attention where
-   the pattern is. A NaN reaches no query that does not see it. */
+/* Softmax attention by patterns: windows, lists of runs of keys, orders of queries and keys, lengths with NaN behind
+   them, dropout, forward and backward, against loops in double over each query's keys; with and without scratch, on
+   every instruction set, to the same bits for any number of threads. The op's gradients are those of dense softmax
+   attention where the pattern is. A NaN reaches no query that does not see it. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -282,7 +282,67 @@ static void check(int flags, int64_t batch, int64_t heads, int64_t queries, int6
   call_free(&c);
 }
 
+/* ---- the op: where a pattern is all keys, or all before, it is dense attention; failures say why ---- */
+static void dense(const luna_attention_pattern *pattern, bool causal, float *y, float *grad) {
+  enum { B = 2, N = 70, D = 24 };
+  const int64_t shape[3] = {B, N, D};
+  luna_options options = {.threads = 2};
+  luna_attention_config c = {.heads = 3, .causal = causal && !pattern, .patterns = pattern,
+                              .pattern_count = pattern ? 1 : 0};
+  luna_ctx *ctx = luna_open(&options);
+  luna_tensor *in[3];
+  luna_begin_step(ctx);
+  for (int i = 0; i < 3; i++) {
+    float *values = common_random(B * N * D, 40 + (uint64_t)i, 1.5);
+    in[i] = luna_require_grad(luna_tensor_new(ctx, values, 3, shape));
+    free(values);
+  }
+  luna_tensor *out = luna_softmax_attention(in[0], in[1], in[2], &c);
+  CHECK(out && luna_read(out, y) == LUNA_OK && luna_backward(common_loss(out, 5)) == LUNA_OK, "%s", luna_error(ctx));
+  for (int i = 0; i < 3; i++) luna_read_grad(in[i], grad + i * B * N * D);
+  luna_close(ctx);
+}
+static void check_dense(bool causal) {
+  enum { COUNT = 2 * 70 * 24 };
+  luna_attention_pattern p = {.window = causal, .left = INT32_MAX, .right = 0};
+  float *y[2], *grad[2];
+  for (int i = 0; i < 2; i++) {
+    y[i] = common_floats(COUNT), grad[i] = common_floats(3 * COUNT);
+    dense(i ? &p : NULL, causal, y[i], grad[i]);
+  }
+  test_close("a dense pattern's result", y[1], y[0], COUNT, 1e-6);
+  test_close("a dense pattern's gradients", grad[1], grad[0], 3 * COUNT, 2e-6);
+  for (int i = 0; i < 2; i++) free(y[i]), free(grad[i]);
+}
+static void check_failures(void) {
+  static const int32_t falling[3] = {0, 5, 3}, past[3] = {0, 2, 9}, good[3] = {0, 2, 4};
+  static const luna_key_run runs[4] = {{0, 4, false}, {3, 2, false}, {-1, 1, false}, {0, 4, false}};
+  const int64_t shape[3] = {1, 4, 6};
+  luna_attention_pattern p[6] = {{.blocks = 2, .queries = falling, .offsets = good, .runs = runs + 3},
+                                 {.blocks = 2, .queries = past, .offsets = good, .runs = runs + 3},
+                                 {.blocks = 1, .queries = good, .offsets = good, .runs = runs}, /* key 4 */
+                                 {.blocks = 1, .queries = good, .offsets = good, .runs = runs + 2},
+                                 {.blocks = 1, .queries = good, .offsets = good},
+                                 {.query_order = good}};
+  luna_ctx *ctx = luna_open(NULL);
+  for (int i = 0; i < 8; i++) {
+    luna_tensor *sums, *x;
+    luna_attention_config c = {.patterns = &p[i % 6], .pattern_count = i == 6 ? 5 : 1};
+    luna_attention_pattern window = {.window = true};
+    if (i > 5) c.patterns = &window;
+    if (i == 7) c.sums = &sums;
+    luna_begin_inference(ctx);
+    x = luna_tensor_new(ctx, NULL, 3, shape);
+    CHECK(!luna_softmax_attention(x, x, x, &c) && luna_ctx_error_id(ctx) == LUNA_ERROR_PATTERNS,
+          "invalid pattern %d is accepted", i);
+  }
+  luna_close(ctx);
+}
+
 int main(void) {
+  check_dense(false);
+  check_dense(true);
+  check_failures();
   static const int kinds[] = {0, WINDOW, WINDOW | CAUSAL, WINDOW | NOT_SELF, WINDOW | LENGTHS, WINDOW | DROPOUT,
                                WINDOW | SHARED, LISTS, LISTS | LENGTHS,
                               LISTS | WINDOW | WHOLE, LISTS | CAUSAL | DROPOUT, LISTS | ORDERS,
