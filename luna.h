@@ -1427,6 +1427,10 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
 #endif
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wold-style-cast"
+#endif
 
 #include <math.h>
 #include <string.h>
@@ -14384,6 +14388,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 }
 #endif /* !LUNA_ONLY_STREAM */
 
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC diagnostic pop
+#endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif
