@@ -239,9 +239,9 @@ static int eval(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "train", { "text" }, "learns a text and writes a model", train },
-  { "generate", { "model" }, "writes on from a prompt", generate },
-  { "eval", { "model", "text" }, "bits per byte of a text", eval },
+  { "train", { "text: any file, whose bytes are the tokens" }, "learns a text and writes a model", train },
+  { "generate", { "model: a file that train wrote" }, "writes on from a prompt", generate },
+  { "eval", { "model: a file that train wrote", "text: any file, whose bytes are the tokens" }, "bits per byte of a text", eval },
   { 0 }
 };
 
