@@ -83,22 +83,24 @@ TOOL void progress_step(progress *p, double loss, double tokens) {
   p->tokens += tokens;
   if (p->step != set.steps && (p->live ? now - p->shown < 0.1 : p->step % every != 0)) return;
   p->shown = now;
-  char head[60], line[200];
-  int width = snprintf(head, sizeof head, "step %4lld/%lld ", (long long)p->step, (long long)set.steps);
-  int size = snprintf(line, sizeof line, p->bits ? "%.3f nats %.3f bits/byte " : "loss %.3f ", p->mean, p->mean / 0.69314718055994530942);
-  size += snprintf(line + size, sizeof line - (size_t)size, "%s%s%.1fk tokens/s %s left", p->note, *p->note ? " " : "",
-                   p->tokens / (now - p->start - p->validating) / 1000, time_left(p, now).text);
-  if (p->live) {                                           /* one line, rewritten: what the terminal has room for */
-    int room = terminal_width() - 1 - width, cells = room - size - 3;
-    printf("\r%s", head);
+  char loss_text[60], line[200], done_of[60];
+  snprintf(done_of, sizeof done_of, "step %4lld/%lld", (long long)p->step, (long long)set.steps);
+  snprintf(loss_text, sizeof loss_text, p->bits ? "%.3f nats %.3f bits/byte" : "loss %.3f", p->mean, p->mean / 0.69314718055994530942);
+  const double speed = p->tokens / (now - p->start - p->validating) / 1000;
+  const char *gap = *p->note ? " " : "";
+  if (!p->live) {
+    printf("%s %s%s%s %.1fk tokens/s %s left\n", done_of, loss_text, gap, p->note, speed, time_left(p, now).text);
+  } else {                                                 /* one line, rewritten: what the terminal has room for */
+    const int size = snprintf(line, sizeof line, "%s left %s%s%s %.1fk tokens/s", time_left(p, now).text, loss_text, gap, p->note, speed);
+    int room = terminal_width() - printf("\r%s ", done_of), cells = room - size - 3;
     if (cells > 40) cells = 40;
     if (cells >= 5) {
-      int full = (int)(cells * p->step / set.steps);
+      const int full = (int)(cells * p->step / set.steps);
       printf("[%.*s%.*s] ", full, "########################################", cells - full, "........................................");
       room -= cells + 3;
     }
     if (room > 0) printf("%-*.*s", room, room, line);
-  } else printf("%s%s\n", head, line);
+  }
   fflush(stdout);
 }
 
@@ -132,7 +134,7 @@ TOOL int plot(const progress *p, const char *title) {
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" width=\"720\" height=\"400\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n"
              "<rect width=\"720\" height=\"400\" fill=\"#fff\"/>\n<text x=\"60\" y=\"28\" font-size=\"15\">%s: ", program);
   for (; *title; title++) fputc(*title < 32 || *title > 126 || strchr("<>&", *title) ? '?' : *title, f);
-  fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n<text x=\"60\" y=\"44\" text-anchor=\"end\">loss</text>\n");
+  fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n<text x=\"54\" y=\"36\" text-anchor=\"end\">loss</text>\n");
   for (double v = x.low; v < x.high + x.tick / 2; v += x.tick)
     fprintf(f, "<path d=\"M%.1f 350V50\" stroke=\"#eee\"/><text x=\"%.1f\" y=\"368\" text-anchor=\"middle\">%g</text>\n", X(v), X(v), v);
   for (double v = y.low; v < y.high + y.tick / 2; v += y.tick)
