@@ -79,8 +79,9 @@
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
-     two. In training some inner tensors therefore stay readable, but only luna_keep promises it: call it for hidden
-     values to look at, or to hand out of an attention hook. Functions of your own: luna_scope_begin, luna_scope_end.
+     two. In training some inner tensors therefore stay readable until luna_backward, but only luna_keep promises it:
+     call it for hidden values to look at, or to hand out of an attention hook. Functions of your own:
+     luna_scope_begin, luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
      result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024
      classes is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the
@@ -558,8 +559,10 @@ typedef struct luna_tensor {
   struct luna_op *last_reader;       /* the newest op of the tape that reads it, */
   struct luna_tensor *older;         /* the tensor made before this one in the step, */
   struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends; */
+  struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free; */
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
+  bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
 } luna_tensor;
 
@@ -1279,6 +1282,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(DROPOUT, 1, 0, true) \
   R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
   R(EMBEDDING, 1, 0, true) \
+  R(SINUSOIDS, 1, 0, true) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
   R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
@@ -1312,6 +1316,7 @@ typedef struct luna_op {
     struct { int64_t period; } binary; /* add, mul: elements of the second input, which repeats along the first */
     struct { float factor; } scale;
     struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
@@ -1350,6 +1355,7 @@ typedef struct luna_op {
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
+#define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
@@ -1709,6 +1715,23 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
     k1 += 0xBB67AE85u;
   }
   out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
+}
+
+/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
+LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
+  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
+  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
+  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
+  const int quarter = (int)((int64_t)turns & 3);
+  *sine = quarter & 1 ? c : s;
+  *cosine = quarter & 1 ? s : c;
+  if (quarter & 2) *sine = -*sine;
+  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
+}
+/* Sinusoidal positions in tensor2tensor's form: position t has sin(t w_i) in the first half, cos(t w_i) in the second,
+   w_i = 10000^(-i / (d/2 - 1)) rounded to float; an odd last is 0 */
+LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
+  return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0));
 }
 #endif /* !LUNAI_PASS */
 
@@ -7725,6 +7748,47 @@ LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
 
+/* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
+   its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
+#define LUNAI_ANGLES 64
+LUNAI_FN int64_t lunai_angle_rows(const luna_op *op) { return lunai_min(op->out[0]->shape[0], LUNAI_ANGLES); }
+LUNAI_FN void lunai_sinusoids_query(luna_op *op) {
+  op->workspace_size = (size_t)(lunai_angle_rows(op) * (lunai_last(op->out[0]) / 2)) * 2 * sizeof(double);
+}
+LUNAI_FN void lunai_sinusoids_places(luna_op *op, int64_t first, int64_t last) {
+  const int64_t half = lunai_last(op->out[0]) / 2;
+  double *table = (double *)op->workspace;
+  int64_t t, i;
+  for (t = first; t < last; t++)
+    for (i = 0; i < half; i++)
+      lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
+}
+LUNAI_FN void lunai_sinusoids_block(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]), half = d / 2;
+  int64_t t, i, j;
+  for (t = first * LUNAI_ANGLES; first < last; first++, t += LUNAI_ANGLES) {
+    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
+    float *row = op->out[0]->data + t * d;
+    for (i = 0; i < half; i++) {
+      double s, c;
+      lunai_sine((double)(op->arg.sinusoids.first + t) * lunai_frequency(i, half), &s, &c);
+      for (j = 0; j < rows; j++) {
+        const double *angle = (const double *)op->workspace + (j * half + i) * 2;
+        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
+        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
+      }
+    }
+    for (j = 0; j < rows && d % 2; j++) row[j * d + d - 1] = 0;
+  }
+}
+LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) {
+  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]);
+  lunai_split(op, lunai_angle_rows(op), d, lunai_sinusoids_places);
+  lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
+
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
 LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
@@ -8203,8 +8267,9 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, mask_forward, mask_backward, 0),
     LUNAI_CPU_OP(query_nothing, ratio_forward, ratio_backward, 0),
     LUNAI_CPU_OP(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
     LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
+    LUNAI_CPU_OP(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
     LUNAI_CPU_OP(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
     LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
@@ -8304,8 +8369,8 @@ static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND) };
 static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND) };
 #undef LUNAI_OP_KIND
 
-/* What an op of the tape will read in backward. A cheap op's small inputs, such as the positions of a whole batch, are
-   among it, so that its result can be computed again. */
+/* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
+   computed again; not those made from nothing, as sinusoids are. */
 LUNAI_FN void lunai_op_saves(luna_op *op) {
   int i;
   for (i = 0; i < op->inputs; i++) {
@@ -8313,7 +8378,8 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
     if (!in) continue;
     in->last_reader = op;
     in->saved = in->saved || (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) ||
-                (lunai_op_is_cheap[op->kind] && luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
+                (lunai_op_is_cheap[op->kind] && !(in->maker && in->maker->inputs == 0) &&
+                 luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
   }
   for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
@@ -8369,8 +8435,9 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
     const bool again = scope.recompute && t->maker;              /* its op is run again */
     const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
     for (i = 0; i < count && lunai_base(results[i]) != t; i++);
-    if (i == count && !t->keep_data && !(taped && (t->saved || given) && !again && !lunai_is_recomputable(t)))
-      lunai_release(t);
+    if (i < count || t->keep_data) continue;
+    if (taped && (t->saved || given) && !again && !lunai_is_recomputable(t)) t->internal = true;
+    else lunai_release(t);
   }
   return results[0];
 }
@@ -8483,22 +8550,25 @@ LUNA_API float luna_item(const luna_tensor *t) {
 /* --- building an op --- */
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
+LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
+  memset(s, 0, sizeof *s);
+  s->name = name;
+  s->mark = lunai_step_mark(ctx);
+  s->op.kind = kind;
+  s->op.ctx = ctx;
+  s->op.outputs = 1;
+}
 /* inputs a, b, c: as many as `inputs` says, none null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
                           luna_tensor *b, luna_tensor *c) {
   luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
   int i;
-  memset(s, 0, sizeof *s);
   if (!ctx) return false;
-  s->name = name;
-  s->mark = lunai_step_mark(ctx);
-  s->op.kind = kind;
-  s->op.ctx = ctx;
+  lunai_start_in(s, ctx, kind, name);
   s->op.inputs = inputs;
   s->op.in[0] = a;
   s->op.in[1] = inputs > 1 ? b : NULL;
   s->op.in[2] = inputs > 2 ? c : NULL;
-  s->op.outputs = 1;
   for (i = 0; i < inputs; i++)
     if (lunai_is_released(s->op.in[i], name)) return false;
     else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
@@ -8593,7 +8663,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
-  bool record = false;
+  bool wanted = false, record;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
   void *memory;
   size_t result;
   int i;
@@ -8607,8 +8677,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
       return lunai_abandon(s);
     }
     if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
-    if (op->in[i] && op->in[i]->needs_grad && ctx->training && !ctx->paused) record = true;
+    if (op->in[i] && op->in[i]->needs_grad) wanted = true;
   }
+  wanted = wanted && ctx->training && !ctx->paused;
+  record = wanted || (op->inputs == 0 && ctx->training && !ctx->paused);
   if (lunai_shape_count(rank, shape) < 0) {
     lunai_fail_shape(ctx, s->name, rank, shape);
     return lunai_abandon(s);
@@ -8635,7 +8707,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     lunai_fail_backend(ctx, false, s->name, status);
     return lunai_abandon(s);
   }
-  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
+  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
   if (extra) *extra = op->out[1];
   if (record) {
     lunai_op_saves(op);
@@ -8698,8 +8770,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
       again[i] = in && in->released;
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
-    first = op->in[0]->base ? op->in[0]->base : op->in[0];
-    if (again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
+    first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
+    if (first && again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
@@ -8708,7 +8780,7 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
     owner->released = false;
     owner->recomputed = true;
     if (!lunai_op_run(op, status)) return false;
-    if (!first->data_piece && again[0]) { /* its data have become these */
+    if (first && !first->data_piece && again[0]) { /* its data have become these */
       first->data = NULL;
       first->released = true;
     }
@@ -8758,8 +8830,19 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
-/* What nothing reads any more once an op's backward is over: its results' gradients, their data where these were computed
-   again, and what it kept, which the walk that only counts memory leaves to the next. */
+/* Releases a result's data when all that read it have run their backward, unless somebody else may want them. The walk
+   that only counts memory gives back what it did not compute again itself, and takes it again when it is over. */
+LUNAI_FN void lunai_result_done(luna_tensor *t) {
+  if (t->keep_data || !t->data_piece || !(t->recomputed || t->internal)) return;
+  if (t->recomputed || !t->ctx->reserving) {
+    lunai_release(t);
+    return;
+  }
+  t->given_piece = t->data_piece;
+  lunai_piece_give(t->ctx, &t->data_piece);
+}
+/* What nothing reads any more once an op's backward is over: its results' gradients and data, and what it kept, which
+   the walk that only counts memory leaves to the next. */
 LUNAI_FN void lunai_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *kept = op->kept_piece;
@@ -8768,7 +8851,7 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   if (!ctx->reserving) op->kept_piece = NULL;
   for (i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
-    if (out->recomputed) lunai_release(out);
+    lunai_result_done(out);
     if (out->maker == op && !out->keep_grad) {
       lunai_piece_give(ctx, &out->grad_piece);
       out->grad = NULL;
@@ -8804,6 +8887,11 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
+LUNAI_FN bool lunai_sets_in_place(const luna_op *op) {
+  return (lunai_op_can(op) & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
+         lunai_is_single(op, 0);
+}
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
@@ -8818,13 +8906,13 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   if (lunai_leave_gradient(op)) return true;
   for (i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
-  for (i = 0; i < op->outputs; i++) /* those that read it are done */
-    if (op->out[i]->recomputed && !(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_release(op->out[i]);
+  for (i = 0; i < op->outputs; i++)
+    if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-  op->sets = 0;
+  op->sets = lunai_sets_in_place(op) ? 1 : 0;
   for (i = 0; i < op->inputs; i++)
-    if (lunai_grad_in_place(op, i)) {
+    if (op->sets >> i || lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->grad_piece = op->out[0]->grad_piece;
       op->in[i]->has_grad = true;
@@ -8884,6 +8972,8 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   t->grad = NULL;
   t->grad_piece = NULL;
   t->has_grad = false;
+  if (t->given_piece) t->data_piece = t->given_piece;
+  t->given_piece = NULL;
   if (!t->recomputed) return;
   t->data = NULL;
   t->data_piece = NULL;
@@ -10773,8 +10863,8 @@ LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_at
 }
 
 /* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths,
-                                  luna_tensor **next_x, luna_tensor **next_p) {
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, luna_tensor *x, luna_tensor *p,
+                                  const int32_t *lengths, luna_tensor **next_x, luna_tensor **next_p) {
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
@@ -10783,7 +10873,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
   c = &layer->config;
   is_luna = lunai_is_luna(c);
   if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
   if (!is_luna) {
     y = lunai_normed(c, x, &layer->attention_norm);
     y = lunai_other(c, &layer->other_attention, layer->hook_state, y, p, lengths, false);
@@ -10808,7 +10898,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
   luna_tensor *y = NULL;
-  return lunai_encoder_layer(layer, x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
+  return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
@@ -11000,19 +11090,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
-/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
-LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
-  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
-  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
-  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
-  *sine = quarter & 1 ? c : s;
-  *cosine = quarter & 1 ? s : c;
-  if (quarter & 2) *sine = -*sine;
-  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
-}
-/* Sinusoidal positions in tensor2tensor's form: sin in the first half, cos in the second, frequencies 10000^(-i / (d/2 - 1)); an odd last is 0 */
-LUNAI_FN double lunai_frequency(int64_t i, int64_t half) { return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0)); }
+/* one row of sinusoidal positions */
 LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
@@ -11026,48 +11104,15 @@ LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* positions first .. first + n as a tensor [n, d]; a row is the sum of two angles, its block's and its place's in the block */
-#define LUNAI_ANGLES 64
+/* positions first .. first + n as a tensor [n, d] */
 LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
-  const int64_t half = d / 2;
-  int64_t shape[2], t, i;
-  luna_tensor *out;
-  lunai_mark mark;
-  double *table;
-  float *row;
-  void *memory, *more;
-  luna_status status = LUNA_OK;
+  int64_t shape[2];
+  lunai_build s;
   shape[0] = n;
   shape[1] = d;
-  out = luna_tensor_new(ctx, NULL, 2, shape);
-  if (!out) return NULL;
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double), false, &memory) || !lunai_step(ctx, (size_t)(LUNAI_ANGLES * d) * sizeof(float), false, &more)) {
-    lunai_step_rewind(ctx, mark);
-    return lunai_fail_op_memory(ctx, "sinusoidal positions", (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double));
-  }
-  table = (double *)memory;
-  row = (float *)more;
-  if (!lunai_computes(ctx)) n = 0;
-  for (t = 0; t < lunai_min(n, LUNAI_ANGLES); t++)
-    for (i = 0; i < half; i++) lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
-  for (t = 0; t < n && status == LUNA_OK; t += LUNAI_ANGLES) {
-    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
-    int64_t j;
-    memset(row, 0, (size_t)(LUNAI_ANGLES * d) * sizeof(float));
-    for (i = 0; i < half; i++) {
-      double s, c;
-      lunai_sine((double)(first + t) * lunai_frequency(i, half), &s, &c);
-      for (j = 0; j < rows; j++) {
-        const double *angle = table + (j * half + i) * 2;
-        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
-        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
-      }
-    }
-    status = ctx->backend->copy(ctx, out->data + t * d, row, (size_t)(rows * d) * sizeof(float), 1);
-  }
-  lunai_step_rewind(ctx, mark);
-  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "sinusoidal positions", status);
+  lunai_start_in(&s, ctx, LUNA_OP_SINUSOIDS, "sinusoidal positions");
+  s.op.arg.sinusoids.first = first;
+  return lunai_finish(&s, 2, shape);
 }
 
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
@@ -11433,7 +11478,7 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   for (i = 0; i < c->layers; i++) {
     has_x = last_x || i < c->layers - 1;
     has_p = is_luna && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
-    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], x, p, input->lengths, has_x ? &x : NULL,
+    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
                                    has_p ? &p : NULL)) return false;
     (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
   }

@@ -1799,6 +1799,33 @@ static luna_status lunacu_embedding_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
+/* --- sinusoidal positions, of no inputs: a thread turns one angle over some rows --- */
+#define LUNACU_TURNS 16
+__global__ void lunacu_sinusoids_kernel(int64_t first, int64_t n, int64_t d, float *y) {
+  const int64_t half = d / 2, columns = half + d % 2, tiles = (n + LUNACU_TURNS - 1) / LUNACU_TURNS;
+  for (int64_t u = lunacu_index(); u < columns * tiles; u += lunacu_stride()) {
+    const int64_t i = u % columns, row = u / columns * LUNACU_TURNS, end = min(row + LUNACU_TURNS, n);
+    const double w = (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0));
+    const double sine = sin(w), cosine = cos(w);
+    double s = sin((double)(first + row) * w), c = cos((double)(first + row) * w);
+    for (int64_t t = row; t < end; t++) {
+      const double next = s * cosine + c * sine;
+      y[t * d + i] = i < half ? (float)s : 0.0f;
+      if (i < half) y[t * d + half + i] = (float)c;
+      c = c * cosine - s * sine;
+      s = next;
+    }
+  }
+}
+static luna_status lunacu_sinusoids_forward(luna_op *op) {
+  const int64_t n = op->out[0]->shape[0], d = lunacu_last(op->out[0]);
+  const unsigned blocks = lunacu_blocks(lunacu_divide_up(n, LUNACU_TURNS) * (d / 2 + d % 2), LUNACU_BLOCK);
+  LUNACU_LAUNCH(lunacu_sinusoids_kernel, blocks, LUNACU_BLOCK, 0, lunacu_stream(op), op->arg.sinusoids.first, n, d,
+                op->out[0]->data);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; }
+
 /* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n; index: labels (-1: ignored); number:
    smoothing, factor. kept: log-sum-exp of each row. One pass: each thread rescales its sum when it meets a new maximum. --- */
 template <int W> __global__ void __launch_bounds__(LUNACU_TEAM)
@@ -3968,6 +3995,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(DROPOUT, nothing, dropout, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
+        LUNACU_OP(SINUSOIDS, nothing, sinusoids, 0)
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)
         LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product,
