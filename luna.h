@@ -685,8 +685,12 @@ typedef struct luna_custom {
   void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
   const void *state;
   size_t state_size;
+  size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
+/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
+   parallel_for is null where there is one thread. */
+LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -699,6 +703,7 @@ typedef enum luna_init_kind { LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAV
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its context; null for null */
 /* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread, run one model. `from` must
    outlive it and not be trained meanwhile. On a device, where work is queued, luna_params_share, each begin and
    luna_stream_open order what this context then does after what `from`'s context has queued until then; before `from`
@@ -854,14 +859,27 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
 
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
-   returns what forward will get as `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] ->
-   [batch,n,d]; dropout inside it is its own business (config has the probabilities). p is the one given to
-   luna_encoder_layer_forward; in the library's models it is null. A hook is not saved: the file of such a model has no
-   luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
+   returns what forward will get as `layer` (later the layer's hook_state), null on failure; it belongs to the user.
+   forward: call->x [batch,n,d] -> [batch,n,d]; dropout inside it is its own business (config has the probabilities).
+   Either says what failed by luna_backend_fail. Examples: examples/attentions. A hook is not saved: the file of such a
+   model has no luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then
+   luna_load. */
 typedef struct luna_layer_config luna_layer_config;
+typedef struct luna_attention_call {
+  luna_tensor *x;                    /* [batch,n,d], after the layer's norm when pre-norm */
+  luna_tensor *input;                /* what the layer was given: x itself when post-norm; */
+  const luna_norm_layer *norm;       /* and the norm between both, or null */
+  luna_tensor *p;                    /* the one given to luna_encoder_layer_forward; in the library's models null, or
+                                        the layer before's next_p */
+  const int32_t *lengths;            /* [batch] or null */
+  bool causal;
+  luna_tensor *next_p;               /* to hand out: the next layer's p; null leaves p as it is; */
+  luna_tensor *kept[4];              /* and what else shall stay until the next begin, as the next segment's memory or
+                                        a loss to be added to the model's: the hook's `layer` says where they are */
+} luna_attention_call;
 typedef struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
-  luna_tensor *(*forward)(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal);
+  luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
 } luna_attention_hook;
 
@@ -1406,7 +1424,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-/* for an entry's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
+/* for an entry's or a hook's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #endif /* !LUNA_ONLY_STREAM */
 
@@ -1488,6 +1506,8 @@ LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b
 
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
+
+#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 
 /* null stays null, where memory is only counted */
 LUNAI_INLINE float *lunai_offset(float *at, int64_t floats) { return at ? at + floats : NULL; }
@@ -6543,6 +6563,7 @@ struct luna_ctx {
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
+  const luna_op *custom;             /* the custom op that runs */
   uint32_t dropout_ops;
   bool training;
   bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
@@ -8316,12 +8337,19 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
 }
 
 /* --- custom --- */
+LUNAI_FN void lunai_custom_query(luna_op *op) {
+  op->workspace_size = op->backward_workspace_size = op->custom.workspace_size;
+}
 LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
+  op->ctx->custom = op;
   op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->ctx->custom = NULL;
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
+  op->ctx->custom = op;
   op->custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->ctx->custom = NULL;
   return LUNA_OK;
 }
 
@@ -8481,7 +8509,7 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
     LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
     LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_OP(query_nothing, custom_forward, custom_backward, 0),
+    LUNAI_CPU_OP(custom_query, custom_forward, custom_backward, 0),
     LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
     LUNAI_CPU_OP(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
@@ -9363,6 +9391,7 @@ LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *na
   lunai_param *p = name ? lunai_param_find(params, name) : NULL;
   return p ? &p->tensor : NULL;
 }
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return params ? params->ctx : NULL; }
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return params ? params->size : 0; }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
   lunai_param *p = params && index >= 0 && index < params->size ? params->last : NULL;
@@ -10333,6 +10362,19 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   s.op.custom.state = memory;
   return lunai_finish(&s, rank, shape);
 }
+LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
+  const luna_op *op = out ? out->ctx->custom : NULL;
+  luna_run run;
+  memset(&run, 0, sizeof run);
+  if (!op) return run;
+  run.isa = op->ctx->options.isa;
+  run.scratch = op->workspace;
+  run.scratch_size = op->workspace_size;
+  run.parallel_for = op->ctx->parallel.run;
+  run.parallel_user = op->ctx->parallel.user;
+  run.threads = (int)op->ctx->parallel.threads;
+  return run;
+}
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
@@ -11014,11 +11056,26 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention, void *hook_state, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+/* input: the layer's, x: the attention's; *p: what comes in; what a hook hands out, else null */
+LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
+                                  void *hook_state, luna_tensor *input, luna_tensor *x, const luna_norm_layer *norm,
+                                  luna_tensor **p, const int32_t *lengths, bool causal) {
   const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+  luna_attention_call call;
   luna_tensor *y;
+  int i;
+  memset(&call, 0, sizeof call);
+  call.x = x;
+  call.input = input;
+  call.norm = c->pre_norm ? norm : NULL;
+  call.p = *p;
+  call.lengths = lengths;
+  call.causal = causal;
+  *p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
-  y = c->hook->forward(hook_state, x, p, lengths, causal);
+  y = c->hook->forward(hook_state, &call);
+  *p = call.next_p;
+  for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
@@ -11083,7 +11140,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
   if (!is_luna) {
     y = lunai_normed(c, x, &layer->attention_norm);
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, p, lengths, false);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, lengths, false);
     x = lunai_residual(c, x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
@@ -11093,7 +11150,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
     if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
                            next_x ? &x : NULL, next_p ? &p : NULL)) return false;
   }
-  if (!is_luna || !next_p) p = NULL;
+  if (!next_p) p = NULL;
   if (next_x) {
     x = lunai_results(scope, x, p);
     x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
@@ -11192,7 +11249,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *y, *p = NULL;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
@@ -11203,7 +11260,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
     y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result(scope, y);
@@ -11235,7 +11292,6 @@ static const lunai_field lunai_lm_fields[] = {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
-#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
 
 /* returns the first field that a file's metadata lacks or has out of range, or null */
@@ -11676,15 +11732,16 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   luna_tensor *x;
   luna_scope scope;
   int64_t i;
-  bool has_x = true, has_p = false, is_luna;
+  bool has_x = true, has_p = false, is_luna, hands_p;
   if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
+  hands_p = is_luna || c->layer.hook;
   scope = luna_scope_begin(ctx);
   x = luna_encoder_embed(e, input, &p);
   for (i = 0; i < c->layers; i++) {
     has_x = last_x || i < c->layers - 1;
-    has_p = is_luna && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
     if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
                                    has_p ? &p : NULL)) return false;
     (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
@@ -11692,7 +11749,7 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
   if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
   if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
-  if ((has_x && !x) || (has_p && !p)) return false;
+  if ((has_x && !x) || (has_p && is_luna && !p)) return false;
   (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
   if (has_p) *last_p = p;
   if (has_x) *last_x = x;
