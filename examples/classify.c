@@ -231,12 +231,12 @@ static int predict(luna_ctx *ctx, const char **words) {
   return status;
 }
 
-#define TEXT "text: lines of a label, a tab and a text, without a header; a label is any word"
-#define MODEL "model: a file that train wrote"
+#define TEXT_FILE "text: lines of a label, a tab and a text, without a header; a label is any word"
+#define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
-  { "train", { TEXT }, "learns labels of texts, and writes a model", train },
-  { "eval", { MODEL, TEXT }, "the share of a file's labels that a model finds", eval },
-  { "predict", { MODEL }, "labels the lines that come in", predict },
+  { "train", { TEXT_FILE }, "learns labels of texts, and writes a model", train },
+  { "eval", { MODEL_FILE, TEXT_FILE }, "the share of a file's labels that a model finds", eval },
+  { "predict", { MODEL_FILE }, "labels the lines that come in", predict },
   { 0 }
 };
 

@@ -168,13 +168,13 @@ static int show(luna_ctx *ctx, const char **words) {
   return status;
 }
 
-#define IMAGES "images: an IDX file of bytes with 3 axes, unzipped (train-images-idx3-ubyte)"
-#define LABELS "labels: an IDX file of bytes with 1 axis, unzipped (train-labels-idx1-ubyte)"
-#define MODEL "model: a file that train wrote"
+#define IMAGES_FILE "images: an IDX file of bytes with 3 axes, unzipped (train-images-idx3-ubyte)"
+#define LABELS_FILE "labels: an IDX file of bytes with 1 axis, unzipped (train-labels-idx1-ubyte)"
+#define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
-  { "train", { IMAGES, LABELS }, "learns what images show, and writes a model", train },
-  { "eval", { MODEL, IMAGES, LABELS }, "the share of images that a model reads as they are labelled", eval },
-  { "show", { MODEL, IMAGES }, "draws images, and says what the model reads in them", show },
+  { "train", { IMAGES_FILE, LABELS_FILE }, "learns what images show, and writes a model", train },
+  { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE }, "the share of images that a model reads as they are labelled", eval },
+  { "show", { MODEL_FILE, IMAGES_FILE }, "draws images, and says what the model reads in them", show },
   { 0 }
 };
 

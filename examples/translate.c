@@ -412,13 +412,13 @@ static int run(luna_ctx *ctx, const char **words) {
   return done(&d, status);
 }
 
-#define SOURCE "source: lines, or, without a target, lines of a source, a tab and a target"
-#define TARGET "?target: the translation of each line"
-#define MODEL "model: a file that train wrote"
+#define SOURCE_FILE "source: lines, or, without a target, lines of a source, a tab and a target"
+#define TARGET_FILE "?target: the translation of each line"
+#define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
-  { "train", { SOURCE, TARGET }, "learns from lines that belong together", train },
-  { "eval", { MODEL, SOURCE, TARGET }, "BLEU of its translations", eval },
-  { "run", { MODEL }, "translates the lines of the input", run },
+  { "train", { SOURCE_FILE, TARGET_FILE }, "learns from lines that belong together", train },
+  { "eval", { MODEL_FILE, SOURCE_FILE, TARGET_FILE }, "BLEU of its translations", eval },
+  { "run", { MODEL_FILE }, "translates the lines of the input", run },
   { 0 }
 };
 
