@@ -1462,7 +1462,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
+#ifdef __OPTIMIZE__
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
+#else
+#define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
+#endif
 #else
 #define LUNAI_UNUSED
 #define LUNAI_INLINE static inline
@@ -1750,6 +1754,7 @@ typedef struct lunai_epilogue {
                           const float *lse, float *s, float *slopes)) \
   K(void, scan, (int64_t n, double joins, double leaves, float *state, double *carried)) \
   K(bool, all_finite, (int64_t rows, int64_t n, const float *x, int64_t x_row)) \
+  K(void, copy_rows, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row)) \
   K(void, scale_rows, (int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row, float *y, \
                        int64_t y_row)) \
   K(void, step_state, (int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, \
@@ -2462,9 +2467,7 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
   }
 #define LUNAI_TILE_CASE(i) \
   case i + 1: \
-    if (i < LUNAI_MR && a_row == 1 && a_column == LUNAI_MR && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, 1, LUNAI_MR, b, LUNAI_NR, e); \
-    else if (i < LUNAI_MR && a_row == LUNAI_KA && a_column == 1 && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, LUNAI_KA, 1, b, LUNAI_NR, e); \
-    else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
+    if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
     break;
 LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const lunai_epilogue *e, int i, int j) {
   vf v = vf_mul(scale, sum);
@@ -4356,6 +4359,12 @@ LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64
   return vf_sum(sum) == 0;
 }
 
+LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
+  int64_t t, i;
+  for (t = 0; t < rows; t++, x += x_row, y += y_row)
+    for (i = 0; i < n; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x + i, n - i), n - i);
+}
+
 /* y = diag(factors) x + 0, which makes -0 to 0 */
 LUNAI_FN void LUNAI_K(scale_rows)(int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row,
                                   float *y, int64_t y_row) {
@@ -4652,11 +4661,6 @@ LUNAI_FN void lunai_causal_divide(const lunai_causal_chunk *c, int64_t n, float 
   c->kernels->scale_rows(c->rows, n, factors, x, x_row, y, n);
 }
 
-LUNAI_FN void lunai_copy_rows(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
-  int64_t t;
-  for (t = 0; t < rows; t++) memcpy(y + t * y_row, x + t * x_row, (size_t)n * sizeof(float));
-}
-
 /* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
 LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *g, int64_t g_row,
                                   const float *mean, const float *y, int64_t y_row, float *grad, int64_t grad_row,
@@ -4803,7 +4807,7 @@ LUNAI_FN void lunai_luna_sum(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots;
-  lunai_copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
+  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
   c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
   lunai_causal_sum(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
   lunai_causal_sum(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
@@ -4818,7 +4822,7 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   lunai_chunk_scores(c, d, a->q + p.wide, row, a->k + p.wide, row);
   lunai_causal_mix(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
   c->kernels->softmax(c->rows, l, w, w);
-  if (a->w) lunai_copy_rows(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
+  if (a->w) c->kernels->copy_rows(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
   for (t = 0; a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
   lunai_chunk_scores(c, l, w, l, c->kept, l);
@@ -4890,7 +4894,7 @@ LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
   lunai_causal_divide(c, d, 1, a->grad_out + p.wide, row, g);
   lunai_chunk_scores(c, d, g, d, a->v + p.wide, row);
   lunai_causal_grad_x(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
-  lunai_copy_rows(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
+  c->kernels->copy_rows(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
   lunai_causal_divide(c, l, a->scale, du, l, h);
@@ -4906,7 +4910,7 @@ LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c)
   const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots;
   float *g = c->kept + LUNAI_CHUNK * l;
-  lunai_copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
+  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
   c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
   lunai_causal_divide(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
   lunai_causal_sum(c, d, l, a->q + p.wide, p.wide_row, lunai_luna_h(grads, c), l, c->state);
@@ -4936,10 +4940,10 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
     lunai_causal_grad_yz(c, l, d, k, row, r, l, 1, h, l, domega, l);
     lunai_chunk_scores(c, d, g, d, v, row);
     lunai_causal_grad_yz(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
-    lunai_copy_rows(c->rows, l, a->s + p.narrow, narrow_row, s, l);
-    lunai_copy_rows(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
+    c->kernels->copy_rows(c->rows, l, a->s + p.narrow, narrow_row, s, l);
+    c->kernels->copy_rows(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
     c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
-    lunai_copy_rows(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
+    c->kernels->copy_rows(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
   }
 }
 
