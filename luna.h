@@ -7199,7 +7199,8 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ?
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
-  if (ctx) lunai_report(ctx, false, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
+  const bool newest = ctx && ctx->setups > 0; /* the sentence of the init under way */
+  if (ctx) lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
 /* reads the state; waits for the device */
