@@ -53,7 +53,7 @@ TOOL luna_tensor *pool_classify(const pool *p, const task *t, const luna_classif
     memcpy(p->batch + i * n, p->tokens + p->order[at + i] * t->longest, (size_t)length * sizeof(int32_t));
     memset(p->batch + i * n + length, 0, (size_t)(n - length) * sizeof(int32_t));
   }
-  return luna_classifier_forward(model, &(luna_input){ p->batch, p->sorted_lengths + at, rows, n });
+  return luna_classifier_forward(model, &(luna_input){ p->batch, p->sorted_lengths + at, rows, n, NULL });
 }
 
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
