@@ -71,7 +71,7 @@ $(BUILD)/tests/cuda_device.o: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cu
 	@mkdir -p $(BUILD)/tests
 	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -I. -x c++ -c $< -o $@
 
-$(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c
+$(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c tests/features.c
 	@mkdir -p $(BUILD)/tests
 	$(CC) $(CFLAGS) $(WARN) -I. -c $< -o $@
 
