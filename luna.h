@@ -42,7 +42,7 @@
      3. Train it.
             luna_optimizer *adam = luna_adamw(params, NULL);
             for (...) {
-              luna_input input = { tokens, NULL, batch, n };     null: every sequence has n tokens
+              luna_input input = { tokens, NULL, batch, n, NULL };   null lengths: every sequence has n tokens
               luna_begin_step(ctx);                              releases every tensor of the step before
               luna_tensor *loss = luna_lm_loss(&model, &input, labels);
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
@@ -271,6 +271,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
+  X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
@@ -384,11 +385,13 @@ typedef enum luna_activation { LUNA_ACTIVATION_NONE = 0, LUNA_ACTIVATION_RELU, L
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
 
-/* Sequences of tokens: what every model reads. The arrays are copied into the step. */
+/* Sequences of tokens or, where a model's config has features, of features: what every model reads. The arrays are
+   copied into the step. */
 typedef struct luna_input {
   const int32_t *tokens;             /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
-  const int32_t *lengths;            /* [batch] real tokens of each sequence, 0..n; null = n of each */
+  const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
+  const float *features;             /* [batch,n,features]; NaN is a missing number; the padding may hold anything */
 } luna_input;
 
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
@@ -655,6 +658,14 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
    than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config);
 
+/* Losses of numbers: values of any shape and a target for each, in the same order -> [1], the mean over the targets that
+   are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
+   delta (|x - t| - delta / 2) beyond; and -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic
+   function and t is in 0..1. */
+LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
+LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta);
+LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets);
+
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
   const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
@@ -784,6 +795,20 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
 typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
+
+/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN) counts as
+   its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
+   luna_input_layer_fit, or luna_write. */
+typedef struct luna_input_layer {
+  luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
+  luna_linear_layer projection;      /* "input_proj" [dim,features] */
+} luna_input_layer;
+LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
+                                           int64_t features, int64_t dim, luna_init init);
+/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A feature
+   that never changes gets scale 1. */
+LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input); /* [batch,n,dim] */
 
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
 typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
@@ -952,9 +977,12 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do.
    ---------------------------------------------------------------------------------------------------------------------- */
-/* Causal language model: embedding, causal layers, logits tied to the embedding */
+/* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
+   it finds classes or values at each step: a detector, a forecaster. */
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
+  int64_t outputs;                   /* a step, by a matrix of their own; 0 = logits of the next token; of features: 0 = features */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
@@ -965,13 +993,16 @@ typedef struct luna_lm_config {
 typedef struct luna_lm {
   luna_lm_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_input_layer input;            /* "input_norm", "input_proj" */
   luna_tensor *positions;            /* "embed_positions.weight" [max_length,d], learned only */
   luna_causal_layer *layers;         /* "layers.N." */
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
+  luna_linear_layer output;          /* "output_projection" [outputs,d], with outputs only */
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-/* Logits [batch,n,vocab]. No place reads a later one, so lengths have no effect: leave them null. */
+/* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths have no effect: leave them null
+   (with features they say what is padding, which then counts as missing). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
 /* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts); negative labels
    are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
@@ -981,13 +1012,14 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* Encoder: embeddings and encoder layers; part of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
 typedef struct luna_encoder_config {
+  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16. A batch of shorter sequences uses the first min(l, longest) slots */
   luna_positions positions;          /* 0 = sinusoidal */
   int64_t max_length;                /* learned positions, Linformer: the longest sequence; 0 = 512 */
   int64_t first_position;            /* of the first token; the authors' is padding index + 1 */
-  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position */
+  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
@@ -999,7 +1031,8 @@ typedef struct luna_encoder_config {
 typedef struct luna_encoder {
   luna_encoder_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_input_layer input;            /* "input_norm", "input_proj" */
   luna_tensor *positions;            /* "embed_positions.weight" [first_position + max_length,d], learned only */
   luna_tensor *memory;               /* "projected_embeddings" [l,d], Luna only */
   luna_norm_layer embedding_norm, memory_embedding_norm; /* "emb_layer_norm", "proj_emb_layer_norm" */
@@ -1007,14 +1040,14 @@ typedef struct luna_encoder {
   luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
 } luna_encoder;
 LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab,
-                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes */
+                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes; not of features */
 /* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 /* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
    it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be null. */
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
-/* Classifier */
+/* Classifier, also of each step, and with another loss (luna_mse) regression: then a class is a value */
 typedef enum luna_pooling {
   LUNA_POOLING_DEFAULT = 0,          /* the memory, or without one the mean */
   LUNA_POOLING_CLS,                  /* X[0] */
@@ -1024,10 +1057,12 @@ typedef enum luna_pooling {
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t features;                  /* or encoder.features; 0 = tokens */
   int64_t classes;                   /* 0 = 2 */
   luna_pooling pooling;
   int64_t pre_logits;                /* width of a GELU layer before the logits; 0 = none */
   bool pair;                         /* two sequences: features a, b, ab, a - b */
+  bool per_step;                     /* logits of every step, from X; nothing is pooled */
   luna_encoder_config encoder;
 } luna_classifier_config;
 typedef struct luna_classifier {
@@ -1038,7 +1073,8 @@ typedef struct luna_classifier {
   luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
-/* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
+/* -> logits [batch,classes], or of every step [batch,n,classes]; they do not depend on the batch (but by
+   LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
@@ -1047,7 +1083,8 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
 
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
 typedef struct luna_masked_lm_config {
-  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask */
+  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
+  int64_t features;                  /* or encoder.features; 0 = tokens */
   luna_encoder_config encoder;
 } luna_masked_lm_config;
 typedef struct luna_masked_lm {
@@ -1056,6 +1093,7 @@ typedef struct luna_masked_lm {
   luna_encoder encoder;              /* "encoder." */
   luna_linear_layer dense;           /* "lm_head.dense" */
   luna_norm_layer norm;              /* "lm_head.layer_norm" */
+  luna_tensor *output;               /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
   luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config);
@@ -1075,6 +1113,7 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
 /* Encoder-decoder */
 typedef struct luna_seq2seq_config {
   int64_t vocab;                     /* of the source; 0 = 256, bytes */
+  int64_t features;                  /* of the source, or encoder.features; 0 = tokens. The target is of tokens */
   int64_t target_vocab;              /* 0 = vocab */
   bool share_embeddings;             /* one embedding for source, target and output; vocab = target_vocab */
   bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
@@ -10046,6 +10085,19 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
 }
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
 
+/* x as [count, 1], with `fill` where keep, in the step, has 0 and not 1; what was there is not read */
+LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fill, const char *name) {
+  int64_t shape[2];
+  lunai_build s;
+  shape[0] = luna_count(x);
+  shape[1] = 1;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
+  s.op.arg.mask.width = 1;
+  s.op.arg.mask.fill = fill;
+  return s.op.lengths ? lunai_finish_like(&s, x) : lunai_abandon(&s);
+}
+
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
@@ -10133,6 +10185,83 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
     return lunai_abandon(&s);
   }
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
+}
+
+/* --- losses of numbers, composed of the ops above --- */
+typedef struct lunai_targets {
+  luna_tensor *x;                    /* the values [count, 1], 0 where there is no target */
+  const int32_t *given;              /* [count], 1 where there is one */
+  float share;                       /* 1 / how many there are */
+} lunai_targets;
+LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
+  const int64_t count = luna_count(values);
+  int64_t i, counted = 0;
+  lunai_build s;
+  void *memory;
+  int32_t *given;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
+  if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
+    return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
+  t->given = given = (int32_t *)memory;
+  for (i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
+  t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
+  t->x = lunai_select(values, given, 0, name);
+  return t->x != NULL;
+}
+/* the values less their targets [count, 1], 0 where there is none */
+LUNAI_FN luna_tensor *lunai_errors(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
+  if (!lunai_targets_take(t, values, targets, name)) return NULL;
+  return lunai_select(luna_add(t->x, luna_scale(luna_tensor_new(t->x->ctx, targets, 2, t->x->shape), -1)), t->given, 0,
+                      name);
+}
+LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *losses) {
+  return luna_scale(luna_sum(losses, 0), t->share);
+}
+
+LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
+  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  lunai_targets t;
+  luna_tensor *e = lunai_errors(&t, values, targets, "luna_mse");
+  return e ? lunai_result(scope, lunai_mean_given(&t, luna_mul(e, e))) : NULL;
+}
+
+/* delta times what |e| exceeds it by, and half the square of the rest: no difference of large numbers */
+LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
+  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  const int64_t one = 1;
+  lunai_targets t;
+  luna_tensor *e, *minus, *above, *below, *rest;
+  if (delta == 0) delta = 1;
+  if (values && !(delta > 0 && lunai_is_finite(delta)))
+    return lunai_fail(values->ctx, LUNA_ERROR_NEGATIVE, "luna_huber", "delta", (double)delta);
+  if ((e = lunai_errors(&t, values, targets, "luna_huber")) == NULL) return NULL;
+  delta = -delta;
+  minus = luna_tensor_new(e->ctx, &delta, 1, &one);
+  above = luna_relu(luna_add(e, minus));
+  below = luna_relu(luna_add(luna_scale(e, -1), minus));
+  rest = luna_add(luna_add(e, luna_scale(above, -1)), below);
+  rest = luna_add(luna_scale(luna_mul(rest, rest), 0.5f), luna_scale(luna_add(above, below), -delta));
+  return lunai_result(scope, lunai_mean_given(&t, rest));
+}
+
+/* t ln(1 + e^-x) + (1 - t) ln(1 + e^x): accurate for confident logits too */
+LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
+  const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
+  const float unit = 1;
+  const int64_t one = 1;
+  lunai_targets t;
+  luna_tensor *y, *yes, *no;
+  int64_t i;
+  for (i = 0; targets && i < luna_count(logits); i++)
+    if (targets[i] < 0 || targets[i] > 1)
+      return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
+  if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
+  y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
+  no = luna_add(luna_scale(y, -1), luna_tensor_new(t.x->ctx, &unit, 1, &one));
+  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
 }
 
 /* --- attention --- */
@@ -10467,6 +10596,123 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
   return luna_layer_norm(x, layer->weight, layer->bias);
+}
+
+/* --- features --- */
+LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features, int64_t dim, luna_init init) {
+  layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, lunai_init(LUNA_INIT_ZEROS, 0));
+  layer->scale = layer->mean ? lunai_named(params, prefix, "input_norm.scale", 1, features, 1, lunai_init(LUNA_INIT_ONES, 0)) : NULL;
+  return layer->scale && lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+}
+LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
+                                           int64_t features, int64_t dim, luna_init init) {
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
+  return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
+}
+/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call that
+   returns a status. */
+LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
+  va_list values;
+  va_start(values, id);
+  lunai_report_values(ctx, !op, id, values);
+  va_end(values);
+  return false;
+}
+LUNAI_FN bool lunai_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
+  luna_ctx *ctx = layer && layer->mean ? layer->mean->ctx : NULL;
+  int64_t shape[3], b;
+  luna_tensor like;
+  if (!ctx) return false;
+  if (!input) return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "the input");
+  shape[0] = input->batch;
+  shape[1] = input->n;
+  shape[2] = layer->mean->shape[0];
+  like = lunai_like(ctx, 3, shape);
+  if (lunai_shape_count(3, shape) < 0)
+    return lunai_input_wrong(ctx, op, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)3, LUNAI_MAX_COUNT);
+  if (!input->features && lunai_shape_count(3, shape) > 0)
+    return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "input.features");
+  for (b = 0; input->lengths && b < input->batch; b++)
+    if (input->lengths[b] < 0 || input->lengths[b] > input->n)
+      return lunai_input_wrong(ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)input->lengths[b],
+                               (int64_t)0, input->n);
+  return true;
+}
+LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
+  return !input->lengths || step % input->n < input->lengths[step / input->n];
+}
+LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
+  const int64_t k = layer && layer->mean ? layer->mean->shape[0] : 0;
+  luna_ctx *ctx = k ? layer->mean->ctx : NULL;
+  luna_status status;
+  lunai_mark mark;
+  void *memory;
+  float *mean;
+  int64_t i, f;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!lunai_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
+    return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
+  mean = (float *)memory;
+  for (f = 0; f < k; f++) {
+    double sum = 0, squares = 0;
+    int64_t count = 0;
+    for (i = 0; i < input->batch * input->n; i++) /* Welford's recurrence: one pass, no difference of large sums */
+      if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * k + f])) {
+        const double x = (double)input->features[i * k + f], from = x - sum;
+        sum += from / (double)++count;
+        squares += from * (x - sum);
+      }
+    mean[f] = (float)sum;
+    mean[k + f] = squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
+    if (!lunai_is_finite(mean[k + f]) || mean[k + f] == 0) mean[k + f] = 1;
+  }
+  status = luna_write(layer->mean, mean);
+  if (status == LUNA_OK) status = luna_write(layer->scale, mean + k);
+  lunai_step_rewind(ctx, mark);
+  return status;
+}
+/* [batch, n, k]: the features with 0 for what is missing, or 1 where one is there and 0 where not. Both always, so that
+   neither memory nor the ops of a step depend on the data. */
+LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
+  int64_t shape[3], i, f;
+  luna_tensor *out;
+  lunai_mark mark;
+  luna_status status = LUNA_OK;
+  void *memory;
+  shape[0] = input->batch;
+  shape[1] = input->n;
+  shape[2] = k;
+  if ((out = luna_tensor_new(ctx, NULL, 3, shape)) == NULL) return NULL;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, (size_t)luna_count(out) * sizeof(float), false, &memory))
+    return lunai_fail_op_memory(ctx, "luna_input_layer_forward", (size_t)luna_count(out) * sizeof(float));
+  if (lunai_computes(ctx) && luna_count(out) > 0) {
+    float *to = (float *)memory;
+    for (i = 0; i < input->batch * input->n; i++) {
+      const bool real = lunai_is_real(input, i);
+      for (f = 0; f < k; f++, to++) {
+        const float x = real ? input->features[i * k + f] : 0;
+        *to = x != x || !real ? 0 : present ? 1 : x;
+      }
+    }
+    status = ctx->backend->copy(ctx, out->data, memory, (size_t)luna_count(out) * sizeof(float), 1);
+  }
+  lunai_step_rewind(ctx, mark);
+  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "luna_input_layer_forward", status);
+}
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
+  luna_scope scope;
+  luna_tensor *x, *present;
+  if (!lunai_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  scope = luna_scope_begin(layer->mean->ctx);
+  x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
+  present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
+  x = luna_add(x, luna_scale(luna_detach(layer->mean), -1));
+  x = luna_mul(luna_mul(x, luna_detach(layer->scale)), present);
+  return lunai_result(scope, luna_linear_layer_forward(&layer->projection, x));
 }
 
 /* what every config's dim and heads are by default */
@@ -11285,7 +11531,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
+  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
+  F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
@@ -11343,9 +11590,15 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
-  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0))
+  if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
+                              s->layers * layer + (s->pre_norm ? 2 : 0))
     return "its tensors are not those of luna.layers layers";
-  if (!lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim)) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
+                    !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
+    return s->features ? "input_proj.weight is not [luna.dim, luna.features]" :
+                         "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (s->outputs && !lunai_st_matrix(st, "output_projection.weight", s->outputs, s->dim))
+    return "output_projection.weight is not [luna.outputs, luna.dim]";
   if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
   if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
   if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
@@ -11459,6 +11712,7 @@ LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
   s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
   s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
+  s->features = c->features; s->outputs = c->outputs;
 }
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   memset(c, 0, sizeof *c);
@@ -11467,6 +11721,7 @@ LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
   c->layer.pre_norm = s->pre_norm != 0;
   c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
+  c->features = s->features; c->outputs = s->outputs;
 }
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
@@ -11475,6 +11730,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (c->vocab == 0) c->vocab = 256;
+  if (c->outputs == 0) c->outputs = c->features;
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
@@ -11503,8 +11759,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     return lunai_setup_end(&s, false);
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
   memset(model, 0, sizeof *model);
-  model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
-  good = model->embedding != NULL;
+  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, lunai_projection_init(c.layer.bert_init, true));
+  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
   model->layers = (luna_causal_layer *)memory;
@@ -11513,6 +11769,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
+  if (good && c.outputs) good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, lunai_projection_init(c.layer.bert_init, true));
   lunai_lm_to_sizes(&c, &sizes);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
                                        &sizes);
@@ -11536,17 +11793,22 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  luna_tensor *x = luna_embedding(model->embedding, input->tokens, input->batch, input->n);
+  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
+                                      luna_input_layer_forward(&model->input, input);
   int64_t i;
   x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
   for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
   return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
 }
+LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
+  return model->output.weight ? model->output.weight : model->embedding;
+}
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
   const luna_scope scope = luna_scope_begin(ctx);
-  return ctx ? lunai_result(scope, luna_linear(lunai_lm_features(model, input), model->embedding, NULL)) : NULL;
+  if (!ctx) return NULL;
+  return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
@@ -11555,7 +11817,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   if (!ctx) return NULL;
   if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
   x = lunai_lm_features(model, input);
-  return lunai_result(scope, luna_linear_cross_entropy(x, model->embedding, NULL, labels, NULL));
+  return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
 /* --- the fields of models with an encoder --- */
@@ -11565,7 +11827,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
   F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26)
+  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26) \
+  F(features, 0, 1 << 20) F(per_step, 0, 1)
 typedef struct lunai_model_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_MODEL_FIELDS(LUNAI_FIELD)
@@ -11586,6 +11849,7 @@ LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_s
   s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
   s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
   s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
+  s->features = c->features;
 }
 LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
   luna_linformer_config *l = &c->layer.linformer;
@@ -11597,6 +11861,7 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
   l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
+  c->features = s->features;
 }
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
   return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
@@ -11633,12 +11898,21 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
 }
 
+/* A model's features are its encoder's. */
+LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encoder_config *encoder) {
+  if (*features == 0) *features = encoder->features;
+  if (!lunai_agrees(ctx, "encoder.features", encoder->features, "features", *features)) return false;
+  encoder->features = *features;
+  return true;
+}
+
 /* the learned embeddings and their norms */
 LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
   const luna_encoder_config *c = &e->config;
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
   if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if ((e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
+  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim, lunai_projection_init(c->layer.bert_init, true)) :
+      (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
   if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
   if (!c->norm_embedding) return true;
   return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) && (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
@@ -11688,12 +11962,12 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
-/* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+/* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
   const float factor = lunai_embedding_factor(c);
-  const luna_scope scope = luna_scope_begin(table->ctx);
-  luna_tensor *x = luna_embedding(table, input->tokens, input->batch, input->n);
-  if (factor != 1) x = lunai_result(scope, luna_scale(x, factor));
+  const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
+  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) : luna_input_layer_forward(features, input);
+  if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
   x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
   if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
   if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
@@ -11729,7 +12003,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input), memory);
+  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is null
@@ -11776,6 +12050,7 @@ LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
 LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
   s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
+  s->per_step = c->per_step;
 }
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config) {
   luna_classifier_config c;
@@ -11795,6 +12070,9 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
     lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
     return lunai_setup_end(&setup, false);
   }
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
+      (c.per_step && !lunai_is_unused(params->ctx, "pair", c.pair, "with per_step")))
+    return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_classifier_sizes(&c, &s);
   if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
@@ -11841,10 +12119,11 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   }
 }
 LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const luna_input *input) {
-  const bool memory = lunai_pools_memory(model->config.pooling);
+  const bool memory = lunai_pools_memory(model->config.pooling) && !model->config.per_step;
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_tensor *x = NULL, *p = NULL;
   if (!lunai_encoder(&model->encoder, input, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
+  if (model->config.per_step) return x;
   return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
@@ -11882,6 +12161,7 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.vocab == 0) c.vocab = 257;
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder)) return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c.encoder, &s);
   s.vocab = c.vocab;
@@ -11890,7 +12170,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  good = good && model->bias && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
+  if (good) model->output = !c.features ? model->encoder.embedding : lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim, lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
+  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -11902,7 +12183,7 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
   luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
-  return x ? luna_linear(x, model->encoder.embedding, model->bias) : NULL;
+  return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
@@ -11930,7 +12211,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
       chosen[count++] = labels[i];
     }
   x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
-  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->encoder.embedding, model->bias, chosen, NULL);
+  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
@@ -11985,7 +12266,8 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
     lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
     return false;
   }
-  if (!lunai_encoder_defaults(ctx, &c->encoder, &c->encoder)) return false;
+  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder, &c->encoder) ||
+      (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   lunai_seq2seq_sizes(c, &s);
@@ -12041,7 +12323,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   context = luna_encoder_forward(&model->encoder, source, &p);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
+  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target) : NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
@@ -12761,6 +13043,7 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
   classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits; classifier.pair = s->pair != 0;
+  classifier.per_step = s->per_step != 0;
   seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0; seq2seq.separate_output = s->separate_output != 0;
   seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
   if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
@@ -14011,6 +14294,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->scale = 1;
   if (!s->kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
+  if (z->features || z->outputs) return "models of features, or with outputs of their own, are not streamed";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
