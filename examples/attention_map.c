@@ -124,7 +124,7 @@ static bool look(const luna_encoder *e, luna_tensor **pack, luna_tensor **unpack
   const luna_encoder_layer *layer = NULL;
   int32_t input[TOKENS];
   for (int64_t i = 0; i < count; i++) input[i] = tokens[i].token;
-  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ input, NULL, 1, count }, &p);
+  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ input, NULL, 1, count, NULL }, &p);
   for (int64_t i = 0; i < own.layer; i++) {
     if (layer) x = luna_encoder_layer_forward(layer, x, &p, NULL);
     layer = &e->layers[e->config.tied_layers ? 0 : i];

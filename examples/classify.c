@@ -211,7 +211,7 @@ static int predict(luna_ctx *ctx, const char **words) {
     for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof typed) typed[size++] = (unsigned char)c;
     length = cut(typed, size, tokens);
     luna_begin_inference(ctx);
-    luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier, &(luna_input){ tokens, &length, 1, length }), NULL);
+    luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier, &(luna_input){ tokens, &length, 1, length, NULL }), NULL);
     if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }
     int32_t best = 0;
     for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;

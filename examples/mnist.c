@@ -147,7 +147,7 @@ static int show_one(luna_ctx *ctx, const luna_classifier *model, int64_t index, 
   fetch(index, tokens, &length);
   for (int64_t i = 0; i < pixels(); i++) printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.greys], (i + 1) % images.size[2] ? "" : "\n");
   luna_begin_inference(ctx);
-  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length }), NULL), shares) != LUNA_OK) return failed(ctx);
+  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length, NULL }), NULL), shares) != LUNA_OK) return failed(ctx);
   for (int32_t c = 1; c < model->config.classes; c++) if (shares[c] > shares[best]) best = c;
   printf("image %lld: %d, with probability %.3f\n\n", (long long)index, (int)best, (double)shares[best]);
   return 0;

@@ -188,7 +188,7 @@ static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t 
   luna_beam_config search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .max_length = 2 * b->n + 10, .length_penalty = (float)own.length };
   int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)), *lengths = out + rows * search.max_length;
   unsigned char *text = (unsigned char *)grow(NULL, search.max_length * UNIT + 1, 1);
-  int status = luna_seq2seq_generate(model, &search, &(luna_input){ b->source, b->lengths[0], rows, b->n }, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
+  int status = luna_seq2seq_generate(model, &search, &(luna_input){ b->source, b->lengths[0], rows, b->n, NULL }, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
   for (int64_t r = 0; r < rows && !status; r++) take(d->pairs + first + r, decode(&d->v, out + r * search.max_length, lengths[r], text));
   free(out), free(text);
   return status;
@@ -199,7 +199,7 @@ static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t 
 static progress bar;
 
 static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smoothing) {
-  luna_tensor *logits = luna_seq2seq_forward(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n }, &(luna_input){ b->given, b->lengths[1], b->rows, b->m });
+  luna_tensor *logits = luna_seq2seq_forward(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n, NULL }, &(luna_input){ b->given, b->lengths[1], b->rows, b->m, NULL });
   return luna_cross_entropy_with(logits, b->labels, &(luna_cross_entropy_config){ .smoothing = smoothing });
 }
 
