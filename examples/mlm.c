@@ -67,9 +67,11 @@ static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t 
   return luna_masked_lm_loss(model, &(luna_input){ tokens, NULL, set.batch, own.window, NULL }, labels);
 }
 
-static double mean_loss(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* NaN on failure */
-  double sum = 0;
+static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* the mean loss; NaN on failure */
+  double sum = 0, since = seconds();
   for (int64_t i = 0; i < 16; i++) luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
+  progress_validated(&bar, since, sum);
+  snprintf(bar.note, sizeof bar.note, "validation %.3f", sum);
   return sum;
 }
 
@@ -81,10 +83,10 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);
   printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size, (long long)luna_params_element_count(params));
-  double first = mean_loss(ctx, &model, held);
-  if (!adam || !(first >= 0)) return failed(ctx);
+  if (!adam) return failed(ctx);
   progress_start(&bar, 0);
   while (bar.step < set.steps && !interrupted) {
+    if (progress_due(&bar) && !(validate(ctx, &model, held) >= 0)) return failed(ctx);
     luna_begin_step(ctx);
     luna_tensor *loss = loss_of(&model, text, bar.step);
     luna_backward(loss);
@@ -92,9 +94,7 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
     progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
   }
   if (keep(ctx, params)) return 2;
-  double last = mean_loss(ctx, &model, held);
-  curve_add(&bar.validation, 0, first);
-  curve_add(&bar.validation, (double)bar.step, last);
+  double first = bar.validation.y[0], last = validate(ctx, &model, held);
   printf("validation loss %.3f -> %.3f nats, %.3f bits per masked byte\n", first, last, last / 0.69314718055994530942);
   return last >= 0 ? plot(&bar, "masked language model") : failed(ctx);
 }
@@ -209,8 +209,8 @@ static int tune(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "pretrain", { "text" }, "learns to fill in masked bytes", pretrain },
-  { "tune", { "model", "text" }, "makes a classifier of it", tune },
+  { "pretrain", { "text: any file, whose bytes are the tokens" }, "learns to fill in masked bytes", pretrain },
+  { "tune", { "model: a file that pretrain wrote", "lines: a number from 0, a tab and a text" }, "makes a classifier of it", tune },
   { 0 }
 };
 

@@ -835,6 +835,9 @@ static void case_luna_causal_nested_attention(void) {
   got_tensor(luna_causal_nested_attention(q, k, v, s, h, omega, lengths_of(q ? q->shape[0] : b, l), probability()), q || k || v);
 }
 static void double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const luna_run run = luna_custom_run(out);
+  expect(run.threads >= 1 && (!run.scratch_size || run.scratch), "a custom op has no workspace");
+  if (run.scratch_size) memset(run.scratch, 1, run.scratch_size);
   for (int64_t i = 0; i < luna_count(out); i++) out->data[i] = count > 0 && i < luna_count(in[0]) && *(const char *)state ? 2 * in[0]->data[i] : 0;
 }
 static void double_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
@@ -845,15 +848,19 @@ static void case_luna_custom_op(void) {
   luna_tensor *in[9];
   const int count = number(1 + (int)pick(8));
   const int64_t shape[4] = {small(), small(), small(), small()};
-  luna_custom c = {double_forward, double_backward, "ab", 3};
+  luna_custom c = {double_forward, double_backward, "ab", 3, 0};
   for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (turn()) c.forward = NULL;
   if (turn()) c.backward = NULL;
   if (turn()) c.state = NULL;
   if (turn()) c.state = NULL, c.state_size = SIZE_MAX;
+  c.workspace_size = turn() ? SIZE_MAX : pick(300);
   if (count > 9 || shape_count(4, shape) > 100000) return;
   const bool given = !turn();
   got_tensor(luna_custom_op(given ? in : NULL, count, number(1 + (int)pick(4)), turn() ? NULL : shape, turn() ? NULL : &c), given && any_of(in, count < 8 ? count : 8));
+}
+static void case_luna_custom_run(void) {
+  expect(luna_custom_run(turn() ? NULL : any_tensor()).threads == 0, "luna_custom_run outside a custom op");
 }
 static void case_luna_scope_recompute(void) {
   const luna_scope scope = luna_scope_recompute(turn() ? NULL : w->ctx), inner = luna_scope_recompute(w->ctx);
@@ -873,6 +880,10 @@ static luna_init an_init(void) {
   init.kind = ENUM(luna_init_kind, 6);
   init.scale = real(0);
   return init;
+}
+static void case_luna_params_ctx(void) {
+  const luna_params *set = turn() ? NULL : w->set[0];
+  expect(luna_params_ctx(set) == (set ? w->ctx : NULL), "a set's context");
 }
 static void case_luna_params_open(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
@@ -1676,6 +1687,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_activate) F(luna_relu) F(luna_gelu) F(luna_elu1) F(luna_softplus) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
+  F(luna_custom_run) F(luna_params_ctx) \
   F(luna_scope_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
   F(luna_params_element_count) F(luna_params_zero_grad) F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) \
   F(luna_load_borrowed) F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_load) \
