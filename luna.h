@@ -51,11 +51,13 @@
         labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
         to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
         Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
-        Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
-              luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
-              int64_t shape[2] = { batch, 1 };
-              luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
-              luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
+        Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, or, for several
+        questions with yes and no, luna_binary_cross_entropy. NaN targets are ignored.
+        Sequences of numbers: with .features = k in its config a model reads input.features [batch,n,k] in place of
+        tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on training data
+        first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
+        mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. A classifier with
+        .per_step has classes at each step, found from the whole sequence.
      4. Save it, use it.
             if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls

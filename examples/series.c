@@ -33,9 +33,9 @@ static struct { const char *label, *svg; int64_t per_step, causal, forecast, win
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--label", "t", STRING(own.label), "CSV: the column, by name or number from 1, that is each row's class" },
-  { "--per-step", "t", CHOICE(own.per_step, "no yes"), "a class at each step; of .ts in recordings joined from cases" },
-  { "--causal", "t", CHOICE(own.causal, "no yes"), "at each step, from that step and earlier ones alone" },
-  { "--forecast", "t", CHOICE(own.forecast, "no yes"), "the next step's numbers" },
+  { "--per-step", "t", SWITCH(own.per_step), "a class at each step; of .ts in recordings joined from cases" },
+  { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone" },
+  { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
   { "--window", "t", WHOLE(own.window, 2, 1e6), "steps of a recording that are learnt from at once" },
   { "--held", "t", WHOLE(own.held, 0, 5), "1 to 5: that fifth of the data is not learnt from but measured on; 0: none (CSV: the last)" },
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
@@ -255,6 +255,8 @@ static int read_data(const char *path, bool learns) {
   const unsigned char *line;
   for (data.csv = true; data.csv && (line = next_line(data.text, &at, &length)) != NULL;)
     data.csv = !(length >= 5 && memcmp(line, "@data", 5) == 0);
+  if (!learns && data.csv != (column_count > 0))
+    return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) : fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
   if (data.csv ? read_csv(path, learns) : read_ts(path, learns)) return 2;
   if (data.count == 0 || data.size == 0) return fail("%s holds no series", path);
   if (learns && data.csv && !own.held) own.held = 5;
@@ -561,15 +563,7 @@ static int load(luna_ctx *ctx, const char *path) {
 }
 
 /* Reads a model, and a file that is for it. */
-static int load_both(luna_ctx *ctx, const char **words) {
-  if (load(ctx, words[0])) return 2;
-  const int64_t k = model.kind == LUNA_MODEL_LM ? model.lm.config.features : model.classifier.config.features;
-  if (read_data(words[1], false)) return 2;
-  if (data.csv && (column_count == 0 || (!own.per_step && !own.forecast))) return fail("%s is a table, but %s learnt from cases (.ts)", words[1], words[0]);
-  if (!data.csv && column_count) return fail("%s has cases, but %s learnt from a table (CSV)", words[1], words[0]);
-  if (data.k != k) return fail("%s has %lld numbers a step, not %lld", words[1], (long long)data.k, (long long)k);
-  return 0;
-}
+static int load_both(luna_ctx *ctx, const char **words) { return load(ctx, words[0]) || read_data(words[1], false) ? 2 : 0; }
 
 /* ---- commands ------------------------------------------------------------------------------------------------------ */
 
@@ -703,9 +697,9 @@ static int draw_series(const char *title) {
 }
 
 static const command commands[] = {
-  { "train", { "data" }, "learns from series, and writes a model", train },
-  { "eval", { "model", "data" }, "how well a model does on a file", eval },
-  { "predict", { "model", "data" }, "what a model finds in a file", predict },
+  { "train", { "data: .ts or CSV" }, "learns from series, and writes a model", train },
+  { "eval", { "model", "data: .ts or CSV" }, "how well a model does on a file", eval },
+  { "predict", { "model", "data: .ts or CSV" }, "what a model finds in a file", predict },
   { 0 }
 };
 
