@@ -51,11 +51,13 @@
         labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
         to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
         Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
-        Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
-              luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
-              int64_t shape[2] = { batch, 1 };
-              luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
-              luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
+        Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, or, for several
+        questions with yes and no, luna_binary_cross_entropy. NaN targets are ignored.
+        Sequences of numbers: with .features = k in its config a model reads input.features [batch,n,k] in place of
+        tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on training data
+        first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
+        mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. A classifier with
+        .per_step has classes at each step, found from the whole sequence.
      4. Save it, use it.
             if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -825,8 +827,8 @@ typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
-/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN) counts as
-   its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
+/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
+   counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
    luna_input_layer_fit, or luna_write. */
 typedef struct luna_input_layer {
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
@@ -837,7 +839,8 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
 /* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A feature
    that never changes gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
-LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input); /* [batch,n,dim] */
+/* -> [batch,n,dim] */
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
 typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
@@ -1011,7 +1014,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
-  int64_t outputs;                   /* a step, by a matrix of their own; 0 = logits of the next token; of features: 0 = features */
+  int64_t outputs;                   /* a step, by a matrix of their own; 0 = the next token's logits, or of features as
+                                        many as features */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
@@ -10793,10 +10797,12 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 }
 
 /* --- features --- */
-LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features, int64_t dim, luna_init init) {
-  layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  layer->scale = layer->mean ? lunai_named(params, prefix, "input_norm.scale", 1, features, 1, lunai_init(LUNA_INIT_ONES, 0)) : NULL;
-  return layer->scale && lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
+                               int64_t dim, luna_init init) {
+  const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
+  return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
+         (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
+         lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
 }
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init) {
@@ -10804,8 +10810,8 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
   const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
   return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
 }
-/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call that
-   returns a status. */
+/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
+   that returns a status. */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -11991,14 +11997,16 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   lunai_setup s;
   lunai_lm_sizes sizes;
   luna_lm_config c;
+  luna_init projection;
   void *memory = NULL;
   int64_t i;
   bool good;
   if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
     return lunai_setup_end(&s, false);
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
+  projection = lunai_projection_init(c.layer.bert_init, true);
   memset(model, 0, sizeof *model);
-  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, lunai_projection_init(c.layer.bert_init, true));
+  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
   else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
@@ -12008,7 +12016,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
-  if (good && c.outputs) good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, lunai_projection_init(c.layer.bert_init, true));
+  if (good && c.outputs)
+    good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
   lunai_lm_to_sizes(&c, &sizes);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
                                        &sizes);
@@ -12150,7 +12159,8 @@ LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, con
   const luna_encoder_config *c = &e->config;
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
   if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim, lunai_projection_init(c->layer.bert_init, true)) :
+  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
+                                      lunai_projection_init(c->layer.bert_init, true)) :
       (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
   if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
   if (!c->norm_embedding) return true;
@@ -12202,10 +12212,12 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
+                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
   const float factor = lunai_embedding_factor(c);
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) : luna_input_layer_forward(features, input);
+  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
+                           luna_input_layer_forward(features, input);
   if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
   x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
   if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
@@ -12409,7 +12421,9 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  if (good) model->output = !c.features ? model->encoder.embedding : lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim, lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
+  if (good) model->output = !c.features ? model->encoder.embedding :
+                            lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
+                                        lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
   good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
