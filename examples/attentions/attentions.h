@@ -36,7 +36,7 @@ typedef struct attentions {
   const attention_system *system;
   attention *options;                /* a layer's struct that holds the options alone */
   attention *layers;                 /* what was made with them, newest first */
-  char error[200];
+  char error[320];
 } attentions;
 
 /* ---- options by name ---- */

@@ -24,7 +24,7 @@ static const attention_option local_options[] = {
 
 static void local_init(void *layer) {
   local *a = (local *)layer;
-  attention_require(&a->base, a->window > 0, "local: window must be above 0");
+  attention_require(&a->base, a->window > 0 || a->pattern == LOCAL_SLIDING, "local: window must be above 0");
   attention_projections_init(&a->base, &a->p);
 }
 
