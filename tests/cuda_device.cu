@@ -139,6 +139,13 @@ extern "C" void cuda_mend(void) {
 }
 extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
+extern "C" cuda_counts cuda_counted(void) {
+  const cuda_counts now = {cuda_host.launches + cuda_host.products, cuda_host.replays, cuda_host.copies,
+                           cuda_host.synchronisations, cuda_host.max_allocated};
+  cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.copies = cuda_host.synchronisations = 0;
+  cuda_host.max_allocated = cuda_host.allocated;
+  return now;
+}
 extern "C" unsigned long long cuda_errors(const char **message) {
   *message = cuda_host.message;
   return cuda_host.errors;
@@ -151,5 +158,6 @@ extern "C" void cuda_mend(void) {}
 extern "C" const luna_backend *cuda_strict_backend(bool) { return NULL; }
 extern "C" void cuda_quiet(bool) {}
 extern "C" size_t cuda_allocated(void) { return 0; }
+extern "C" cuda_counts cuda_counted(void) { return {}; }
 extern "C" unsigned long long cuda_errors(const char **message) { return *message = "", 0; }
 #endif
