@@ -98,7 +98,7 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/install.sh tests/compile.sh
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
