@@ -30,7 +30,7 @@
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        about 20 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        about 11 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
         configure: it holds scalar, SSE2, AVX2 and AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and
         picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
@@ -1583,6 +1583,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #elif defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
+#elif defined(_MSC_VER)
+#pragma fp_contract(off)
 #endif
 #if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC diagnostic push
@@ -1592,6 +1594,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #include <math.h>
 #include <string.h>
 
+/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for Windows
+   with gcc and this macro (tests/cross.sh), never yet by that compiler. */
+#if defined(_MSC_VER) && !defined(__clang__) && !defined(LUNAI_MSVC)
+#define LUNAI_MSVC
+#endif
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
@@ -1603,7 +1610,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #else
 #define LUNAI_UNUSED
 #define LUNAI_CALL static
+#ifdef LUNAI_MSVC
+#define LUNAI_INLINE static __forceinline
+#else
 #define LUNAI_INLINE static inline
+#endif
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
 
@@ -5829,9 +5840,13 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #define LUNAI_ISA_WASM 6
 
 #if !defined(LUNA_NO_SIMD) && !defined(LUNAI_DOUBLE) && !defined(__CUDACC__)
-#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
+#if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
+  (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
 #include <immintrin.h>
+#ifdef LUNAI_MSVC
+#include <intrin.h>
+#endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define LUNAI_NEON
 #include <arm_neon.h>
@@ -5854,7 +5869,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
 
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
@@ -5865,7 +5881,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
@@ -5878,7 +5895,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
@@ -5900,18 +5918,32 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #endif
 
 #ifdef LUNAI_X86
+#ifdef LUNAI_MSVC
+LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
+  int r[4];
+  __cpuidex(r, (int)leaf, (int)part);
+  memcpy(out, r, sizeof r);
+}
+LUNAI_FN uint32_t lunai_xgetbv(void) { return (uint32_t)_xgetbv(0); }
+#else
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(part));
 }
+LUNAI_FN uint32_t lunai_xgetbv(void) {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+#endif
 /* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
    context switch */
 LUNAI_FN int lunai_isa_detect(void) {
-  uint32_t r[4], low, high;
+  uint32_t r[4], low;
   lunai_cpuid(0, 0, r);
   if (r[0] < 7) return LUNA_ISA_SSE2;
   lunai_cpuid(1, 0, r);
   if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNA_ISA_SSE2; /* OSXSAVE, FMA */
-  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
   if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNA_ISA_SSE2;
   if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
@@ -5932,7 +5964,12 @@ LUNAI_FN int lunai_isa_detect(void) {
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
 LUNA_API luna_isa luna_isa_best(void) {
-#if defined(__GNUC__) || defined(__clang__)
+#if defined(LUNAI_MSVC)
+  static volatile int known;
+  int isa = known;
+  if (isa == 0) known = isa = lunai_isa_detect();
+  return (luna_isa)isa;
+#elif defined(__GNUC__) || defined(__clang__)
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (isa == 0) {
@@ -7184,7 +7221,7 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 /* ----------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
 #define LUNAI_NO_POOL
 #elif defined(_WIN32)
 #ifndef WIN32_LEAN_AND_MEAN
@@ -7241,18 +7278,44 @@ struct lunai_pool {
   uint64_t ticket;                   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds nothing left */
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  int sleepers;                      /* atomic */
+  uint32_t sleepers;                 /* atomic */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
-  bool stop;
+  uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
   lunai_condition wake;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(LUNAI_MSVC)
+  YieldProcessor();
+#elif defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #endif
 }
+
+/* atomics, sequentially consistent */
+#ifdef LUNAI_MSVC
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
+  const bool same = was == *expected;
+  *expected = was;
+  return same;
+}
+#else
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+#endif
 
 LUNAI_FN int lunai_cores(void) {
 #ifdef _WIN32
@@ -7265,15 +7328,15 @@ LUNAI_FN int lunai_cores(void) {
 #endif
 }
 
-LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(__atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST) >> 32); }
+LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_load64(&pool->ticket) >> 32); }
 
 /* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
-  uint64_t ticket = __atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST);
-  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < __atomic_load_n(&pool->count, __ATOMIC_SEQ_CST)) {
-    if (!__atomic_compare_exchange_n(&pool->ticket, &ticket, ticket + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+  uint64_t ticket = lunai_load64(&pool->ticket);
+  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
+    if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    __atomic_add_fetch(&pool->done, 1, __ATOMIC_SEQ_CST);
+    lunai_add32(&pool->done, 1);
     ticket++;
   }
 }
@@ -7289,13 +7352,13 @@ LUNAI_FN void lunai_worker_run(lunai_worker *self) {
     }
     if (spins == LUNAI_SPINS) {
       lunai_mutex_lock(&pool->mutex);
-      __atomic_add_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, 1);
       while (lunai_pool_call(pool) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
-      __atomic_sub_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, UINT32_MAX);
       lunai_mutex_unlock(&pool->mutex);
     }
     seen = lunai_pool_call(pool);
-    if (__atomic_load_n(&pool->stop, __ATOMIC_SEQ_CST)) return;
+    if (lunai_load32(&pool->stop)) return;
     lunai_pool_work(pool, seen);
   }
 }
@@ -7317,12 +7380,12 @@ LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->proc
 /* a new call of `count` tasks; returns its number */
 LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   const uint32_t call = lunai_pool_call(pool) + 1;
-  __atomic_store_n(&pool->done, 0, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->done, 0);
   /* so that no thread pairs the new count with the old call */
-  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
+  lunai_store64(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX);
+  lunai_store32(&pool->count, count);
+  lunai_store64(&pool->ticket, (uint64_t)(call + 1) << 32);
+  if (lunai_load32(&pool->sleepers) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
   lunai_mutex_lock(&pool->mutex);
   lunai_condition_wake(&pool->wake);
   lunai_mutex_unlock(&pool->mutex);
@@ -7336,7 +7399,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (__atomic_load_n(&pool->done, __ATOMIC_SEQ_CST) != (uint32_t)count) {
+  while (lunai_load32(&pool->done) != (uint32_t)count) {
     lunai_pause();
     if (++spins > LUNAI_SPINS) lunai_yield();
   }
@@ -7345,7 +7408,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   int64_t i;
   if (!lunai_pool_has_workers(pool)) return;
-  __atomic_store_n(&pool->stop, true, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
