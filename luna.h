@@ -1392,13 +1392,21 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
 } luna_step_state;
 
 typedef enum luna_optimizer_kind { LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO } luna_optimizer_kind;
-typedef struct luna_update {         /* one parameter's optimiser step; reads and writes step_state */
-  luna_tensor *parameter;
-  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+/* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
+   parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
+#define LUNA_UPDATE_PIECE 16384
+typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
-  float momentum, beta1, beta2, epsilon, decay, lr; /* lr: factor on the state's */
+  float momentum, beta1, beta2, epsilon, clip;
   luna_step_state *state;
+} luna_rule;
+typedef struct luna_update {
+  float *value, *grad;
+  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  int64_t count, first;              /* elements; the number of its first piece */
+  float decay, lr;                   /* lr: factor on the state's */
+  bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
 struct luna_backend {
@@ -1416,8 +1424,9 @@ struct luna_backend {
                                         what `other` has queued; null: work is done when a call returns */
   luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
-  luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
-  luna_status (*update)(luna_ctx *ctx, const luna_update *update);
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
+  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -8390,23 +8399,26 @@ LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
     w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
 }
-LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
+LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                    const luna_update *table, int64_t count) {
+  luna_step_state *state = rule->state;
   lunai_norm_work w;
   double sum = 0;
   int64_t p, at, i;
   w.kernels = ctx->kernels;
   for (p = 0; p < count; p++) {
-    const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
+    const int64_t size = parts[p].frozen ? 0 : parts[p].count;
     for (at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
-      w.x = parameters[p]->grad + at;
+      w.x = parts[p].grad + at;
       w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
       lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
       for (i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
     }
   }
+  (void)table;
   state->norm = (float)sqrt(sum);
   state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
-  state->factor = clip > 0 && state->norm > clip ? clip / state->norm : 1.0f;
+  state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
@@ -8455,32 +8467,40 @@ LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   w->update.alpha = (1 - whole.beta1) / whole.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
-LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) {
-  const luna_step_state *state = update->state;
+LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
+  const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
   lunai_update_work w;
   int i;
-  if (state->nonfinite) return lunai_cpu_zero(ctx, update->parameter->grad, (size_t)luna_count(update->parameter) * sizeof(float));
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
-  w.kind = update->kind;
-  w.update.value = update->parameter->data;
-  w.update.grad = update->parameter->grad;
-  for (i = 0; i < 3; i++) w.update.moment[i] = update->moment[i];
-  w.update.count = luna_count(update->parameter);
-  w.update.lr = state->lr * update->lr;
+  w.kind = rule->kind;
+  w.update.value = part->value;
+  w.update.grad = part->grad;
+  for (i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
+  w.update.count = part->count;
+  w.update.lr = state->lr * part->lr;
   w.update.factor = state->factor;
-  w.update.decay = update->decay;
-  w.update.momentum = update->momentum;
-  w.update.nesterov = update->nesterov;
-  w.update.coupled = update->kind == LUNA_OPTIMIZER_ADAM;
-  w.update.beta1 = update->beta1;
-  w.update.beta2 = update->beta2;
-  w.update.epsilon = update->epsilon;
-  w.update.correction1 = (float)(1 - pow((double)update->beta1, t));
-  w.update.correction2 = (float)(1 - pow((double)update->beta2, t));
+  w.update.decay = part->decay;
+  w.update.momentum = rule->momentum;
+  w.update.nesterov = rule->nesterov;
+  w.update.coupled = rule->kind == LUNA_OPTIMIZER_ADAM;
+  w.update.beta1 = rule->beta1;
+  w.update.beta2 = rule->beta2;
+  w.update.epsilon = rule->epsilon;
+  w.update.correction1 = (float)(1 - pow((double)rule->beta1, t));
+  w.update.correction2 = (float)(1 - pow((double)rule->beta2, t));
   if (w.kind == LUNA_OPTIMIZER_APOLLO) lunai_apollo_curvature(ctx, &w);
   lunai_run(w.update.count > LUNAI_SPLIT ? &ctx->parallel : NULL, lunai_update_task, &w);
+}
+LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  int64_t p;
+  (void)table;
+  for (p = 0; p < count; p++) {
+    if (!parts[p].frozen && !rule->state->nonfinite) lunai_cpu_update_one(ctx, rule, &parts[p]);
+    else if (parts[p].count) memset(parts[p].grad, 0, (size_t)parts[p].count * sizeof(float));
+  }
   return LUNA_OK;
 }
 
@@ -12083,9 +12103,9 @@ struct luna_optimizer {
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
-  int64_t attempts, size, active;
+  int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
-  luna_tensor **parameters;          /* [active] those not frozen, for the norm */
+  luna_update *parts, *table;        /* [reached] of those that have a gradient; the same in backend memory */
   lunai_group *groups;               /* in the order they were given, for parameters that join later */
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
@@ -12103,25 +12123,21 @@ LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
   t->decay = group->weight_decay;
   t->frozen = group->frozen;
 }
-LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
-  int64_t i;
-  for (o->active = 0, i = 0; i < o->size; i++)
-    if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
-}
 /* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const lunai_group *group;
-  void *trained, *parameters, *moment;
+  void *trained, *parts, *table = NULL, *moment;
   lunai_trained *t;
   lunai_param *p;
   bool good;
   int i;
   if (o->trained && o->size >= size) return LUNA_OK;
   good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
-         lunai_persist(ctx, (size_t)size * sizeof(luna_tensor *), false, &parameters);
+         lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
+         (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
   for (p = o->params->first; p && good; p = p->next) {
     if (p->index < o->size) continue;
@@ -12141,9 +12157,10 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
     return lunai_fail_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
   }
   o->trained = (lunai_trained *)trained;
-  o->parameters = (luna_tensor **)parameters;
+  o->parts = (luna_update *)parts;
+  o->table = (luna_update *)(table ? table : parts);
+  o->reached = 0;
   o->size = size;
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -12289,7 +12306,6 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -12324,11 +12340,36 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
+/* the parts of those parameters that have a gradient; what changed goes to the device */
+LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
+  luna_ctx *ctx = o->params->ctx;
+  int64_t i, reached = 0, first = 0;
+  bool changed = false;
+  for (i = 0; i < o->size; i++) {
+    const lunai_trained *t = &o->trained[i];
+    luna_update part;
+    if (!t->tensor->grad) continue;
+    memset(&part, 0, sizeof part);
+    part.value = t->tensor->data;
+    part.grad = t->tensor->grad;
+    memcpy(part.moment, t->moment, sizeof part.moment);
+    part.count = luna_count(t->tensor);
+    part.first = first;
+    part.decay = t->decay;
+    part.lr = t->lr;
+    part.frozen = t->frozen;
+    first += lunai_divide_up(part.count, LUNA_UPDATE_PIECE);
+    changed = changed || reached >= o->reached || memcmp(&o->parts[reached], &part, sizeof part) != 0;
+    memcpy(&o->parts[reached++], &part, sizeof part);
+  }
+  o->reached = reached;
+  if (!changed || o->table == o->parts) return LUNA_OK;
+  return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
-  luna_update u;
+  luna_rule rule;
   luna_status status;
-  int64_t i;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
@@ -12336,24 +12377,18 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
   if (ctx->options.measure) return LUNA_OK;
-  status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
-  memset(&u, 0, sizeof u);
-  u.kind = o->kind;
-  u.nesterov = o->nesterov;
-  u.momentum = o->momentum;
-  u.beta1 = o->config.beta1;
-  u.beta2 = o->config.beta2;
-  u.epsilon = o->config.epsilon;
-  u.state = o->state;
-  for (i = 0; i < o->size && status == LUNA_OK; i++) {
-    const lunai_trained *t = &o->trained[i];
-    u.parameter = t->tensor;
-    u.decay = t->decay;
-    u.lr = t->lr;
-    memcpy(u.moment, t->moment, sizeof u.moment);
-    if (!t->tensor->grad) continue;
-    status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
-  }
+  memset(&rule, 0, sizeof rule);
+  rule.kind = o->kind;
+  rule.nesterov = o->nesterov;
+  rule.momentum = o->momentum;
+  rule.beta1 = o->config.beta1;
+  rule.beta2 = o->config.beta2;
+  rule.epsilon = o->config.epsilon;
+  rule.clip = o->config.clip;
+  rule.state = o->state;
+  status = lunai_optimizer_parts(o);
+  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;

@@ -168,6 +168,65 @@ static void check_memory(void) {
   free(tokens);
 }
 
+/* ---- optimisers: as on the CPU for many parameters, some empty, one frozen; a few launches whatever their number ---- */
+enum { MANY = 90 };
+static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) {
+  luna_params *params = luna_params_open(ctx);
+  for (int i = 0; i < MANY; i++) {
+    const int64_t size = i == 40 ? 40000 : i % 13;
+    char name[16];
+    snprintf(name, sizeof name, i % 7 ? "p%d" : "cold%d", i);
+    p[i] = luna_param(params, name, 1, &size, (luna_init){LUNA_INIT_NORMAL, 1});
+  }
+  luna_optimizer *o = kind == 0   ? luna_sgd(params, &(luna_sgd_config){.momentum = 0.9f, .clip = 0.5f})
+                      : kind == 1 ? luna_adamw(params, &(luna_adamw_config){.weight_decay = 0.1f, .clip = 0.5f})
+                                  : luna_apollo(params, NULL);
+  luna_optimizer_group(o, &(luna_param_group){.name = "cold", .frozen = true});
+  luna_optimizer_group(o, &(luna_param_group){.name = "p1", .lr = 0.5f});
+  return o;
+}
+static void many_step(luna_ctx *ctx, luna_tensor *p[MANY]) {
+  luna_begin_step(ctx);
+  luna_tensor *loss = NULL;
+  for (int i = 0; i < MANY; i++) {
+    if (!luna_count(p[i])) continue;
+    luna_tensor *sum = luna_sum(luna_mul(p[i], p[i]), 0);
+    loss = loss ? luna_add(loss, sum) : sum;
+  }
+  CHECK(luna_backward(luna_scale(loss, 0.01f)) == LUNA_OK, "many parameters: %s", luna_error(ctx));
+}
+static void check_optimizers(void) {
+  for (int kind = 0; kind < 3; kind++) {
+    device host = cuda;
+    luna_tensor *p[2][MANY];
+    host.backend = NULL;
+    luna_ctx *ctx[2] = {device_open(&host, 3), device_open(&cuda, 3)};
+    luna_optimizer *o[2] = {many_open(ctx[0], kind, p[0]), many_open(ctx[1], kind, p[1])};
+    for (int step = 0; step < 3; step++)
+      for (int i = 0; i < 2; i++) {
+        many_step(ctx[i], p[i]);
+        cuda_counted();
+        CHECK(luna_optimizer_step(o[i]) == LUNA_OK, "optimiser %d: %s", kind, luna_error(ctx[i]));
+        const cuda_counts is = cuda_counted();
+        CHECK(is.launches <= 6 && is.copies <= 2, "optimiser %d: %ld launches and %ld copies for %d parameters", kind,
+              is.launches, is.copies, MANY);
+      }
+    for (int i = 0; i < MANY; i++) {
+      const int64_t n = luna_count(p[0][i]);
+      float *expected = common_floats(n), *got = common_floats(n);
+      luna_read(p[0][i], expected);
+      luna_read(p[1][i], got);
+      CHECK(common_error(got, expected, n, 1e-6) <= 1e-5, "optimiser %d: parameter %d is off by %.3g", kind, i,
+            common_error(got, expected, n, 1e-6));
+      luna_read_grad(p[1][i], got);
+      for (int64_t j = 0; j < n; j++) if (got[j] != 0) { CHECK(0, "optimiser %d leaves gradient %d", kind, i); break; }
+      free(expected), free(got);
+    }
+    luna_close(ctx[0]);
+    luna_close(ctx[1]);
+  }
+}
+
 /* ---- errors of the user's own calls are neither reported nor reset; a custom op's are reported ---- */
 static void check_foreign_errors(void) {
   const int64_t n = 8;
@@ -410,6 +469,7 @@ int main(int argc, char **argv) {
     check_graph();
     check_shared_graph();
     check_memory();
+    check_optimizers();
     check_foreign_errors();
     check_strict();
     check_math();

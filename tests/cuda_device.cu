@@ -89,11 +89,14 @@ static luna_status strict_begin(luna_ctx *ctx, luna_step_state *state, bool trai
 static luna_status strict_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
   return strictly()->check(ctx, loss, state);
 }
-static luna_status strict_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip,
-                               luna_step_state *state) {
-  return strictly()->norm(ctx, parameters, count, clip, state);
+static luna_status strict_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                               const luna_update *table, int64_t count) {
+  return strictly()->norm(ctx, rule, parts, table, count);
 }
-static luna_status strict_update(luna_ctx *ctx, const luna_update *update) { return strictly()->update(ctx, update); }
+static luna_status strict_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                 const luna_update *table, int64_t count) {
+  return strictly()->update(ctx, rule, parts, table, count);
+}
 static luna_status strict_forward(luna_op *op) { return strictly()->op[op->kind].forward(op); }
 static luna_status strict_backward(luna_op *op) { return strictly()->op[op->kind].backward(op); }
 static void *exact_allocate(void *, size_t bytes) {
