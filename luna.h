@@ -113,7 +113,8 @@
 
    DEVICES
      options.backend puts values elsewhere: luna_cuda.cuh on an NVIDIA GPU. The host then reads and writes them by
-     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices.
+     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
+     training step one launch.
 
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
@@ -154,8 +155,8 @@
      1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
                           >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer
-                          >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers >>models
+                          >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -228,6 +229,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
+  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
+    "context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -533,6 +536,30 @@ LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
+/* A step on a device in one launch. Work between begin and end runs at the end; where it is the same as in the step
+   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there, and
+   from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps, until
+   their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+
+       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
+       for (...) {
+         luna_graph_begin(graph);
+         luna_begin_step(ctx);
+         loss = luna_lm_loss(&model, &input, labels);
+         luna_backward(loss);
+         luna_optimizer_step(adam);
+         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
+         ... luna_item(loss) ...                           reading inside has the work before it run at once
+       }
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op that
+   is not recordable make a step run by itself. One graph at a time in a context; freed with it. */
+typedef struct luna_graph luna_graph;
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
+LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
+LUNA_API luna_status luna_graph_end(luna_graph *graph);
+LUNA_API const char *luna_graph_reason(const luna_graph *graph);    /* why the last one was not one launch; "": it was */
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
@@ -686,6 +713,8 @@ typedef struct luna_custom {
   const void *state;
   size_t state_size;
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
+  bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which
+                                        luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
 /* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
@@ -1186,8 +1215,7 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
    reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
    LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
-   can be recorded) does the rest, with the gradients as they are. */
+/* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -1427,6 +1455,12 @@ struct luna_backend {
   /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
   luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
   luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
+     update, zero, and copies within the device. run queues what was kept. Null: a device without. */
+  luna_status (*record)(luna_ctx *ctx);
+  luna_status (*recorded)(luna_ctx *ctx, void **graph); /* null: what was kept is forgotten */
+  luna_status (*run)(luna_ctx *ctx, void *graph);
+  void (*forget)(void *self, void *graph);
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -6595,7 +6629,9 @@ struct luna_ctx {
   uint64_t backwards;                /* luna_backward calls that succeeded */
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
+  luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
 };
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
@@ -6855,6 +6891,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
@@ -7059,6 +7096,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
+    lunai_graph_flush(ctx, "memory of its work was given back");
     while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
     arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
   }
@@ -7081,6 +7119,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   void *self;
   int i;
   if (!ctx) return;
+  while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
   if (ctx->pool) lunai_pool_close(ctx->pool);
 #endif
@@ -7200,7 +7239,6 @@ LUNA_API const char *luna_error(const luna_ctx *ctx) {
   return ctx ? ctx->error : lunai_sentences[LUNA_ERROR_NO_CONTEXT];
 }
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
@@ -8508,6 +8546,7 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  NULL, NULL, NULL, NULL,
   {
     LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
@@ -9309,6 +9348,368 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ----------------------------------------------------------------------------------------------------------------------
+   >>graphs
+   Between begin and end the context's backend is a graph's own table, which notes calls: each is a record of a copy of
+   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At the
+   end the records are run: as they are; or while the device records them, with those copies made from one place there;
+   or not at all, where a recording with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef enum lunai_call_kind {
+  LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
+  LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
+} lunai_call_kind;
+typedef struct lunai_call {
+  lunai_call_kind kind;
+  size_t size;                       /* bytes, with the op and the tensors that follow */
+  void *to;                          /* copy, zero */
+  const void *from;                  /* within the device; null: the value at `value` */
+  size_t bytes, value;
+  luna_step_state *state;            /* begin, check */
+  bool training, stepped;
+  luna_rule rule;                    /* norm, update */
+  const luna_update *parts, *table;
+  int64_t count;
+} lunai_call;
+typedef struct lunai_bytes { char *at; size_t used, room, needed; } lunai_bytes; /* needed: had there been room */
+struct luna_graph {
+  luna_ctx *ctx;
+  luna_graph *next;
+  const luna_backend *device;        /* the real table */
+  luna_backend table;
+  lunai_bytes calls, values;
+  char *inputs;                      /* on the device: the values of a step */
+  size_t inputs_size;
+  void *recording;
+  uint64_t hash, last, recorded;     /* of this step, the one before, the recording */
+  bool through;                      /* in this step calls run at once */
+  bool customs;                      /* it has noted a custom op, whose state ends with the next begin */
+  luna_status status;                /* of what ran before the end */
+  const char *reason;
+};
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
+  return !ctx ? NULL : ctx->graph ? ctx->graph->device : ctx->backend;
+}
+
+LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
+  uint64_t word;
+  size_t at;
+  for (at = 0; at < size; at += sizeof word) {
+    word = 0;
+    memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
+    g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
+    g->hash ^= g->hash >> 29;
+  }
+}
+LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
+LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) { lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value); }
+
+/* room for `size` bytes more; null where there is none, or where it would not be used */
+LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
+  char *at = bytes->at + bytes->used;
+  size = (size + 15) / 16 * 16;
+  bytes->needed += size;
+  if (!wanted || bytes->room - bytes->used < size) return NULL;
+  bytes->used += size;
+  return at;
+}
+
+LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording) {
+  const luna_backend *b = g->device;
+  luna_op *op = (luna_op *)(void *)(c + 1);
+  switch (c->kind) {
+    case LUNAI_CALL_FORWARD: return b->op[op->kind].forward(op);
+    case LUNAI_CALL_BACKWARD: return b->op[op->kind].backward(op);
+    case LUNAI_CALL_COPY:
+      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, 0);
+      return recording ? b->copy(g->ctx, c->to, g->inputs + c->value, c->bytes, 0)
+                       : b->copy(g->ctx, c->to, g->values.at + c->value, c->bytes, 1);
+    case LUNAI_CALL_ZERO: return b->zero(g->ctx, c->to, c->bytes);
+    case LUNAI_CALL_BEGIN: return b->begin(g->ctx, c->state, c->training, c->stepped);
+    case LUNAI_CALL_CHECK: return b->check(g->ctx, (const luna_tensor *)(const void *)(c + 1), c->state);
+    case LUNAI_CALL_NORM: return b->norm(g->ctx, &c->rule, c->parts, c->table, c->count);
+    default: return b->update(g->ctx, &c->rule, c->parts, c->table, c->count);
+  }
+}
+LUNAI_FN luna_status lunai_calls_run(luna_graph *g, bool recording) {
+  luna_status status = LUNA_OK;
+  size_t at;
+  for (at = 0; at < g->calls.used && status == LUNA_OK;) {
+    lunai_call *c = (lunai_call *)(void *)(g->calls.at + at);
+    status = lunai_call_run(g, c, recording);
+    at += c->size;
+  }
+  return status;
+}
+/* What has been noted runs now, and what follows at once. */
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) {
+  luna_graph *g = ctx->graph;
+  if (!g || g->through) return;
+  g->through = true;
+  g->reason = reason;
+  g->status = lunai_calls_run(g, false);
+}
+
+/* a record with `more` bytes after it; null: the call is to run at once */
+LUNAI_FN lunai_call *lunai_note(luna_graph *g, lunai_call_kind kind, size_t more) {
+  const size_t size = (sizeof(lunai_call) + more + 15) / 16 * 16;
+  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(&g->calls, size, !g->through);
+  if (!c) {
+    lunai_graph_flush(g->ctx, "its first steps run by themselves, until their memory lies still");
+    return NULL;
+  }
+  memset(c, 0, sizeof *c);
+  c->kind = kind;
+  c->size = size;
+  lunai_graph_mix_number(g, (uint64_t)kind);
+  return c;
+}
+LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tensor *t) {
+  *to = *t;
+  lunai_graph_mix_pointer(g, t->data);
+  lunai_graph_mix_pointer(g, t->grad);
+  lunai_graph_mix(g, t->shape, sizeof t->shape);
+  lunai_graph_mix_number(g, (uint64_t)t->rank);
+}
+LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
+  const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
+                             op->last_dropout_op, (uint32_t)op->activation, (uint32_t)op->training, (uint32_t)op->sets };
+  const float drops[] = { op->dropout, op->last_dropout };
+  const void *pointers[] = { op->index, op->lengths, op->query_offsets, op->key_offsets, op->mean_ka, op->mean_av,
+                             op->history, op->kept, op->workspace };
+  lunai_graph_mix(g, words, sizeof words);
+  lunai_graph_mix(g, drops, sizeof drops);
+  lunai_graph_mix(g, pointers, sizeof pointers);
+  lunai_graph_mix(g, &op->arg, sizeof op->arg);
+  lunai_graph_mix_number(g, (uint64_t)op->position);
+  lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
+  if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
+}
+LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
+  luna_graph *g = op->ctx->graph;
+  const luna_op_functions *device = &g->device->op[op->kind];
+  const int tensors = op->inputs + op->outputs;
+  lunai_call *c;
+  luna_op *to;
+  luna_tensor *next;
+  int i, j;
+  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  c = lunai_note(g, kind, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  to = (luna_op *)(void *)(c + 1);
+  next = (luna_tensor *)(void *)(to + 1);
+  *to = *op;
+  lunai_note_arguments(g, op);
+  for (i = 0; i < tensors; i++) {
+    luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
+    if (!*at) continue;
+    for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
+    if (j < i && j < op->inputs) *at = to->in[j]; /* one tensor stays one */
+    else {
+      lunai_note_tensor(g, next, *at);
+      *at = next++;
+    }
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
+LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_BACKWARD); }
+LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  luna_graph *g = ctx->graph;
+  char *value = NULL;
+  lunai_call *c;
+  if (bytes == 0) return LUNA_OK;
+  if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
+  if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
+  if (direction == 1 && !value) lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
+  c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
+  if (!c) return g->device->copy(ctx, to, from, bytes, direction);
+  c->to = to;
+  c->bytes = bytes;
+  c->from = direction == 0 ? from : NULL;
+  c->value = value ? (size_t)(value - g->values.at) : 0;
+  if (value) memcpy(value, from, bytes);
+  lunai_graph_mix_pointer(g, to);
+  lunai_graph_mix_pointer(g, c->from);
+  lunai_graph_mix_number(g, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_ZERO, 0);
+  if (!c) return ctx->graph->device->zero(ctx, at, bytes);
+  c->to = at;
+  c->bytes = bytes;
+  lunai_graph_mix_pointer(ctx->graph, at);
+  lunai_graph_mix_number(ctx->graph, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  lunai_call *c;
+  if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
+  c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
+  if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
+  c->state = state;
+  c->training = training;
+  c->stepped = stepped;
+  lunai_graph_mix_number(ctx->graph, (uint64_t)training << 1 | (uint64_t)stepped);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_CHECK, sizeof *loss);
+  if (!c) return ctx->graph->device->check(ctx, loss, state);
+  c->state = state;
+  lunai_note_tensor(ctx->graph, (luna_tensor *)(void *)(c + 1), loss);
+  return LUNA_OK;
+}
+/* the parts stay as they are, the optimiser's, until it makes another step */
+LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  lunai_call *c = lunai_note(ctx->graph, kind, 0);
+  if (!c) return NULL;
+  c->rule = *rule;
+  c->parts = parts;
+  c->table = table;
+  c->count = count;
+  lunai_graph_mix(ctx->graph, rule, sizeof *rule);
+  lunai_graph_mix(ctx->graph, parts, (size_t)count * sizeof *parts);
+  lunai_graph_mix_pointer(ctx->graph, table);
+  return c;
+}
+LUNAI_FN luna_status lunai_note_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                     const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->norm(ctx, rule, parts, table, count);
+}
+LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                       const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->update(ctx, rule, parts, table, count);
+}
+
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
+  luna_graph *g;
+  int i;
+  if (!ctx || ctx->open_status != LUNA_OK || !lunai_on_device(ctx) || !luna_backend_of(ctx)->record) return NULL;
+  g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
+  if (!g) {
+    lunai_fail_memory(ctx, "luna_graph_open", sizeof *g);
+    return NULL;
+  }
+  memset(g, 0, sizeof *g);
+  g->ctx = ctx;
+  g->device = luna_backend_of(ctx);
+  g->table = *g->device;
+  g->table.copy = lunai_note_copy;
+  g->table.zero = lunai_note_zero;
+  g->table.begin = lunai_note_begin;
+  g->table.check = lunai_note_check;
+  g->table.norm = lunai_note_norm;
+  g->table.update = lunai_note_update;
+  for (i = 0; i < LUNA_OP_COUNT; i++) {
+    if (g->table.op[i].forward) g->table.op[i].forward = lunai_note_forward;
+    if (g->table.op[i].backward) g->table.op[i].backward = lunai_note_backward;
+  }
+  g->reason = "no step has ended";
+  g->next = ctx->graphs;
+  return ctx->graphs = g;
+}
+LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
+  if (bytes->at) lunai_raw_release(&g->ctx->options.allocator, bytes->at, bytes->room);
+  memset(bytes, 0, sizeof *bytes);
+}
+LUNA_API void luna_graph_close(luna_graph *g) {
+  luna_graph **at;
+  luna_ctx *ctx;
+  if (!g) return;
+  ctx = g->ctx;
+  if (ctx->graph == g) {
+    ctx->graph = NULL;
+    ctx->backend = g->device;
+  }
+  for (at = &ctx->graphs; *at != g; at = &(*at)->next);
+  *at = g->next;
+  if (g->recording) g->device->forget(ctx->self, g->recording);
+  if (g->inputs) g->device->release(ctx->self, g->inputs, g->inputs_size);
+  lunai_bytes_free(g, &g->calls);
+  lunai_bytes_free(g, &g->values);
+  lunai_raw_release(&ctx->options.allocator, g, sizeof *g);
+}
+
+LUNA_API luna_status luna_graph_begin(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  if (!g) return LUNA_OK;
+  if (ctx->graph) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_begin");
+  g->calls.used = g->calls.needed = g->values.used = g->values.needed = 0;
+  g->hash = 0;
+  g->through = g->customs = false;
+  g->status = LUNA_OK;
+  ctx->graph = g;
+  ctx->backend = &g->table;
+  return LUNA_OK;
+}
+/* as large as a step needs; nothing is lost where memory ends */
+LUNAI_FN void lunai_bytes_grow(const luna_graph *g, lunai_bytes *bytes) {
+  const size_t needed = bytes->needed;
+  if (needed <= bytes->room) return;
+  lunai_bytes_free(g, bytes);
+  bytes->at = (char *)lunai_raw_allocate(&g->ctx->options.allocator, needed);
+  if (bytes->at) bytes->room = needed;
+}
+/* Has the device record what was noted; false: it could not, and has run nothing */
+LUNAI_FN bool lunai_graph_record(luna_graph *g) {
+  luna_ctx *ctx = g->ctx;
+  const luna_backend *b = g->device;
+  const luna_status before = ctx->status;
+  luna_status status;
+  if (g->recording) b->forget(ctx->self, g->recording);
+  g->recording = NULL;
+  if (g->values.used > g->inputs_size) {
+    if (g->inputs) b->release(ctx->self, g->inputs, g->inputs_size);
+    g->inputs = (char *)b->allocate(ctx->self, g->values.used);
+    g->inputs_size = g->inputs ? g->values.used : 0;
+    if (!g->inputs) return false;
+  }
+  if (b->record(ctx) != LUNA_OK) return ctx->status = before, false;
+  status = lunai_calls_run(g, true);
+  if (b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) != LUNA_OK || !g->recording) {
+    ctx->status = before;
+    return false;
+  }
+  g->recorded = g->hash;
+  return true;
+}
+LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
+  luna_status status = LUNA_OK;
+  g->reason = "";
+  if (g->values.used) status = g->device->copy(g->ctx, g->inputs, g->values.at, g->values.used, 1);
+  return status == LUNA_OK ? g->device->run(g->ctx, g->recording) : status;
+}
+LUNA_API luna_status luna_graph_end(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  luna_status status;
+  if (!g) return LUNA_OK;
+  if (ctx->graph != g) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_end");
+  ctx->graph = NULL;
+  ctx->backend = g->device;
+  status = g->status;
+  if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
+  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g)) status = lunai_graph_launch(g);
+  else if (!g->through) {
+    g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
+    status = lunai_calls_run(g, false);
+  }
+  g->last = g->through ? 0 : g->hash;
+  lunai_bytes_grow(g, &g->calls);
+  lunai_bytes_grow(g, &g->values);
+  if (status == LUNA_OK && ctx->status != LUNA_OK) return ctx->status;
+  return lunai_backend_result(ctx, "luna_graph_end", status);
+}
+LUNA_API const char *luna_graph_reason(const luna_graph *g) {
+  return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
@@ -9392,7 +9793,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
-  if (root->ctx == ctx || ctx->backend != root->ctx->backend || !lunai_queues(ctx) || !lunai_queues(root->ctx))
+  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) || !lunai_queues(root->ctx))
     return params;
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
@@ -9496,7 +9897,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
   *wrong = LUNA_ERROR_NONE;
-  if (params->shared && params->shared->ctx->backend != params->ctx->backend) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
   if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);

@@ -16,17 +16,15 @@
                the error and cudaGetLastError's is reset.
    Devices     Each call of a context makes its device the thread's current one, and leaves it so: call cudaSetDevice
                before work of your own on another.
-   Shared      sets (luna_params_share): the sharing context's stream waits for the owner's, but not in a capture:
-               replay after the owner's work.
+   Shared      sets (luna_params_share): the sharing context's stream waits for the owner's.
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
                The same program gives the same bits on the same device: no kernel adds floats in an order that can change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
    Streams     (luna_stream, luna_seq2seq_generate's decoder) lie and run on the device; a step takes tokens there and waits for its logits. They are used by the
                thread of their context.
-   Graphs      A step can be captured once and replayed. What changes from step to step lies in device memory, so between
-                   cudaStreamBeginCapture(luna_cuda_stream(ctx), cudaStreamCaptureModeThreadLocal) and cudaStreamEndCapture
-               call luna_begin_step, forward, luna_backward and luna_optimizer_apply (a step that has run twice, so that its memory is there), and before each
-               cudaGraphLaunch call luna_optimizer_advance, which sets the learning rate. Tokens, lengths and labels are those of the capture.
+   Graphs      luna_graph makes a training step one cudaGraphLaunch, and a copy of what changes: tokens, labels, the
+               learning rate. Streams use one by themselves for single tokens. A custom op is recorded only if its luna_custom
+               says that it may be: then its launches into luna_cuda_stream are captured, and it must not allocate or wait.
 
    Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>backend
 
@@ -401,28 +399,23 @@ static void lunacu_release(void *user, void *memory, size_t bytes) {
   (void)lunacu_own(cudaFree(memory));
 }
 
-/* Values carried by the launch itself: a graph that is being captured keeps them, where memory of the host would have to stay */
-#define LUNACU_CARRIED 960
+/* A few values, carried by the launch itself */
+#define LUNACU_CARRIED 16
 struct lunacu_carried { uint32_t word[LUNACU_CARRIED]; };
 __global__ void lunacu_write_kernel(lunacu_carried carried, uint32_t *to, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = carried.word[i];
 }
 static luna_status lunacu_carry(luna_ctx *ctx, void *to, const void *from, size_t bytes) {
   lunacu_carried carried;
-  for (size_t at = 0; at < bytes; at += sizeof carried) {
-    const size_t part = bytes - at < sizeof carried ? bytes - at : sizeof carried;
-    memcpy(carried.word, (const char *)from + at, part);
-    LUNACU_LAUNCH(lunacu_write_kernel, 1, LUNACU_BLOCK, 0, lunacu_self(ctx)->stream, carried, (uint32_t *)((char *)to + at), (int)(part / 4));
-  }
+  memcpy(carried.word, from, bytes);
+  LUNACU_LAUNCH(lunacu_write_kernel, 1, LUNACU_WARP, 0, lunacu_self(ctx)->stream, carried, (uint32_t *)to, (int)(bytes / 4));
   return lunacu_done(ctx, "copy to the device");
 }
 
 static luna_status lunacu_to_device(luna_ctx *ctx, void *to, const void *from, size_t bytes) {
   lunacu *self = lunacu_self(ctx);
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  cudaError_t error = cudaStreamIsCapturing(self->stream, &capturing);
-  if (error != cudaSuccess) return lunacu_check(ctx, error, "copy to the device");
-  if (bytes % 4 == 0 && (bytes <= 64 || capturing != cudaStreamCaptureStatusNone)) return lunacu_carry(ctx, to, from, bytes);
+  cudaError_t error = cudaSuccess;
+  if (bytes % 4 == 0 && bytes <= sizeof(lunacu_carried)) return lunacu_carry(ctx, to, from, bytes);
   while (bytes > 0 && error == cudaSuccess) {
     const size_t part = bytes < LUNACU_STAGING ? bytes : LUNACU_STAGING;
     if (self->staged + part > LUNACU_STAGING) {
@@ -454,18 +447,34 @@ static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t
 static luna_status lunacu_zero(luna_ctx *ctx, void *at, size_t bytes) {
   return bytes ? lunacu_check(ctx, cudaMemsetAsync(at, 0, bytes, lunacu_self(ctx)->stream), "zero") : LUNA_OK;
 }
-/* Nothing in a capture: recording an event of the other stream would spoil it, and the user orders replays. */
 static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
   lunacu *self = lunacu_self(ctx);
-  const cudaStream_t before = lunacu_stream_of(other);
-  cudaStreamCaptureStatus mine = cudaStreamCaptureStatusNone, theirs = cudaStreamCaptureStatusNone;
-  cudaError_t error = cudaStreamIsCapturing(self->stream, &mine);
-  if (error == cudaSuccess) error = cudaStreamIsCapturing(before, &theirs);
-  if (error == cudaSuccess && (mine != cudaStreamCaptureStatusNone || theirs != cudaStreamCaptureStatusNone))
-    return LUNA_OK;
-  if (error == cudaSuccess) error = cudaEventRecord(self->event, before);
+  cudaError_t error = cudaEventRecord(self->event, lunacu_stream_of(other));
   if (error == cudaSuccess) error = cudaStreamWaitEvent(self->stream, self->event, 0);
   return lunacu_check(ctx, error, "waiting for the context of a shared set");
+}
+
+/* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates or waits --- */
+static luna_status lunacu_record(luna_ctx *ctx) {
+  return lunacu_check(ctx, cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal), "luna_graph");
+}
+static luna_status lunacu_recorded(luna_ctx *ctx, void **out) {
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t launch = NULL;
+  cudaError_t error = cudaStreamEndCapture(lunacu_self(ctx)->stream, &graph);
+  if (error == cudaSuccess && out) error = cudaGraphInstantiate(&launch, graph, 0);
+  if (graph) (void)lunacu_own(cudaGraphDestroy(graph));
+  if (out) *out = error == cudaSuccess ? launch : NULL;
+  return lunacu_check(ctx, error, "luna_graph");
+}
+static luna_status lunacu_run(luna_ctx *ctx, void *graph) {
+  return lunacu_check(ctx, cudaGraphLaunch((cudaGraphExec_t)graph, lunacu_self(ctx)->stream), "luna_graph");
+}
+static void lunacu_forget(void *user, void *graph) {
+  lunacu *self = (lunacu *)user;
+  (void)lunacu_enter(self);
+  (void)lunacu_own(cudaStreamSynchronize(self->stream)); /* it may be running */
+  (void)lunacu_own(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -3951,6 +3960,10 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->check = lunacu_entered<lunacu_loss_check>::call;
         b->norm = lunacu_entered<lunacu_norm>::call;
         b->update = lunacu_entered<lunacu_update>::call;
+        b->record = lunacu_entered<lunacu_record>::call;
+        b->recorded = lunacu_entered<lunacu_recorded>::call;
+        b->run = lunacu_entered<lunacu_run>::call;
+        b->forget = lunacu_forget;
 #define LUNACU_OP(NAME, query, name, can) \
   b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_entered<lunacu_##name##_forward>::call, \
                              lunacu_entered<lunacu_##name##_backward>::call, can};
