@@ -65,7 +65,7 @@ TOOL batch pool_batch(const samples *s, int64_t at, int64_t rows) {
     memcpy(pool.batch + i * n, pool.tokens + pool.order[at + i] * s->longest, (size_t)length * sizeof(int32_t));
     memset(pool.batch + i * n + length, 0, (size_t)(n - length) * sizeof(int32_t));
   }
-  return (batch){ { pool.batch, pool.sorted_lengths + at, rows, n }, pool.sorted_labels + at };
+  return (batch){ { pool.batch, pool.sorted_lengths + at, rows, n, NULL }, pool.sorted_labels + at };
 }
 
 TOOL batch batch_random(const samples *s, int64_t step) {  /* short and long batches by turns */

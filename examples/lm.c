@@ -63,7 +63,7 @@ static int read_text(const char *path, text *t) {
 
 /* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. */
 static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const int32_t *next, int64_t rows, int64_t n) {
-  return luna_lm_loss(model, &(luna_input){ bytes, NULL, rows, n }, next);
+  return luna_lm_loss(model, &(luna_input){ bytes, NULL, rows, n, NULL }, next);
 }
 
 /* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `max` are enough. NaN on failure. */
@@ -86,7 +86,7 @@ static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t win
 static bool write_on(const luna_lm *model, const text *prompt, luna_sampling sampling, int64_t count, unsigned char *out) {
   luna_stream *stream = luna_stream_open(model, NULL);
   if (!stream) return false;
-  int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size }), 256, &sampling);
+  int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size, NULL }), 256, &sampling);
   for (int64_t i = 0; token >= 0 && (count == 0 || i < count); i++) {
     if (out) out[i] = (unsigned char)token;
     else if (putchar(token) == EOF || fflush(stdout) != 0) break;

@@ -86,6 +86,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  if (luna_params_set(params, "mnist.tokens", "pixels") != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   if (!adam) return failed(ctx);
@@ -146,7 +147,7 @@ static int show_one(luna_ctx *ctx, const luna_classifier *model, int64_t index, 
   fetch(index, tokens, &length);
   for (int64_t i = 0; i < pixels(); i++) printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.greys], (i + 1) % images.size[2] ? "" : "\n");
   luna_begin_inference(ctx);
-  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length }), NULL), shares) != LUNA_OK) return failed(ctx);
+  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length, NULL }), NULL), shares) != LUNA_OK) return failed(ctx);
   for (int32_t c = 1; c < model->config.classes; c++) if (shares[c] > shares[best]) best = c;
   printf("image %lld: %d, with probability %.3f\n\n", (long long)index, (int)best, (double)shares[best]);
   return 0;
@@ -168,13 +169,13 @@ static int show(luna_ctx *ctx, const char **words) {
   return status;
 }
 
-#define IMAGES "images: an IDX file of bytes with 3 axes, unzipped (train-images-idx3-ubyte)"
-#define LABELS "labels: an IDX file of bytes with 1 axis, unzipped (train-labels-idx1-ubyte)"
-#define MODEL "model: a file that train wrote"
+#define IMAGES_FILE "images: an IDX file of bytes with 3 axes, unzipped (train-images-idx3-ubyte)"
+#define LABELS_FILE "labels: an IDX file of bytes with 1 axis, unzipped (train-labels-idx1-ubyte)"
+#define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
-  { "train", { IMAGES, LABELS }, "learns what images show, and writes a model", train },
-  { "eval", { MODEL, IMAGES, LABELS }, "the share of images that a model reads as they are labelled", eval },
-  { "show", { MODEL, IMAGES }, "draws images, and says what the model reads in them", show },
+  { "train", { IMAGES_FILE, LABELS_FILE }, "learns what images show, and writes a model", train },
+  { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE }, "the share of images that a model reads as they are labelled", eval },
+  { "show", { MODEL_FILE, IMAGES_FILE }, "draws images, and says what the model reads in them", show },
   { 0 }
 };
 

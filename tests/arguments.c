@@ -773,6 +773,21 @@ static void case_luna_linear_cross_entropy(void) {
   c.sum = coin();
   got_tensor(luna_linear_cross_entropy(x, weight, optional(1, classes, 1, 1, 1), labels, coin() ? NULL : &c), x && weight);
 }
+/* a target for each of x's elements, NaN among them; null where the array could not be that long */
+static const float *targets_of(const luna_tensor *x) {
+  static float targets[NUMBERS];
+  for (int i = 0; i < NUMBERS; i++) targets[i] = i % 9 == 8 ? NAN : fabsf(numbers[i]);
+  if (turn()) targets[pick(8)] = hostile_real();
+  return turn() || luna_count(x) > NUMBERS ? NULL : targets;
+}
+static void loss_of(int kind) {
+  luna_tensor *x = tensor(3, small(), small(), small(), 1);
+  const float *targets = targets_of(x);
+  got_tensor(kind == 0 ? luna_mse(x, targets) : kind == 1 ? luna_huber(x, targets, real(0.5f)) : luna_binary_cross_entropy(x, targets), x != NULL);
+}
+static void case_luna_mse(void) { loss_of(0); }
+static void case_luna_huber(void) { loss_of(1); }
+static void case_luna_binary_cross_entropy(void) { loss_of(2); }
 static void case_luna_softmax_attention(void) {
   static int32_t offsets[2][4];
   const int64_t b = small(), n = small(), m = small(), h = size(1 + pick(3)), d = product(h, small()), e = product(h, small());
@@ -1088,6 +1103,34 @@ static void case_luna_norm_layer_init(void) {
 static void case_luna_norm_layer_forward(void) {
   luna_tensor *x = rows(small(), small(), DIM);
   got_tensor(luna_norm_layer_forward(&w->norm, x), x != NULL);
+}
+enum { FEATURES = 3 };
+static const luna_input *features_input(void) {
+  static luna_input input;
+  input.batch = small(), input.n = small();
+  input.tokens = NULL;
+  input.lengths = lengths_of(input.batch, input.n);
+  input.features = turn() || product(product(input.batch, input.n), FEATURES) > NUMBERS ? NULL : numbers;
+  return turn() ? NULL : &input;
+}
+static void case_luna_input_layer_init(void) {
+  luna_input_layer layer;
+  got_status(luna_input_layer_init(turn() ? NULL : &layer, new_set(), prefix(), size(FEATURES), small(), an_init()), true);
+}
+static luna_input_layer *input_layer(void) {
+  static luna_input_layer layer;
+  const luna_init init = {LUNA_INIT_XAVIER, 0};
+  luna_params *params = luna_params_open(w->ctx);
+  if (luna_input_layer_init(&layer, params, "p.", FEATURES, 5, init) != LUNA_OK) return NULL;
+  return turn() ? NULL : &layer;
+}
+static void case_luna_input_layer_fit(void) {
+  luna_input_layer *layer = input_layer();
+  got_status(luna_input_layer_fit(layer, features_input()), layer != NULL);
+}
+static void case_luna_input_layer_forward(void) {
+  luna_input_layer *layer = input_layer();
+  got_tensor(luna_input_layer_forward(layer, features_input()), layer != NULL);
 }
 static void nested(const luna_nested_attention_layer *layer) {
   const int64_t b = small(), n = small(), m = small(), d = layer->config.dim;
@@ -1669,7 +1712,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
   F(luna_graph_open) F(luna_graph_close) F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) \
   F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep) \
-  F(luna_linear_cross_entropy) F(luna_lm_loss)
+  F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) F(luna_binary_cross_entropy) \
+  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 static row functions[] = {FUNCTIONS(ROW)};

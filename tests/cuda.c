@@ -12,6 +12,8 @@ static bool cuda_separate; /* each tensor on the device in an allocation of its 
 #include "cuda_device.h"
 #define GOLDEN_INCLUDED
 #include "golden.c"
+#define FEATURES_INCLUDED
+#include "features.c"
 
 #if defined(__SANITIZE_ADDRESS__)
 #define CUDA_SANITIZED 1
@@ -516,6 +518,7 @@ int main(int argc, char **argv) {
     check_math();
     golden_backend = cuda.backend;
     golden_folder("tests/data");
+    features_files(cuda.backend);
   }
   CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
   CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());

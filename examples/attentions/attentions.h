@@ -1,7 +1,7 @@
 /* attentions.h: the attentions that papers compare Luna with, by name, as hooks of luna.h's encoder and causal layers:
 
      attentions a;
-     if (!attentions_open(&a, "performer") || !attentions_set(&a, "features", "64")) puts(a.error);
+     if (!attentions_open(&a, "performer features=64 kernel=relu")) puts(a.error);
      config.layer.hook = &a.hook;               then luna_lm_init, luna_classifier_init, luna_encoder_layer_init, ...
      ...
      attentions_close(&a);                      after the last call of the models
@@ -11,12 +11,17 @@
 #ifndef ATTENTIONS_H
 #define ATTENTIONS_H
 #include "base.h"
+#include "compressive.h"
 #include "isab.h"
 #include "performer.h"
 #include "rfa.h"
+#include "synthesizer.h"
+#include "transformer_xl.h"
+#include "workspace.h"
 
 static const attention_system *const attention_systems[] = {
-  &performer_system, &rfa_system, &isab_system,
+  &performer_system, &rfa_system, &synthesizer_system, &workspace_system, &transformer_xl_system, &compressive_system,
+  &isab_system,
 };
 #define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
 
@@ -124,11 +129,25 @@ ATTENTION_FN luna_tensor *attentions_forward(void *layer, luna_attention_call *c
   return y;
 }
 
-/* Chooses a system, with its defaults; false with a sentence in a->error when there is none of that name. */
+/* "key=value key=value" */
+ATTENTION_FN bool attentions_set_all(attentions *a, const char *options) {
+  while (*(options += strspn(options, " "))) {
+    const size_t size = strcspn(options, " "), key = strcspn(options, "= ");
+    char text[2][128];
+    if (key >= size || key >= sizeof text[0] || size - key > sizeof text[1]) return attentions_refuse(a, "not key=value", options, "");
+    memcpy(text[0], options, key), text[0][key] = 0;
+    memcpy(text[1], options + key + 1, size - key - 1), text[1][size - key - 1] = 0;
+    if (!attentions_set(a, text[0], text[1])) return false;
+    options += size;
+  }
+  return true;
+}
+/* Chooses a system, "name" or "name key=value ...", else with its defaults; false with a sentence in a->error. */
 ATTENTION_FN bool attentions_open(attentions *a, const char *name) {
+  const size_t size = strcspn(name, " ");
   memset(a, 0, sizeof *a);
   for (int i = 0; i < ATTENTION_SYSTEMS; i++)
-    if (strcmp(attention_systems[i]->name, name) == 0) a->system = attention_systems[i];
+    if (strlen(attention_systems[i]->name) == size && memcmp(attention_systems[i]->name, name, size) == 0) a->system = attention_systems[i];
   if (!a->system) return attentions_refuse(a, "no such system", name, "");
   a->options = (attention *)calloc(1, a->system->size);
   if (!a->options) return attentions_refuse(a, "out of memory", "", "");
@@ -138,7 +157,7 @@ ATTENTION_FN bool attentions_open(attentions *a, const char *name) {
   a->hook.init = attentions_init;
   a->hook.forward = attentions_forward;
   a->hook.user = a;
-  return true;
+  return attentions_set_all(a, name + size);
 }
 ATTENTION_FN void attentions_close(attentions *a) {
   while (a->layers) {

@@ -162,6 +162,45 @@ ATTENTION_FN void attention_orthogonal_rows(attention *a, luna_tensor *array, bo
   free(x);
 }
 
+/* ---- tensors ---- */
+/* [batch,n,d] -> [batch,h,n,d_h], and back */
+ATTENTION_FN luna_tensor *attention_split(luna_tensor *x, int64_t heads) {
+  const int axes[4] = { 0, 2, 1, 3 };
+  int64_t shape[4];
+  if (!x) return NULL;
+  shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = heads, shape[3] = x->shape[2] / heads;
+  return luna_permute(luna_reshape(x, 4, shape), axes);
+}
+ATTENTION_FN luna_tensor *attention_join(luna_tensor *x) {
+  const int axes[4] = { 0, 2, 1, 3 };
+  int64_t shape[3];
+  if (!x) return NULL;
+  shape[0] = x->shape[0], shape[1] = x->shape[2], shape[2] = x->shape[1] * x->shape[3];
+  return luna_reshape(luna_permute(x, axes), 3, shape);
+}
+/* a constant of the step, every element `value` */
+ATTENTION_FN luna_tensor *attention_filled(luna_ctx *ctx, float value, int rank, const int64_t *shape) {
+  int64_t count = 1;
+  luna_tensor *t = NULL;
+  float *values;
+  for (int i = 0; i < rank; i++) count *= shape[i];
+  values = (float *)malloc((size_t)(count + 1) * sizeof(float));
+  for (int64_t i = 0; values && i < count; i++) values[i] = value;
+  if (values) t = luna_tensor_new(ctx, values, rank, shape);
+  free(values);
+  return t;
+}
+
+/* row i is the unit vector e_i, [rows,columns] */
+ATTENTION_FN luna_tensor *attention_unit_rows(luna_ctx *ctx, int rank, const int64_t *shape) {
+  float *values = (float *)calloc((size_t)(shape[0] * shape[1] + 1), sizeof(float));
+  luna_tensor *t = NULL;
+  for (int64_t i = 0; values && i < shape[0] && i < shape[1]; i++) values[i * shape[1] + i] = 1;
+  if (values) t = luna_tensor_new(ctx, values, rank, shape);
+  free(values);
+  return t;
+}
+
 /* ---- custom ops ---- */
 /* lengths [batch] as a tensor: a custom op's input, for its state would have to hold as many */
 ATTENTION_FN luna_tensor *attention_lengths(const luna_tensor *x, const int32_t *lengths) {
@@ -189,9 +228,60 @@ ATTENTION_FN luna_tensor *attention_op(luna_tensor *const *in, int count, int ra
   custom.workspace_size = workspace_size;
   return luna_custom_op(in, count, rank, shape, &custom);
 }
+/* attention_rows's op: y[b,i] = x[b, first + i], or zeros where that is not in [0, end); [batch,2] holds first and end */
+ATTENTION_FN void attention_rows_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const int64_t d = out->shape[2];
+  (void)count, (void)state;
+  for (int64_t r = 0; r < out->shape[0] * out->shape[1]; r++) {
+    const int64_t b = r / out->shape[1], row = (int64_t)in[1]->data[2 * b] + r % out->shape[1];
+    if (row < 0 || row >= (int64_t)in[1]->data[2 * b + 1]) memset(out->data + r * d, 0, (size_t)d * sizeof(float));
+    else memcpy(out->data + r * d, in[0]->data + (b * in[0]->shape[1] + row) * d, (size_t)d * sizeof(float));
+  }
+}
+ATTENTION_FN void attention_rows_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  (void)in, (void)count, (void)out, (void)state;
+}
+/* Rows of each sequence of x [batch,n,d] up to end[b]: the last take[b] of them, or the last count; zeros before row 0 and
+   after the end -> [batch,count,d]. For memories: no gradient flows through it. */
+ATTENTION_FN luna_tensor *attention_rows(luna_tensor *x, const int32_t *end, const int32_t *take, int64_t count) {
+  luna_tensor *in[2] = { NULL, NULL };
+  int64_t shape[3], spans[2];
+  float *values;
+  if (!x) return NULL;
+  shape[0] = spans[0] = x->shape[0], shape[1] = count, shape[2] = x->shape[2], spans[1] = 2;
+  values = (float *)malloc((size_t)(2 * shape[0] + 1) * sizeof(float));
+  for (int64_t b = 0; values && b < shape[0]; b++) {
+    values[2 * b] = (float)(end[b] - (take ? take[b] : count));
+    values[2 * b + 1] = (float)end[b];
+  }
+  if (values) in[0] = luna_detach(x), in[1] = luna_tensor_new(x->ctx, values, 2, spans);
+  free(values);
+  return in[1] ? attention_op(in, 2, 3, shape, attention_rows_forward, attention_rows_backward, NULL, 0, 0) : NULL;
+}
+
 /* task(work, i) for each i in [0, count), on the context's threads */
 ATTENTION_FN void attention_parallel(const luna_run *run, int64_t count, void (*task)(void *work, int64_t i), void *work) {
   if (run->parallel_for && run->threads > 1) run->parallel_for(run->parallel_user, count, task, work);
   else for (int64_t i = 0; i < count; i++) task(work, i);
+}
+/* C (+)= A B of dense or strided rows on the calling thread */
+ATTENTION_FN void attention_gemm(luna_run run, const float *a, int64_t a_row, bool transpose_a, const float *b, int64_t b_row,
+                              bool transpose_b, float *c, int64_t c_row, int64_t m, int64_t n, int64_t k, bool add) {
+  luna_gemm_args g;
+  memset(&g, 0, sizeof g);
+  g.a = a, g.b = b, g.c = c;
+  g.m = m, g.n = n, g.k = k;
+  g.a_row = a_row, g.b_row = b_row, g.c_row = c_row;
+  g.transpose_a = transpose_a, g.transpose_b = transpose_b;
+  g.accumulate = add;
+  g.run = run;
+  (void)luna_gemm_f32(&g);           /* cannot fail: the scratch has room for its shape */
+}
+/* scratch for products of at most these sizes */
+ATTENTION_FN size_t attention_gemm_scratch(int64_t m, int64_t n, int64_t k) {
+  luna_gemm_args g;
+  memset(&g, 0, sizeof g);
+  g.m = m, g.n = n, g.k = k;
+  return luna_gemm_scratch(&g) + 64;
 }
 #endif

@@ -40,26 +40,6 @@ struct linear_kernel {
   void (*map_backward)(const linear_kernel *kernel, const linear_rows *rows, float *grad_phi, float *grad_x, float *grad_w);
 };
 
-/* C (+)= A B of dense or strided rows on the calling thread */
-ATTENTION_FN void linear_gemm(luna_run run, const float *a, int64_t a_row, bool transpose_a, const float *b, int64_t b_row,
-                              bool transpose_b, float *c, int64_t c_row, int64_t m, int64_t n, int64_t k, bool add) {
-  luna_gemm_args g;
-  memset(&g, 0, sizeof g);
-  g.a = a, g.b = b, g.c = c;
-  g.m = m, g.n = n, g.k = k;
-  g.a_row = a_row, g.b_row = b_row, g.c_row = c_row;
-  g.transpose_a = transpose_a, g.transpose_b = transpose_b;
-  g.accumulate = add;
-  g.run = run;
-  (void)luna_gemm_f32(&g);           /* cannot fail: linear_scratch has room for each of its shapes */
-}
-ATTENTION_FN size_t linear_scratch(int64_t largest) {
-  luna_gemm_args g;
-  memset(&g, 0, sizeof g);
-  g.m = g.n = g.k = largest;
-  return luna_gemm_scratch(&g);
-}
-
 /* ---- the work of one call: tensors, and a part of the workspace for each of `tasks` ---- */
 enum { LINEAR_Q, LINEAR_K, LINEAR_V, LINEAR_LENGTHS, LINEAR_W, LINEAR_GATE, LINEAR_INPUTS };
 typedef struct linear_state {
@@ -100,7 +80,7 @@ ATTENTION_FN int64_t linear_lay(linear_head *p, const linear_kernel *k, int64_t 
   int64_t largest = m > c ? m : c;
   if (k->projected > largest) largest = k->projected;
   if (e > largest) largest = e;
-  bytes = linear_scratch(largest) + 64;
+  bytes = attention_gemm_scratch(largest, largest, largest);
   size += linear_take(&at, &p->q.phi, c * m) + linear_take(&at, &p->key.phi, c * m);
   size += linear_take(&at, &p->q.scratch, c * k->scratch) + linear_take(&at, &p->key.scratch, c * k->scratch);
   size += linear_take(&at, &p->key.exponent, c) + linear_take(&at, &p->weight, c);
@@ -169,7 +149,7 @@ ATTENTION_FN void linear_factors(linear_head *p, int64_t at, int64_t rows) {
 }
 /* scores[i,j] = phi_q(i) . phi_k(j) */
 ATTENTION_FN void linear_scores(linear_head *p, int64_t rows) {
-  linear_gemm(p->q.gemm, p->q.phi, p->m, false, p->key.phi, p->m, true, p->scores, LINEAR_CHUNK, rows, rows, p->m, false);
+  attention_gemm(p->q.gemm, p->q.phi, p->m, false, p->key.phi, p->m, true, p->scores, LINEAR_CHUNK, rows, rows, p->m, false);
 }
 /* weight[j] for row i of the chunk, from those for row i - 1 */
 ATTENTION_FN void linear_weights(linear_head *p, int64_t at, int64_t i) {
@@ -184,7 +164,7 @@ ATTENTION_FN void linear_absorb(linear_head *p, float *sum, const float *phi, co
   if (decay != 1) for (int64_t i = 0; i < p->m * p->e; i++) sum[i] *= decay;
   for (int64_t i = 0; weight && i < rows; i++)
     for (int64_t c = 0; c < p->e; c++) weighted[i * p->e + c] = weight[i] * value[i * p->e + c];
-  linear_gemm(p->q.gemm, phi, p->m, true, weight ? weighted : value, p->e, false, sum, p->e, p->m, p->e, rows, true);
+  attention_gemm(p->q.gemm, phi, p->m, true, weight ? weighted : value, p->e, false, sum, p->e, p->m, p->e, rows, true);
 }
 /* the sums over all keys, when bidirectional; key_max first */
 ATTENTION_FN void linear_all_keys(linear_head *p) {
@@ -196,7 +176,7 @@ ATTENTION_FN void linear_all_keys(linear_head *p) {
       const int64_t rows = p->n - at < LINEAR_CHUNK ? p->n - at : LINEAR_CHUNK;
       if (find) {
         p->key.x = p->call->in[LINEAR_K]->data + p->base + at * p->d;
-        linear_gemm(p->q.gemm, p->key.x, p->d, false, p->key.w, p->key.w_stride, true, p->key.phi, p->m, rows, p->m,
+        attention_gemm(p->q.gemm, p->key.x, p->d, false, p->key.w, p->key.w_stride, true, p->key.phi, p->m, rows, p->m,
                     p->k->head_dim, false);
         for (int64_t i = 0; i < rows * p->m; i++) if (p->key.phi[i] > max) max = p->key.phi[i];
       } else {
@@ -211,7 +191,7 @@ ATTENTION_FN void linear_all_keys(linear_head *p) {
 ATTENTION_FN void linear_chunk(linear_head *p, int64_t at, int64_t rows, bool absorb) {
   float left = 1;
   linear_map(p, &p->q, LINEAR_Q, at, rows);
-  linear_gemm(p->q.gemm, p->q.phi, p->m, false, p->sum, p->e, false, p->result, p->e, rows, p->e, p->m, false);
+  attention_gemm(p->q.gemm, p->q.phi, p->m, false, p->sum, p->e, false, p->result, p->e, rows, p->e, p->m, false);
   if (!p->k->causal) return;
   linear_keys(p, at, rows);
   linear_factors(p, at, rows);
@@ -292,16 +272,16 @@ ATTENTION_FN void linear_back_queries(linear_head *p) {
     for (int64_t i = 0; i < rows; i++) p->den[at + i] = p->result[i * p->e + p->e - 1];
     linear_seed(p, at, rows);
     if (!p->k->causal) linear_absorb(p, p->grad_sum, p->q.phi, NULL, p->grad_value, rows, 1);
-    linear_gemm(p->q.gemm, p->grad_value, p->e, false, p->sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e, false);
+    attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e, false);
     if (p->k->causal) {
-      linear_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows, p->e, false);
+      attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows, p->e, false);
       for (int64_t i = 0; i < rows; i++) {
         left *= p->f[at + i];
         linear_weights(p, at, i);
         for (int64_t c = 0; c < p->m; c++) p->grad_phi[i * p->m + c] *= left;
         for (int64_t j = 0; j < rows; j++) p->scores[i * LINEAR_CHUNK + j] *= j <= i ? p->weight[j] : 0;
       }
-      linear_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, false, p->key.phi, p->m, false, p->grad_phi, p->m, rows, p->m, rows, true);
+      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, false, p->key.phi, p->m, false, p->grad_phi, p->m, rows, p->m, rows, true);
       linear_absorb(p, p->sum, p->key.phi, p->weight, p->value, rows, left);
       for (int64_t i = 0; i < rows; i++)
         p->flow[at + i] = (float)linear_dot(p->q.phi + i * p->m, p->grad_phi + i * p->m, p->m);
@@ -315,8 +295,8 @@ ATTENTION_FN void linear_back_keys(linear_head *p) {
     const int64_t rows = p->n - at < LINEAR_CHUNK ? p->n - at : LINEAR_CHUNK;
     float *grad_v = linear_grad(p, LINEAR_V, at), left = 1;
     linear_keys(p, at, rows);
-    linear_gemm(p->q.gemm, p->value, p->e, false, p->grad_sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e, false);
-    linear_gemm(p->q.gemm, p->key.phi, p->m, false, p->grad_sum, p->e, false, p->result, p->e, rows, p->e, p->m, false);
+    attention_gemm(p->q.gemm, p->value, p->e, false, p->grad_sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e, false);
+    attention_gemm(p->q.gemm, p->key.phi, p->m, false, p->grad_sum, p->e, false, p->result, p->e, rows, p->e, p->m, false);
     if (p->k->causal) {
       linear_map(p, &p->q, LINEAR_Q, at, rows);
       linear_seed(p, at, rows);
@@ -330,17 +310,17 @@ ATTENTION_FN void linear_back_keys(linear_head *p) {
         linear_weights(p, at, i);
         for (int64_t j = 0; j < rows; j++) p->scores[i * LINEAR_CHUNK + j] *= j <= i ? p->weight[j] : 0;
       }
-      linear_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->grad_value, p->e, false, p->result, p->e, rows, p->e, rows, true);
+      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->grad_value, p->e, false, p->result, p->e, rows, p->e, rows, true);
     }
     for (int64_t i = 0; grad_v && i < rows; i++)
       for (int64_t c = 0; c < p->e - 1; c++) grad_v[i * p->d + c] += p->result[i * p->e + c];
     if (p->k->causal) {
-      linear_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows, p->e, false);
+      attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows, p->e, false);
       for (int64_t i = 0; i < rows; i++) {
         linear_weights(p, at, i);
         for (int64_t j = 0; j < rows; j++) p->scores[i * LINEAR_CHUNK + j] *= j <= i ? p->weight[j] : 0;
       }
-      linear_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->q.phi, p->m, false, p->grad_phi, p->m, rows, p->m, rows, true);
+      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->q.phi, p->m, false, p->grad_phi, p->m, rows, p->m, rows, true);
       for (int64_t i = 0; i < rows; i++) p->weight[i] = left *= p->f[at + i];
       linear_absorb(p, p->grad_sum, p->q.phi, p->weight, p->grad_value, rows, left);
     }

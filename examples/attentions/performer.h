@@ -34,7 +34,7 @@ ATTENTION_FN void performer_exp(float *phi, int64_t m, float shift, float factor
 ATTENTION_FN void performer_map(const linear_kernel *k, const linear_rows *r) {
   const float scale = k->scale;
   const bool own = !r->key || k->causal; /* the row's own maximum; in keys as a factor */
-  linear_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, k->features, r->rows, k->features, k->head_dim, false);
+  attention_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, k->features, r->rows, k->features, k->head_dim, false);
   for (int64_t i = 0; i < r->rows; i++) {
     float *phi = r->phi + i * k->features, max = -HUGE_VALF, size = 0, factor = 1;
     for (int64_t j = 0; j < k->features; j++) {
@@ -61,13 +61,13 @@ ATTENTION_FN void performer_map_backward(const linear_kernel *k, const linear_ro
     for (int64_t j = 0; j < m; j++) sum += g[j] *= r->phi[i * m + j] - k->eps;
     for (int64_t c = 0; c < d; c++) r->scratch[i * d + c] = -sum * k->scale * r->x[i * r->stride + c];
   }
-  linear_gemm(r->gemm, grad_phi, m, false, r->w, r->w_stride, false, r->scratch, d, r->rows, d, m, true);
+  attention_gemm(r->gemm, grad_phi, m, false, r->w, r->w_stride, false, r->scratch, d, r->rows, d, m, true);
   for (int64_t i = 0; i < r->rows; i++)
     for (int64_t c = 0; c < d; c++) grad_x[i * r->stride + c] += k->scale * r->scratch[i * d + c];
 }
 ATTENTION_FN void performer_relu(const linear_kernel *k, const linear_rows *r) {
   const int64_t m = k->features;
-  if (r->w) linear_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, m, r->rows, m, k->head_dim, false);
+  if (r->w) attention_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, m, r->rows, m, k->head_dim, false);
   for (int64_t i = 0; i < r->rows; i++)
     for (int64_t j = 0; j < m; j++) {
       const float a = r->w ? k->scale * r->phi[i * m + j] : r->x[i * r->stride + j];
@@ -78,7 +78,7 @@ ATTENTION_FN void performer_relu_backward(const linear_kernel *k, const linear_r
   const int64_t m = k->features, d = k->head_dim;
   (void)grad_w;
   for (int64_t i = 0; i < r->rows * m; i++) grad_phi[i] *= r->phi[i] > k->eps ? (r->w ? k->scale : 1.0f) : 0.0f;
-  if (r->w) linear_gemm(r->gemm, grad_phi, m, false, r->w, r->w_stride, false, r->scratch, d, r->rows, d, m, false);
+  if (r->w) attention_gemm(r->gemm, grad_phi, m, false, r->w, r->w_stride, false, r->scratch, d, r->rows, d, m, false);
   for (int64_t i = 0; i < r->rows; i++)
     for (int64_t c = 0; c < d; c++) grad_x[i * r->stride + c] += (r->w ? r->scratch : grad_phi)[i * d + c];
 }

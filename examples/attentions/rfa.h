@@ -40,7 +40,7 @@ ATTENTION_FN float *rfa_unit(const linear_kernel *k, const linear_rows *r) {
 }
 ATTENTION_FN void rfa_map(const linear_kernel *k, const linear_rows *r) {
   float *z = rfa_unit(k, r);
-  linear_gemm(r->gemm, r->scratch, k->head_dim, false, r->w, r->w_stride, true, z, k->projected, r->rows, k->projected, k->head_dim, false);
+  attention_gemm(r->gemm, r->scratch, k->head_dim, false, r->w, r->w_stride, true, z, k->projected, r->rows, k->projected, k->head_dim, false);
   for (int64_t i = 0; i < r->rows; i++)
     for (int64_t j = 0; j < k->projected; j++) {
       r->phi[i * k->features + j] = k->scale * sinf(z[i * k->projected + j]);
@@ -55,8 +55,8 @@ ATTENTION_FN void rfa_map_backward(const linear_kernel *k, const linear_rows *r,
       const int64_t s = i * 2 * m + j, c = s + m;
       grad_z[i * m + j] = r->phi[c] * grad_phi[s] - r->phi[s] * grad_phi[c];
     }
-  if (grad_w) linear_gemm(r->gemm, grad_z, m, true, r->scratch, d, false, grad_w, r->w_stride, m, d, r->rows, true);
-  linear_gemm(r->gemm, grad_z, m, false, r->w, r->w_stride, false, grad_unit, d, r->rows, d, m, false);
+  if (grad_w) attention_gemm(r->gemm, grad_z, m, true, r->scratch, d, false, grad_w, r->w_stride, m, d, r->rows, true);
+  attention_gemm(r->gemm, grad_z, m, false, r->w, r->w_stride, false, grad_unit, d, r->rows, d, m, false);
   for (int64_t i = 0; i < r->rows; i++) {
     const float *x = r->x + i * r->stride, norm = rfa_norm(k, x), size = norm + 1e-3f;
     const float dot = (float)linear_dot(x, grad_unit + i * d, d), along = norm > 0 ? dot / (norm * size * size) : 0;
