@@ -583,7 +583,8 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
          ... luna_item(loss) ...                           reading inside has the work before it run at once
        }
    Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op that
-   is not recordable make a step run by itself. One graph at a time in a context; freed with it. */
+   is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single tokens
+   are such steps without a call; its steps have no place between begin and end. */
 typedef struct luna_graph luna_graph;
 LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
@@ -9676,15 +9677,15 @@ LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tenso
 }
 LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
-                             op->last_dropout_op, (uint32_t)op->activation, (uint32_t)op->training, (uint32_t)op->sets };
+                             op->last_dropout_op, (uint32_t)op->activation, (uint32_t)op->training, (uint32_t)op->sets,
+                             (uint32_t)op->dots };
   const float drops[] = { op->dropout, op->last_dropout };
   const void *pointers[] = { op->index, op->lengths, op->query_offsets, op->key_offsets, op->mean_ka, op->mean_av,
-                             op->history, op->kept, op->workspace };
+                             op->position, op->history, op->kept, op->workspace };
   lunai_graph_mix(g, words, sizeof words);
   lunai_graph_mix(g, drops, sizeof drops);
   lunai_graph_mix(g, pointers, sizeof pointers);
   lunai_graph_mix(g, &op->arg, sizeof op->arg);
-  lunai_graph_mix_number(g, (uint64_t)op->position);
   lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
   if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
 }
@@ -9791,15 +9792,14 @@ LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, con
   return ctx->graph->device->update(ctx, rule, parts, table, count);
 }
 
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
-  luna_graph *g;
+LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
+  return ctx && ctx->open_status == LUNA_OK && lunai_on_device(ctx) && luna_backend_of(ctx)->record;
+}
+/* null: no memory */
+LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
+  luna_graph *g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
   int i;
-  if (!ctx || ctx->open_status != LUNA_OK || !lunai_on_device(ctx) || !luna_backend_of(ctx)->record) return NULL;
-  g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
-  if (!g) {
-    lunai_fail_memory(ctx, "luna_graph_open", sizeof *g);
-    return NULL;
-  }
+  if (!g) return NULL;
   memset(g, 0, sizeof *g);
   g->ctx = ctx;
   g->device = luna_backend_of(ctx);
@@ -9817,6 +9817,11 @@ LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
   g->reason = "no step has ended";
   g->next = ctx->graphs;
   return ctx->graphs = g;
+}
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
+  luna_graph *g = lunai_has_graphs(ctx) ? lunai_graph_make(ctx) : NULL;
+  if (!g && lunai_has_graphs(ctx)) lunai_fail_memory(ctx, "luna_graph_open", sizeof *g);
+  return g;
 }
 LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
   if (bytes->at) lunai_raw_release(&g->ctx->options.allocator, bytes->at, bytes->room);
@@ -14828,8 +14833,10 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   first->model_ctx = ctx;
   first->allocator = ctx->options.allocator;
-  first->ctx.backend = ctx->backend;
+  lunai_graph_flush(ctx, "a stream was opened");
+  first->ctx.backend = luna_backend_of(ctx);
   first->ctx.self = ctx->self;
+  first->ctx.options.allocator = ctx->options.allocator;
   first->ctx.state = ctx->state;
   first->ctx.options.log = ctx->options.log;
   first->ctx.options.log_user = ctx->options.log_user;
@@ -14891,6 +14898,7 @@ LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, 
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
+  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx); /* of a single token; without memory for it there is none */
   if (good) return s;
   (void)lunai_stream_report(ctx, s, "luna_stream_open");
   luna_stream_close(s);
@@ -14984,6 +14992,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   if (s && s->memory_size) {
 #ifndef LUNA_ONLY_STREAM
     const luna_allocator allocator = s->allocator;
+    while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
     if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 #endif
@@ -14991,6 +15000,18 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_GRAPHED(s, n, call) (void)(call)
+#else
+/* a single token's calls: on a device one launch */
+#define LUNAI_GRAPHED(s, n, call) \
+  do { \
+    luna_graph *graph_ = (n) == 1 ? (s)->ctx.graphs : NULL; \
+    (void)luna_graph_begin(graph_); \
+    (void)(call); \
+    (void)luna_graph_end(graph_); \
+  } while (0)
+#endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
   luna_tensor *y = NULL;
   int64_t at, i, rows;
@@ -15004,7 +15025,7 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, in
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL;
+    LUNAI_GRAPHED(s, n, y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL);
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);

@@ -149,6 +149,37 @@ static void check_graph_reasons(void) {
   luna_close(host);
 }
 
+/* a stream's tokens: from the third on each is one launch, with the bits of a device without graphs */
+static void check_stream_graphs(void) {
+  enum { TOKENS = 9 };
+  luna_backend table = *cuda.backend;
+  device without = cuda;
+  table.record = NULL;
+  without.backend = &table;
+  for (int kind = 0; kind < 3; kind++) {
+    device_models m[2];
+    if (device_models_open(&m[0], &without, kind) & device_models_open(&m[1], &cuda, kind)) {
+      const int64_t batch = m[0].config.batch, row = batch * STREAM_VOCAB;
+      int32_t *tokens = common_tokens(batch * TOKENS, 7, STREAM_VOCAB);
+      luna_stream *s[2] = {device_stream(&m[0], 1), device_stream(&m[1], 1)};
+      for (int at = 0; at < TOKENS; at++) {
+        const float *expected = luna_stream_step(s[0], tokens + at * batch);
+        cuda_counted();
+        const float *got = luna_stream_step(s[1], tokens + at * batch);
+        const cuda_counts is = cuda_counted();
+        CHECK(expected && got && memcmp(expected, got, (size_t)row * sizeof(float)) == 0, "kind %d, token %d has other bits in a graph", kind, at);
+        CHECK(at < 3 || !cuda_emulated() || (is.replays == 1 && is.launches + is.copies == 2), /* inputs, logits */
+              "kind %d, token %d is %ld graphs, %ld launches, %ld copies, %ld waits", kind, at, is.replays, is.launches,
+              is.copies, is.synchronisations);
+        if (at == 4) CHECK(luna_stream_prefill(s[0], &(luna_input){ tokens, NULL, 0, 2 }) && luna_stream_prefill(s[1], &(luna_input){ tokens, NULL, 0, 2 }), "a prefill fails");
+      }
+      luna_stream_close(s[0]), luna_stream_close(s[1]);
+      free(tokens);
+    }
+    for (int i = 0; i < 4; i++) luna_close(m[i / 2].ctx[i % 2]);
+  }
+}
+
 /* a context that shares a set, in a graph */
 static void check_shared_graph(void) {
   static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
@@ -510,6 +541,7 @@ int main(int argc, char **argv) {
     check_custom();
     check_graph();
     check_shared_graph();
+    check_stream_graphs();
     check_graph_reasons();
     check_memory();
     check_optimizers();
