@@ -139,7 +139,7 @@ static bool step(contest *c, const row *r, const int32_t *bytes, int64_t n, bool
   bool fine = host != NULL;
   const int32_t label = bytes[0] & 1;
   for (int64_t at = 0; fine && at + segment <= n; at += segment) { /* gradients of the segments accumulate */
-    const luna_input input = { bytes + at, NULL, 1, segment };
+    const luna_input input = { .tokens = bytes + at, .batch = 1, .n = segment };
     luna_begin_step(c->ctx);
     fine = carry(c, host, true);
     luna_tensor *loss = writer ? luna_lm_loss(&c->lm, &input, bytes + at + 1) : luna_cross_entropy(luna_classifier_forward(&c->classifier, &input), &label);
@@ -318,7 +318,7 @@ static int ablation(const variant *v, const contents *text) {
   luna_params *params = luna_params_open(ctx);
   luna_classifier model;
   int32_t tokens[BATCH * WINDOW], labels[BATCH];
-  const luna_input input = { tokens, NULL, BATCH, WINDOW };
+  const luna_input input = { .tokens = tokens, .batch = BATCH, .n = WINDOW };
   const int64_t steps = 100 * set.steps;
   double loss = 0, right = 0, begun;
   luna_classifier_config c = { .pooling = v->pooling, .encoder = { .layers = set.layers, .memory = v->memory, .own_memory = v->own_memory,
