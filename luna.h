@@ -118,10 +118,10 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices.
 
    OTHER ATTENTIONS, OTHER OPS
-     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
-     it stays the same, so that a comparison compares the mathematics. luna_custom_op makes an op of a forward and a
-     backward function: saving, optimisers and clipping go by the set of parameters, not by the model, and work with
-     it.
+     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
+     thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
+     luna_custom_op makes an op of a forward and a backward function: saving, optimisers and clipping go by the set of
+     parameters, not by the model, and work with it.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -760,8 +760,8 @@ typedef struct luna_custom {
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
-/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
-   parallel_for is null where there is one thread. */
+/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
+   scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
