@@ -1,6 +1,7 @@
 # luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler are enough.
 #   make run                 trains a Luna language model on luna.h itself, about a minute
 #   make examples            builds examples/*.c
+#   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc; DESTDIR before it
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
@@ -19,6 +20,7 @@ CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
 BUILD ?= build
 TEXT ?= luna.h
+PREFIX ?= /usr/local
 CLANG ?= clang
 FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
@@ -47,6 +49,15 @@ run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
 
 examples: $(EXAMPLES)
+
+# A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
+install: $(BUILD)/luna.o
+	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	cp luna.h luna_cuda.cuh $(DESTDIR)$(PREFIX)/include
+	rm -f $(DESTDIR)$(PREFIX)/lib/libluna.a
+	$(AR) rcs $(DESTDIR)$(PREFIX)/lib/libluna.a $(BUILD)/luna.o
+	printf 'prefix=%s\nName: luna\nDescription: Luna attention\nVersion: %s\nCflags: -I$${prefix}/include\nLibs: -L$${prefix}/lib -lluna %s\n' \
+	  $(PREFIX) $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h) '$(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
 
 programs: $(EXAMPLES) $(PROGRAMS)
 
@@ -88,7 +99,7 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/install.sh tests/compile.sh
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
@@ -161,4 +172,4 @@ cuda-bench:
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench clean
+.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench clean
