@@ -122,7 +122,13 @@
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
      thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
      luna_custom_op makes an op of a forward and a backward function: saving, optimisers and clipping go by the set of
-     parameters, not by the model, and work with it.
+     parameters, not by the model, and work with it. luna_softmax_attention takes patterns: sliding windows, and lists
+     of the keys that blocks of queries see, in time by what is seen (luna_attention_pattern; on the CPU). A window of
+     256 tokens, each its past:
+
+       luna_attention_pattern window = {0};
+       window.window = true, window.left = 255;
+       config.patterns = &window, config.pattern_count = 1;
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
