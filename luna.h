@@ -119,11 +119,12 @@
      training step one launch.
 
    OTHER ATTENTIONS, OTHER OPS
-     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
-     it stays the same, so that a comparison compares the mathematics. luna_custom_op makes an op of a forward and a
-     backward function: saving, optimisers and clipping go by the set of parameters, not by the model, and work with
-     it. luna_softmax_attention takes patterns: sliding windows, and lists of the keys that blocks of queries see, in
-     time by what is seen (luna_attention_pattern; on the CPU). A window of 256 tokens, each its past:
+     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
+     thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
+     luna_custom_op makes an op of a forward and a backward function: saving, optimisers and clipping go by the set of
+     parameters, not by the model, and work with it. luna_softmax_attention takes patterns: sliding windows, and lists
+     of the keys that blocks of queries see, in time by what is seen (luna_attention_pattern; on the CPU). A window of
+     256 tokens, each its past:
 
        luna_attention_pattern window = {0};
        window.window = true, window.left = 255;
@@ -795,8 +796,8 @@ typedef struct luna_custom {
                                         luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
-/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
-   parallel_for is null where there is one thread. */
+/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
+   scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
