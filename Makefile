@@ -10,6 +10,7 @@
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
 #   make size                object sizes by build switch
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
+#   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in build/arena.md and .svg; under 15 minutes
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
@@ -74,7 +75,7 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
-$(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
+$(BUILD)/arena $(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
@@ -131,6 +132,10 @@ bench: $(BENCHES)
 	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
 	@echo "every row is in $(BUILD)/bench.json"
 
+arena: $(BUILD)/arena
+	$(BUILD)/arena table $(TEXT) --svg $(BUILD)/arena.svg >$(BUILD)/arena.md
+	@cat $(BUILD)/arena.md
+
 REF ?= HEAD
 compare:
 	@BUILD=$(BUILD) CC='$(CC)' CFLAGS='$(CFLAGS)' LIBS='$(LIBS)' sh tests/compare.sh $(REF)
@@ -167,4 +172,4 @@ cuda-bench:
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench compare cuda cuda-test cuda-bench clean
+.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench clean
