@@ -10552,6 +10552,7 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   luna_tensor *next;
   if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
   c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
   if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
   g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
