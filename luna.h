@@ -9294,7 +9294,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->lse = op->out[1]->data;
   a->sums = NULL;
-  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op; /* sizes are asked before it is there */
+  /* sizes are asked before that gradient is there */
+  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)

@@ -1870,8 +1870,8 @@ static void lunacu_cross_entropy_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)rows * sizeof(float);
 }
 /* of rows from `first` on: their losses, and kept */
-static void lunacu_cross_entropy_rows(const luna_op *op, int64_t first, int64_t rows, int64_t classes, const float *logits,
-                                      float *loss) {
+static void lunacu_cross_entropy_rows(const luna_op *op, int64_t first, int64_t rows, int64_t classes,
+                                      const float *logits, float *loss) {
   const lunacu_teams t = lunacu_teams_of(rows, classes);
   float *kept = op->kept ? (float *)op->kept + first : NULL;
   if (rows > 0 && lunacu_wide(classes, logits))
@@ -1901,7 +1901,7 @@ static luna_status lunacu_cross_entropy_backward(luna_op *op) {
 }
 
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
-   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is the same but for them --- */
+   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise the same --- */
 #define LUNACU_LOGIT_ROWS 512
 static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
   return lunacu_take(at, (rows < LUNACU_LOGIT_ROWS ? rows : LUNACU_LOGIT_ROWS) * classes);
@@ -1915,10 +1915,12 @@ static size_t lunacu_logits_bytes(int64_t rows, int64_t classes) {
 static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
   const int64_t in = lunacu_last(op->in[0]), classes = op->in[1]->shape[0];
   const luna_status status = lunacu_gemm(
-      op->ctx, lunacu_matrix(op->in[0]->data + first * in, in, 1, op->in[1]->data, 1, in, logits, rows, classes, in, false));
+      op->ctx, lunacu_matrix(op->in[0]->data + first * in, in, 1, op->in[1]->data, 1, in, logits, rows, classes, in,
+                             false));
   if (status == LUNA_OK && op->in[2])
     lunacu_end(op, rows * classes, logits,
-               {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_NONE, false, lunacu_dropout_of(op, 0, 0)});
+               {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_NONE, false,
+                lunacu_dropout_of(op, 0, 0)});
   return status;
 }
 static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits) {
@@ -1929,18 +1931,18 @@ static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, cons
   luna_status status = LUNA_OK;
   for (int64_t first = 0; first < all && status == LUNA_OK; first += LUNACU_LOGIT_ROWS) {
     const int64_t rows = all - first < LUNACU_LOGIT_ROWS ? all - first : LUNACU_LOGIT_ROWS;
-    const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)loss->kept + first, loss->out[0]->grad,
-                               loss->index + first, classes, rows, loss->arg.cross_entropy.smoothing,
-                               loss->arg.cross_entropy.factor};
+    const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)loss->kept + first,
+                               loss->out[0]->grad, loss->index + first, classes, rows,
+                               loss->arg.cross_entropy.smoothing, loss->arg.cross_entropy.factor};
     if (!logits) status = lunacu_logits_of(op, first, rows, block);
     if (status != LUNA_OK) break;
     lunacu_map(op, rows * classes, block, false, lunacu_wide(0, f.logits), f);
     if (x->grad)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(block, classes, 1, w->data, in, 1, x->grad + first * in, rows, in, classes,
-                                                  !lunacu_sets(op, 0)));
+      status = lunacu_gemm(op->ctx, lunacu_matrix(block, classes, 1, w->data, in, 1, x->grad + first * in, rows, in,
+                                                  classes, !lunacu_sets(op, 0)));
     if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(block, 1, classes, x->data + first * in, in, 1, w->grad, classes, in, rows,
-                                                  true));
+      status = lunacu_gemm(op->ctx, lunacu_matrix(block, 1, classes, x->data + first * in, in, 1, w->grad, classes, in,
+                                                  rows, true));
     lunacu_column_sums(op, block, rows, classes, lunacu_grad(op, 2), (float *)at);
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;

@@ -146,7 +146,8 @@ static void check_graph_logits(void) {
       luna_graph_begin(graph);
       luna_begin_step(ctx);
       luna_backward(luna_cross_entropy(luna_linear(luna_tensor_new(ctx, x, 2, rows), w, NULL), labels));
-      CHECK(luna_graph_end(graph) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK, "many classes in a graph: %s", luna_error(ctx));
+      CHECK(luna_graph_end(graph) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK, "many classes in a graph: %s",
+            luna_error(ctx));
       free(x), free(labels);
     }
     CHECK(!graphed || *luna_graph_reason(graph) == 0, "many classes: %s", luna_graph_reason(graph));
@@ -267,7 +268,7 @@ static void check_memory(void) {
   free(tokens);
 }
 
-/* of 30,000 words on 2048 tokens a step stores the logits once at most, and by luna_lm_loss neither them nor their gradient */
+/* of 30,000 words on 2048 tokens a step stores the logits once at most, and by luna_lm_loss parts of them alone */
 static void check_logits_bytes(void) {
   enum { WORDS = 30000, TOKENS = 2048 };
   const double logits = (double)WORDS * TOKENS * sizeof(float);
@@ -281,11 +282,14 @@ static void check_logits_bytes(void) {
     const luna_input input = {tokens, NULL, 1, TOKENS};
     CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "measuring: %s", luna_error(ctx));
     luna_begin_step(ctx);
-    CHECK(luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1) : luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1)) == LUNA_OK,
+    CHECK(luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1)
+                             : luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1)) == LUNA_OK,
           "measuring: %s", luna_error(ctx));
-    const double rest = (double)(luna_memory(ctx).peak - cuda.backend->opened) - 2 * sizeof(float) * (double)luna_params_element_count(params);
-    CHECK(rest < (loss ? 0.4 : 1.4) * logits, "a step with %d words takes %.1f MB beside its parameters; the logits are %.1f MB", WORDS,
-          rest * 1e-6, logits * 1e-6);
+    const double rest = (double)(luna_memory(ctx).peak - cuda.backend->opened) -
+                        2 * sizeof(float) * (double)luna_params_element_count(params);
+    CHECK(rest < (loss ? 0.4 : 1.4) * logits,
+          "a step with %d words takes %.1f MB beside its parameters; the logits are %.1f MB", WORDS, rest * 1e-6,
+          logits * 1e-6);
     luna_close(ctx);
   }
   free(tokens);
