@@ -9300,7 +9300,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->lse = op->out[1]->data;
   a->sums = NULL;
-  a->grad_lse = op->out[1]->grad;
+  /* sizes are asked before that gradient is there */
+  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
@@ -10530,21 +10531,10 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
   if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
 }
-LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
-  luna_graph *g = op->ctx->graph;
-  const luna_op_functions *device = &g->device->op[op->kind];
+/* a copy of an op, with its tensors from `next` on; what is left of them */
+LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
   const int tensors = op->inputs + op->outputs;
-  lunai_call *c;
-  luna_op *to;
-  luna_tensor *next;
   int i, j;
-  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
-    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
-  c = lunai_note(g, kind, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
-  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
-  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
-  to = (luna_op *)(void *)(c + 1);
-  next = (luna_tensor *)(void *)(to + 1);
   *to = *op;
   lunai_note_arguments(g, op);
   for (i = 0; i < tensors; i++) {
@@ -10557,6 +10547,27 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
       *at = next++;
     }
   }
+  return next;
+}
+LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
+  luna_graph *g = op->ctx->graph;
+  const luna_op_functions *device = &g->device->op[op->kind];
+  const luna_op *loss = op->loss;
+  const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
+  lunai_call *c;
+  luna_op *to;
+  luna_tensor *next;
+  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
+  c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  to = (luna_op *)(void *)(c + 1);
+  next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
+  if (!loss) return LUNA_OK;
+  to->loss = to + 1;
+  lunai_note_one(g, to + 1, next, loss);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
