@@ -83,7 +83,7 @@ static void features_stream(const char *name, const luna_lm *lm, const features_
   config.batch = batch;
   luna_stream *s = luna_stream_open(lm, &config);
   float *row = common_floats(batch * k), *got = common_floats(f->outputs), *want = common_floats(f->outputs);
-  for (int64_t t = 0; CHECK(s != NULL, "%s: %s", name, luna_error(lm->params->ctx)) && t < n; t++) {
+  for (int64_t t = 0; CHECK(s != NULL, "%s: %s", name, luna_error(lm->input.mean->ctx)) && t < n; t++) {
     for (int64_t b = 0; b < batch; b++) memcpy(row + b * k, f->features + (b * n + t) * k, (size_t)k * sizeof(float));
     const float *y = luna_stream_step_features(s, row);
     for (int64_t b = 0; CHECK(y != NULL, "%s: %s", name, luna_stream_error(s)) && b < batch; b++)
