@@ -67,10 +67,10 @@
         groups), training goes on with the bits of a run that never stopped. The position in the data is yours to
         keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its file
         says, except one with an attention hook: init that with its config and hook, then luna_load.
-     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token. Open it after
-        training: it copies a part of the weights, and reads the others in place. One thread a stream, any number of
-        streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context, allocator, stdio or
-        threads.
+     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
+        luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
+        and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
+        luna_stream_open_bytes needs no context, allocator, stdio or threads.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
