@@ -292,6 +292,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
+    "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
@@ -422,6 +424,29 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
+   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
+   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
+   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
+   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+   queries too: queries and keys beyond are not read. */
+typedef struct luna_key_run {
+  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
+  bool whole;                        /* every query of the block sees all of them, whatever the window */
+} luna_key_run;
+typedef struct luna_attention_pattern {
+  bool window;
+  int64_t left, right;               /* may be negative: right -1 is j < i */
+  bool not_self;                     /* query i does not see key i */
+  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
+  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
+  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
+  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once, in whose order queries are numbered; or null */
+  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
+  int64_t key_count;
+} luna_attention_pattern;
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
@@ -464,7 +489,8 @@ typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
   float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
-  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout */
+  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout; null with
+                                        patterns */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
@@ -472,11 +498,15 @@ typedef struct luna_attention_args {
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
+  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of
+                                        a pattern with key_order, key_count and the number in it for keys and j */
   uint64_t seed;
   uint32_t dropout_op, step;
   const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
+  const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
+  int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
+  const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -704,6 +734,9 @@ typedef struct luna_attention_config {
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
+  const luna_attention_pattern *patterns; /* which keys a query sees: luna_attention_pattern; null: all */
+  int64_t pattern_count;             /* 1, heads, or batch * heads */
+  luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
 } luna_attention_config;
 /* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
@@ -1402,7 +1435,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
+  R(SPARSE_ATTENTION, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
   LUNA_OPS(LUNAI_OP_KIND)
@@ -1431,7 +1465,13 @@ typedef struct luna_op {
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
     struct { float smoothing, factor; } cross_entropy; /* and linear cross-entropy: factor 1, or 1 / labels that count */
-    struct { int64_t heads, batch, queries, keys; float scale; bool causal; } attention; /* softmax attention, pack */
+    struct {
+      int64_t heads, batch, queries, keys;
+      float scale;
+      bool causal;
+      const luna_attention_pattern *patterns; /* of sparse attention, in host memory */
+      int64_t pattern_count;
+    } attention;                     /* softmax attention, sparse attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
   } arg;
   float dropout;                     /* 0 outside training */
@@ -1556,6 +1596,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
+#define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
 #ifdef __OPTIMIZE__
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
@@ -1563,6 +1604,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #else
 #define LUNAI_UNUSED
+#define LUNAI_CALL static
 #define LUNAI_INLINE static inline
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
@@ -1718,6 +1760,9 @@ typedef struct lunai_attention {
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
   const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
+  const luna_attention_pattern *patterns; /* null: dense */
+  int64_t pattern_count;
+  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
 } lunai_attention;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
@@ -1827,6 +1872,9 @@ typedef struct lunai_epilogue {
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
+  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
+  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
+  R(float, log1, (float x)) \
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
@@ -2086,11 +2134,11 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define vf_le(a, b) _mm_cmple_ps(a, b)
 #define vf_select(m, a, b) LUNAI_K(select)(m, a, b)
 LUNAI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _mm_andnot_ps(m, b)); }
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   if (n >= 3) return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
   return n == 2 ? _mm_setr_ps(p[0], p[1], 0, 0) : n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
 }
-LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   if (n >= VF) {
     _mm_storeu_ps(p, v);
     return;
@@ -2270,13 +2318,13 @@ LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
 #endif
 
 #if LUNAI_PASS == LUNAI_ISA_NEON || LUNAI_PASS == LUNAI_ISA_WASM
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   float lanes[VF] = {0, 0, 0, 0};
   int64_t i;
   for (i = 0; i < n; i++) lanes[i] = p[i];
   return vf_load(lanes);
 }
-LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   float lanes[VF];
   int64_t i;
   vf_store(lanes, v);
@@ -2418,7 +2466,7 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
 }
 #endif
 LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
-LUNAI_INLINE float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
+LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
 /* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
    2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
@@ -2526,17 +2574,12 @@ LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int6
     for (p = 0; p < k; p++)
       for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
-/* Copies several tiles of a column-major A, at rows first[0], first[1], ..., reading each cache line once. A tile
-   with fewer rows than MR leaves the rest unset; they are never read. */
-LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a,
-                                      int64_t a_column, float *to) {
+/* Copies whole tiles of a column-major A, reading each cache line once. */
+LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, int64_t a_column, float *to) {
   int64_t t, p;
-  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* the last tile may lack rows in memory */
-    tiles--;
-    LUNAI_K(gather_rows)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
-  }
   for (p = 0; p < k; p++, a += a_column)
-    for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
+    for (t = 0; t < tiles; t++)
+      memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + t * LUNAI_MR, LUNAI_MR * sizeof(float));
 }
 
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
@@ -2546,7 +2589,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
 #undef LUNAI_TILE_ZERO
 #undef LUNAI_TILE_STEP
 #undef LUNAI_TILE_STORE
-#undef LUNAI_TILE_CASE
 #undef LUNAI_NARROW_STEP
 #undef LUNAI_NARROW_STORE
 #define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
@@ -2569,10 +2611,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
     if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e, i, 2 * VF); \
     if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e, i, 3 * VF); \
   }
-#define LUNAI_TILE_CASE(i) \
-  case i + 1: \
-    if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
-    break;
 LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const lunai_epilogue *e, int i, int j) {
   vf v = vf_mul(scale, sum);
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
@@ -2640,30 +2678,44 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
   }
   LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
-LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                            const lunai_epilogue *e) {
-  switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
+/* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
+   Below four rows a tile waits for its own sums. */
+LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
+  if (left == LUNAI_MR || left > LUNAI_MR + 2) return LUNAI_MR;
+  return LUNAI_MR > 8 && left >= 8 ? 8 : LUNAI_MR > 4 && left >= 4 ? 4 : lunai_min(left, 3);
+}
+LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                            int64_t b_row, const lunai_epilogue *e) {
+  if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, k, a, a_row, a_column, b, b_row, e);
+  else if (rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
+  else if (rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
+  else LUNAI_K(tile_rows)(1, k, a, a_row, a_column, b, b_row, e);
 }
 
-/* epilogues that a tile cannot do: edges, activations other than ReLU, two results */
+/* epilogues that a tile cannot do: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
 LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns,
-                                   const float *tile) {
+                                   float *tile) {
+  const int64_t sum_at = i * t->sum_row + j, from_at = i * t->from_row + j, c_at = i * t->c_row + j;
   int64_t r, l;
   for (r = 0; r < rows; r++)
     for (l = 0; l < columns; l += VF) {
-      const int64_t lanes = lunai_min(columns - l, VF), at = (i + r) * t->c_row + j + l;
-      float *sum = t->sum + (i + r) * t->sum_row + j + l;
+      const int64_t left = columns - l;
       vf v = vf_load(tile + r * LUNAI_NR + l);
-      if (t->from) v = vf_add(vf_load_part(t->from + (i + r) * t->from_row + j + l, lanes), v);
-      if (!t->finish) {
-        vf_store_part(sum, v, lanes);
-        continue;
-      }
-      if (t->bias) v = vf_add(v, vf_load_part(t->bias + j + l, lanes));
-      if (t->pre) vf_store_part(t->pre + at, v, lanes);
-      v = LUNAI_K(activation1)(t->activation, v);
-      if (t->late) v = vf_add(v, vf_load_part(t->c + at, lanes));
-      vf_store_part(t->c + at, v, lanes);
+      if (t->from) v = vf_add(LUNAI_K(get)(t->from + from_at + r * t->from_row + l, left), v);
+      if (t->finish && t->bias) v = vf_add(v, LUNAI_K(get)(t->bias + j + l, left));
+      if (t->finish && t->pre) LUNAI_K(put)(t->pre + c_at + r * t->c_row + l, v, left);
+      if (t->finish) vf_store(tile + r * LUNAI_NR + l, v);
+      else LUNAI_K(put)(t->sum + sum_at + r * t->sum_row + l, v, left);
+    }
+  if (!t->finish) return;
+  if (t->activation != LUNA_ACTIVATION_NONE) LUNAI_K(activate)(t->activation, rows * LUNAI_NR, tile, tile);
+  for (r = 0; r < rows; r++)
+    for (l = 0; l < columns; l += VF) {
+      float *c = t->c + c_at + r * t->c_row + l;
+      const vf v = vf_load(tile + r * LUNAI_NR + l);
+      LUNAI_K(put)(c, t->late ? vf_add(v, LUNAI_K(get)(c, columns - l)) : v, columns - l);
     }
 }
 
@@ -2680,41 +2732,46 @@ LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row,
   return e;
 }
 
-/* m rows of A by the panels of a block; a_gathered: a buffer that a tile's rows of A are copied to first, or null.
-   The tile's rows stay in L1 while the panels stream from L2 and the next tile's rows are prefetched; C is accessed
-   row by row. */
+/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: a buffer that they are copied to, or null. */
+LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
+                                          const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
+  const float *at = a + row * *a_row;
+  const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
+  if (!a_gathered) return at;
+  if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
+    if (tile == 0)
+      LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
+    a_gathered += tile * LUNAI_MR * LUNAI_KA;
+  } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
+  *a_row = *a_column == 1 ? LUNAI_KA : 1;
+  *a_column = *a_column == 1 ? 1 : LUNAI_MR;
+  return a_gathered;
+}
+
+/* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
+   rows are prefetched; C is accessed row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                              float *a_gathered,
-                              const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t) {
-  const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
-  const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
-  const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
+                              float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row,
+                              const lunai_target *t) {
+  const bool plain = t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU;
+  const bool simple = !t->finish || (!t->pre && !t->late && plain);
+  const int64_t all = lunai_divide_up(n, LUNAI_NR);
+  const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   lunai_epilogue e;
-  int64_t i, j, p, x, first[LUNAI_TILES_ABREAST];
-  for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
-    e = LUNAI_K(epilogue_of)(t, i, 0, simple && n == VF ? NULL : edge);
-    LUNAI_K(tile_narrow)(k, a + i * a_row, a_row, a_column, panel, b_row, &e);
-    if (e.c == edge) LUNAI_K(finish_tile)(t, i, 0, 2 * LUNAI_MR, n, edge);
+  int64_t row, rows, j, p, x;
+  for (row = 0; row < narrow; row += 2 * LUNAI_MR) {
+    e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
+    LUNAI_K(tile_narrow)(k, a + row * a_row, a_row, a_column, panel, b_row, &e);
+    if (e.c == edge) LUNAI_K(finish_tile)(t, row, 0, 2 * LUNAI_MR, n, edge);
   }
-  for (i = 0; i < tiles; i++) {
-    const int64_t row = narrow + lunai_share(m - narrow, i, tiles), rows = narrow + lunai_share(m - narrow, i + 1, tiles) - row;
-    const float *at = a + row * a_row, *b = panel, *next = at + rows * a_row;
-    const int64_t coming = lunai_min(rows, m - row - rows);
-    int64_t at_row = a_row, at_column = a_column;
-    if (a_gathered && a_row == 1 && a_column != 1) {
-      if (i % LUNAI_TILES_ABREAST == 0) {
-        for (j = 0; j < LUNAI_TILES_ABREAST && i + j < tiles; j++) first[j] = narrow + lunai_share(m - narrow, i + j, tiles);
-        LUNAI_K(gather_columns)(j, first, m, k, a, a_column, a_gathered);
-      }
-      at = a_gathered + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
-      at_column = LUNAI_MR;
-    } else if (a_gathered) {
-      LUNAI_K(gather_rows)(rows, k, at, a_row, a_column, a_gathered);
-      at_row = a_column == 1 ? LUNAI_KA : 1;
-      at_column = a_column == 1 ? 1 : LUNAI_MR;
-      at = a_gathered;
-    }
+  for (; row < m; row += rows) {
+    const float *at, *b = panel, *next;
+    int64_t at_row = a_row, at_column = a_column, coming;
+    rows = LUNAI_K(tile_height)(m - row);
+    at = LUNAI_K(tile_a)(m, k, narrow, row, rows, a, a_gathered, &at_row, &at_column);
+    next = a + (row + rows) * a_row;
+    coming = lunai_min(rows, m - row - rows);
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (a_column == 1)
@@ -3007,10 +3064,14 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
   }
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(activation1)(kind, LUNAI_GET(x)))
-LUNAI_MAP(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
-          vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), LUNAI_GET(dx)))
-LUNAI_MAP(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
-          vf_mul(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x))))
+LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
+          vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), add ? LUNAI_GET(dx) : vf_zero()))
+LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, const float *dy, float *dx) {
+  LUNAI_K(activate_grad)(kind, n, x, dy, true, dx);
+}
+LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
+  LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
+}
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul_add, (int64_t n, const float *a, const float *b, float *y), y, vf_fma(LUNAI_GET(a), LUNAI_GET(b), LUNAI_GET(y)))
@@ -3074,15 +3135,16 @@ LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const f
 }
 
 LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL); }
-LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_PRODUCT, n, x, x, NULL, 0, 0, NULL); }
-LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
-  return (float)LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
+LUNAI_FN double LUNAI_K(products)(int64_t n, const float *a, const float *b) {
+  return LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
 }
+LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(products)(n, x, x); }
+LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LUNAI_K(products)(n, a, b); }
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
 /* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
-LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -3205,42 +3267,10 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 }
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n ---- */
-LUNAI_FN void LUNAI_K(cross_entropy_row)(const lunai_cross_entropy *a, int64_t row) {
-  const float *logits = a->logits + row * a->logits_row;
-  const int64_t label = a->labels[row] - a->first;
-  const bool last = a->first + a->columns == a->classes;
-  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-  float shift;
-  if (a->first == 0) {
-    s->exps = s->logits = 0;
-    s->shift = (float)-INFINITY;
-    s->label = 0;
-  }
-  shift = LUNAI_K(softmax_shift)(a->columns, logits, s->shift);
-  if (s->exps != 0 && shift > s->shift) s->exps *= (double)LUNAI_K(exp1)(s->shift - shift);
-  s->exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
-  if (shift != 0 || s->exps != 0) s->shift = shift;
-  if (a->smoothing > 0) s->logits += LUNAI_K(sum)(a->columns, logits);
-  if (label >= 0 && label < a->columns) s->label = logits[label];
-  if (last) {
-    const double log_sum = s->exps > 0 ? (double)LUNAI_K(log1)((float)s->exps) : s->exps == 0 ? -(double)INFINITY : s->exps;
-    const double off = (double)shift - (double)s->label;
-    double result = log_sum + off;
-    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
-    a->loss[row] = (float)result;
-  }
+/* sum of exp(x - shift) */
+LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
+  return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
 }
-LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
-  int64_t row;
-  for (row = 0; row < a->rows; row++)
-    if (a->labels[row] >= 0) LUNAI_K(cross_entropy_row)(a, row);
-    else {
-      a->loss[row] = 0;
-      if (a->lse) a->lse[row] = 0;
-    }
-}
-
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
@@ -3526,7 +3556,47 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #undef LUNAI_GET
 #undef LUNAI_PUT
 
-#endif /* LUNAI_PASS */
+#else /* !LUNAI_PASS */
+
+/* ---- cross-entropy, driver ---- */
+LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
+  const float *logits = a->logits + row * a->logits_row;
+  const int64_t label = a->labels[row] - a->first;
+  const bool last = a->first + a->columns == a->classes;
+  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
+  float shift;
+  if (a->first == 0) {
+    s->exps = s->logits = 0;
+    s->shift = (float)-INFINITY;
+    s->label = 0;
+  }
+  shift = kernels->softmax_shift(a->columns, logits, s->shift);
+  if (s->exps != 0 && shift > s->shift) s->exps *= kernels->sum_exp(1, &s->shift, shift);
+  s->exps += kernels->sum_exp(a->columns, logits, shift);
+  if (shift != 0 || s->exps != 0) s->shift = shift;
+  if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
+  if (label >= 0 && label < a->columns) s->label = logits[label];
+  if (last) {
+    const double log_sum = s->exps > 0 ? (double)kernels->log1((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
+                 s->exps;
+    const double off = (double)shift - (double)s->label;
+    double result = log_sum + off;
+    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
+    a->loss[row] = (float)result;
+  }
+}
+LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_cross_entropy *a) {
+  int64_t row;
+  for (row = 0; row < a->rows; row++)
+    if (a->labels[row] >= 0) lunai_cross_entropy_row(kernels, a, row);
+    else {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
+    }
+}
+
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
@@ -3838,9 +3908,16 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
+/* see below */
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) { return a->patterns || (backward && a->grad_lse); }
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward);
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
+
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, backward)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -3989,6 +4066,10 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, false)) {
+    lunai_run_sparse(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_attention_task, &w);
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
@@ -4137,6 +4218,10 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, true)) {
+    lunai_run_sparse_backward(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
@@ -4144,6 +4229,517 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
 }
+#endif
+
+/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
+   those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
+#ifndef LUNAI_PASS
+#define LUNAI_HIDDEN (-3.0e38f)      /* a hidden score: finite, so that a part of which a query sees nothing gives no NaN */
+
+/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
+typedef struct lunai_sparse {
+  const lunai_attention *a;
+  const luna_attention_pattern *p;
+  int64_t queries, keys, left, right, blocks;
+  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
+  int64_t numbers;
+} lunai_sparse;
+typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
+typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
+
+LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
+  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
+  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
+  lunai_sparse s;
+  s.a = a;
+  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
+  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
+  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
+  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
+  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
+  if (a->causal) s.right = lunai_min(s.right, 0);
+  s.blocks = lunai_max(s.p->blocks, 1);
+  s.q = b * a->q_batch + h * a->q_head;
+  s.k = b * a->k_batch + h * a->k_head;
+  s.v = b * a->v_batch + h * a->v_head;
+  s.out = b * a->out_batch + h * a->out_head;
+  s.row = b * a->queries * a->heads + h;
+  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
+  s.element = pair * a->queries * s.numbers;
+  return s;
+}
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) { /* its first query's number; of s->blocks: the end */
+  return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
+}
+/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
+LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
+  const int64_t end = lunai_sparse_first(s, block + 1);
+  int64_t n = 0;
+  for (; *at < end && n < limit; ++*at) {
+    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
+    if (row < s->queries) rows[n++] = (int32_t)row;
+  }
+  return n;
+}
+/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
+  int64_t n = 0;
+  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
+  for (; at->run < end; at->run++, at->at = 0) {
+    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0, last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
+    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
+    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
+    int64_t f = first + at->at, stop = last;
+    if (!s->p->key_order) {
+      f = lunai_max(f, from);
+      stop = lunai_min(last, lunai_min(s->keys, to + 1));
+      if (!keys && stop > f) n += stop - f, f = stop;
+    }
+    for (; f < stop; f++) {
+      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
+      if (row >= s->keys || row < from || row > to) continue;
+      if (n == limit) {
+        at->at = f - first;
+        return n;
+      }
+      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
+      n++;
+    }
+  }
+  return n;
+}
+LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const int64_t distance = key->row - query;
+  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
+}
+
+/* what queries get that no block has */
+LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
+  const lunai_sparse s = lunai_sparse_at(a, pair);
+  int64_t i = s.p->blocks ? 0 : s.queries;
+  for (; i < a->queries; i++) {
+    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+  }
+}
+
+/* up to LUNAI_RUN queries of a block */
+typedef struct lunai_sparse_run {
+  int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
+  int64_t width, low, high;             /* how many; the least and the greatest row */
+  bool together;                        /* they follow one another */
+  int32_t row[LUNAI_RUN];
+} lunai_sparse_run;
+
+/* a tile of a run's queries, and those keys of a part that one of them may see */
+typedef struct lunai_sparse_tile {
+  const int32_t *row;
+  int64_t first, low, high;             /* first: its number in the run */
+  int64_t key;                          /* its first key's number in the part */
+  const lunai_key *keys;
+  bool together, in_order;              /* queries, and keys, that follow one another; of such keys none is whole */
+  lunai_tile t;
+} lunai_sparse_tile;
+
+typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
+  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *clean, *score_panels, *slope_panels, *values, *product;
+  float *out, *part, *stats, *state;
+  lunai_key *key;
+} lunai_sparse_space;
+
+/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
+typedef struct lunai_sparse_part {
+  lunai_sparse s;
+  lunai_sparse_run run;
+  int64_t n;
+  lunai_key *key;
+  float *q, *k, *v;
+} lunai_sparse_part;
+
+typedef struct lunai_sparse_work {
+  const lunai_kernels *kernels;
+  const lunai_attention *a;
+  char *scratch;
+  size_t thread_bytes;
+  int64_t tile;                         /* queries of a tile */
+  bool backward, copied;                /* copied: by lists, rows may not follow one another */
+  lunai_sparse_part *parts;             /* backward: of this wave */
+  int64_t wave, count;
+  int64_t pair, limit;                  /* where the next part begins: */
+  lunai_key_cursor cursor;
+  lunai_sparse s;
+  lunai_sparse_run walk;
+} lunai_sparse_work;
+
+LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, bool together, int64_t *low, int64_t *high) {
+  int64_t i;
+  *low = row[0];
+  *high = row[together ? n - 1 : 0];
+  for (i = 1; i < n && !together; i++) {
+    *low = lunai_min(*low, row[i]);
+    *high = lunai_max(*high, row[i]);
+  }
+}
+/* the next queries of the head; false after the last. A walk begins with block 0, at -1. */
+LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) {
+  for (; r->block < s->blocks; r->block++, r->at = -1) {
+    if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
+    r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
+    if (r->width == 0) continue;
+    r->together = !s->p->query_order;
+    lunai_sparse_bounds(r->width, r->row, r->together, &r->low, &r->high);
+    return true;
+  }
+  return false;
+}
+/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
+LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_run *r) {
+  lunai_key_cursor cursor = { 0, 0 };
+  const int64_t keys = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+  return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
+}
+LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
+  int64_t i;
+  for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
+  return i == n;
+}
+/* of a part's n keys; t.depth 0: it sees none of them */
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first, int64_t width, int64_t n, const lunai_key *key,
+                                                bool in_order) {
+  lunai_sparse_tile q;
+  memset(&q, 0, sizeof q);
+  q.in_order = in_order;
+  q.row = r->row + first;
+  q.first = first;
+  q.together = r->together;
+  q.t.width = q.t.length = lunai_min(width, r->width - first);
+  lunai_sparse_bounds(q.t.width, q.row, q.together, &q.low, &q.high);
+  if (in_order) {
+    q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
+    n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
+  }
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right)) q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right)) n--;
+  q.keys = key + q.key;
+  q.t.depth = q.t.lines = n - q.key;
+  q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
+  q.t.q_step = 1;
+  return q;
+}
+
+LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
+  const lunai_kernels *kernels = w->kernels;
+  const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
+  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  m->scores = lunai_take(&scratch, w->tile * depth);
+  m->slopes = lunai_take(&scratch, back * w->tile * depth);
+  m->mask = lunai_take(&scratch, masked * w->tile * depth);
+  m->mask_row = lunai_take(&scratch, masked * depth);
+  m->q = lunai_take(&scratch, copied * LUNAI_RUN * d);
+  m->grad = lunai_take(&scratch, copied * back * LUNAI_RUN * dv);
+  m->k = lunai_take(&scratch, copied * depth * d);
+  m->v = lunai_take(&scratch, copied * depth * dv);
+  m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
+  m->score_panels = lunai_take(&scratch, (back ? 1 : tiles) * lunai_panels_size(kernels, w->tile, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, w->tile, dv));
+  m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), w->tile));
+  m->out = lunai_take(&scratch, copied * (1 - back) * LUNAI_RUN * dv);
+  m->part = lunai_take(&scratch, (1 - back) * w->tile * dv);
+  m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
+  m->state = lunai_take(&scratch, tiles * 3 * LUNAI_TILE);
+  m->key = (lunai_key *)(void *)lunai_take(&scratch, depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+  return scratch;
+}
+LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                   bool backward, void *scratch) {
+  lunai_sparse_space space;
+  char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
+  int64_t i;
+  memset(w, 0, sizeof *w);
+  w->kernels = kernels;
+  w->a = a;
+  w->backward = backward;
+  w->tile = LUNAI_TILE;
+  for (i = 0; i < a->pattern_count; i++) {
+    if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
+    if (a->patterns[i].blocks) w->copied = true;
+  }
+  w->scratch = at;
+  w->thread_bytes = (size_t)(lunai_sparse_layout(w, at, &space) - at);
+  at += (size_t)threads * w->thread_bytes;
+  w->wave = backward ? 2 * threads : 0;
+  w->parts = (lunai_sparse_part *)(void *)at;
+  at += lunai_round((size_t)w->wave * sizeof *w->parts);
+  for (i = 0; i < w->wave; i++) {
+    float *q = lunai_take(&at, LUNAI_RUN * a->head_dim), *k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
+    float *v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
+    float *key = lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+    if (!scratch) continue;
+    w->parts[i].q = q;
+    w->parts[i].k = k;
+    w->parts[i].v = v;
+    w->parts[i].key = (lunai_key *)(void *)key;
+  }
+  w->pair = -1;
+  return (size_t)(at - start);
+}
+
+/* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
+LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x, int64_t *x_row, float *to) {
+  int64_t i;
+  for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
+  if (i >= n) return x + row[0] * *x_row;
+  for (i = 0; i < n; i++) memcpy(to + i * width, x + row[i * apart] * *x_row, (size_t)width * sizeof(float));
+  *x_row = width;
+  return to;
+}
+#define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
+
+/* what a query does not see becomes `value`; returns whether there was any */
+LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, float *x, float value) {
+  const int64_t width = q->t.width;
+  bool any = false;
+  int64_t i, j;
+  for (j = 0; j < q->t.depth; j++) {
+    const lunai_key *key = &q->keys[j];
+    float *line = x + j * q->t.k_step;
+    if (q->in_order && !s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right) {
+      j += q->low + s->right - key->row; /* up to the last key that all see */
+      continue;
+    }
+    const int64_t self = key->row - q->low;
+    if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
+    if (q->together) {
+      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)), to = lunai_max(from, lunai_min(self + s->left + 1, width));
+      for (i = 0; i < from; i++) line[i] = value;
+      for (i = to; i < width; i++) line[i] = value;
+      any = any || from > 0 || to < width;
+      if (!s->p->not_self || self < 0 || self >= width) continue;
+      line[self] = value;
+      any = true;
+    } else
+      for (i = 0; i < width; i++)
+        if (!lunai_sparse_sees(s, q->row[i], key)) {
+          line[i] = value;
+          any = true;
+        }
+  }
+  return any;
+}
+/* adds what finite_copy left out to the queries that see it */
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n, const float *v, int64_t v_row, float *part,
+                                    int64_t part_row) {
+  int64_t i, j, c;
+  for (j = 0; j < q->t.depth; j++)
+    for (c = 0; c < n; c++)
+      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
+        for (i = 0; i < q->t.width; i++)
+          if (lunai_sparse_sees(s, q->row[i], &q->keys[j])) part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
+}
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q, float *row, float *mask) {
+  int64_t i, j, end;
+  for (i = 0; i < q->t.width; i++) {
+    for (j = 0; j < q->t.depth; j = end) {
+      for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
+      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+    }
+    for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
+  }
+  lunai_tile_pad(&q->t, mask, 0);
+}
+
+/* what a run keeps from part to part */
+typedef struct lunai_sparse_rows_at { const float *q; int64_t q_row; float *out; int64_t out_row; bool seen[LUNAI_RUN]; } lunai_sparse_rows_at;
+LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r, int64_t n,
+                                        lunai_sparse_rows_at *x) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, step = lunai_panels_size(kernels, w->tile, d);
+  int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
+  const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
+  float *mask = a->dropout.threshold ? m->mask : NULL;
+  if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
+  kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
+  for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
+    const bool merge = x->seen[tile];
+    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state, *out = x->out + first * x->out_row, *part = merge ? m->part : out;
+    const int64_t part_row = merge ? dv : x->out_row;
+    if (q.t.depth == 0) continue;
+    x->seen[tile] = true;
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale, m->scores);
+    lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
+    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, 1, part,
+                        part_row, false);
+    if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
+    if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
+  }
+}
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r), step = lunai_panels_size(kernels, w->tile, d);
+  lunai_key_cursor cursor = { 0, 0 };
+  lunai_sparse_rows_at x;
+  int64_t n, first, i;
+  memset(x.seen, 0, sizeof x.seen);
+  x.q_row = a->q_row;
+  x.q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &x.q_row, m->q);
+  x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
+  x.out_row = r->together ? a->out_row : dv;
+  for (first = 0; first < r->width; first += w->tile)
+    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, x.q + first * x.q_row, 1, x.q_row, m->score_panels + first / w->tile * step);
+  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0) lunai_sparse_part_forward(w, m, s, r, n, &x);
+  for (i = 0; i < r->width; i++) {
+    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
+    const bool seen = x.seen[i / w->tile];
+    bool none;
+    if (i % w->tile == 0 && seen) kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
+    none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
+    if (none) memset(row, 0, (size_t)dv * sizeof(float));
+    else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
+    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+  }
+}
+LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const int64_t pairs = w->a->batch * w->a->heads;
+  int64_t pair, count = 0;
+  lunai_sparse_space space;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (pair = 0; pair < pairs; pair++) {
+    const lunai_sparse s = lunai_sparse_at(w->a, pair);
+    lunai_sparse_run r;
+    r.block = 0;
+    for (r.at = -1; lunai_sparse_next_run(&s, &r); count++)
+      if (count % threads == thread) lunai_sparse_run_forward(w, &space, &s, &r);
+  }
+}
+LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
+  int64_t pair;
+  for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward) {
+  lunai_sparse_work w;
+  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
+}
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
+  lunai_run(parallel, lunai_sparse_clear_task, &w);
+  lunai_run(parallel, lunai_sparse_task, &w);
+}
+
+/* backward: the next run's next keys; false after the last */
+LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
+  for (;;) {
+    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit, part->key) : 0;
+    part->s = w->s;
+    part->run = w->walk;
+    if (part->n > 0) return true;
+    while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
+      if (++w->pair >= w->a->batch * w->a->heads) return false;
+      w->s = lunai_sparse_at(w->a, w->pair);
+      w->walk.block = 0;
+      w->walk.at = -1;
+    }
+    w->limit = lunai_sparse_limit(&w->s, &w->walk);
+    w->cursor.run = w->cursor.at = 0;
+  }
+}
+/* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q, float *lse, float *delta) {
+  const lunai_attention *a = w->a;
+  int64_t i;
+  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
+  for (i = 0; i < q->t.width; i++) {
+    const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
+    lse[i] = a->lse[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  }
+}
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse_part *part) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const lunai_sparse *s = &part->s;
+  const lunai_sparse_run *r = &part->run;
+  const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
+  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first;
+  const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
+  const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
+  const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
+  memset(part->k, 0, (size_t)(n * d) * sizeof(float));
+  memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
+  if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
+  kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
+  for (first = 0; first < r->width; first += w->tile) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key, in_order);
+    const lunai_tile *t = &q.t;
+    const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
+    if (t->depth == 0) continue;
+    kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
+    kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
+    lunai_tile_product(kernels, t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
+    lunai_tile_product(kernels, t, dv, NULL, 0, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    lunai_sparse_stats(w, s, &q, lse, delta);
+    kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
+    if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
+    if (a->grad_v) lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv, true);
+    if (a->grad_k) lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d, true);
+    if (a->grad_q)
+      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
+                          part->q + first * d, d, false);
+  }
+}
+LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  lunai_sparse_space space;
+  int64_t i;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
+}
+/* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n, const int32_t *row, int64_t apart, int64_t width,
+                               const float *from, float *to, int64_t to_row) {
+  int64_t i;
+  for (i = 0; to && i < n; i++) {
+    const int64_t at = row[i * apart];
+    if (at / 16 % threads == thread) w->kernels->add(width, to + at * to_row, from + i * width, to + at * to_row);
+  }
+}
+LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const lunai_attention *a = w->a;
+  int64_t i;
+  for (i = 0; i < w->count; i++) {
+    const lunai_sparse_part *p = &w->parts[i];
+    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q, lunai_offset(a->grad_q, p->s.q), a->q_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k, lunai_offset(a->grad_k, p->s.k), a->k_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v, lunai_offset(a->grad_v, p->s.v), a->v_row);
+  }
+}
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
+  do {
+    for (w.count = 0; w.count < w.wave && lunai_sparse_next_part(&w, &w.parts[w.count]); w.count++);
+    lunai_run(parallel, lunai_sparse_backward_task, &w);
+    lunai_run(parallel, lunai_sparse_gather_task, &w);
+  } while (w.count == w.wave);
+}
+#undef LUNAI_KEYS_APART
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
@@ -4456,11 +5052,19 @@ LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
-  vf sum = vf_zero();                /* of 0 x: 0 as long as every x is finite */
+  const vf zero = vf_zero();
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row)
-    for (i = 0; i < n; i += VF) sum = vf_fma(LUNAI_K(get)(x + i, n - i), vf_zero(), sum);
-  return vf_sum(sum) == 0;
+  for (t = 0; t < rows; t++, x += x_row) {
+    for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
+      sum0 = vf_fma(vf_load(x + i), zero, sum0);
+      sum1 = vf_fma(vf_load(x + i + VF), zero, sum1);
+      sum2 = vf_fma(vf_load(x + i + 2 * VF), zero, sum2);
+      sum3 = vf_fma(vf_load(x + i + 3 * VF), zero, sum3);
+    }
+    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(x + i, n - i), zero, sum0);
+  }
+  return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
 LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
@@ -5157,6 +5761,7 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #else /* !LUNAI_PASS */
@@ -5362,6 +5967,33 @@ LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32
   return d;
 }
 
+/* --- sparse attention: which keys a query sees --- */
+/* whether patterns are valid for these sizes */
+LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
+  const int64_t numbered = p->key_order ? p->key_count : keys;
+  int64_t i;
+  if (p->blocks == 0) return !p->query_order && !p->key_order;
+  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 || p->key_count > INT32_MAX) return false;
+  if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
+  for (i = 0; i < p->blocks; i++)
+    if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
+  if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
+  for (i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
+    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered) return false;
+  for (i = 0; p->query_order && i < p->queries[p->blocks]; i++)
+    if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
+  for (i = 0; p->key_order && i < p->key_count; i++)
+    if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
+  return true;
+}
+LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+  int64_t i;
+  if (!patterns) return count == 0;
+  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX) return false;
+  for (i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
+  return true;
+}
+
 #define LUNAI_ERROR(id, status, sentence) sentence,
 #ifdef LUNA_ONLY_STREAM
 static const char *const lunai_sentences[] = { "", LUNA_STREAM_ERRORS(LUNAI_ERROR) };
@@ -5532,6 +6164,11 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys)) return LUNA_BAD_ARGUMENT;
+  for (b = 0; b < args->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+      return LUNA_BAD_ARGUMENT;
   a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
   a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
   a->head_dim = args->head_dim; a->value_dim = value_dim;
@@ -5541,6 +6178,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
   a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
   a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
+  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -5619,6 +6257,76 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
       }
 }
 
+/* Without scratch, and the reference: one query at a time, its keys in parts. */
+#define LUNAI_KEY_PART 64
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i; } lunai_sparse_walk;
+/* the next key that a query of a block sees, or null; the walk starts as zeros */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+  for (;;) {
+    for (; w->i < w->n; w->i++)
+      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+    w->i = 0;
+    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    if (w->n == 0) return NULL;
+  }
+}
+LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const lunai_attention *a = s->a;
+  return a->scale * kernels->dot(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+}
+LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(out, 0, (size_t)a->value_dim * sizeof(float));
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float score = lunai_sparse_score(kernels, s, query, key);
+    if (!(score <= max)) max = score;
+  }
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - max);
+    total += p;
+    kernels->scale_add(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
+                       a->v + s->v + key->row * a->v_row, out);
+  }
+  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
+  if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
+}
+LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const float *g = a->grad_out + out;
+  const float mean = kernels->dot(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
+    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - a->lse[at]);
+    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float ds = a->scale * p * (mask * kernels->dot(a->value_dim, g, a->v + v) - mean);
+    if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + k, a->grad_q + q);
+    if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + q, a->grad_k + k);
+    if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + v);
+  }
+}
+LUNAI_FN void lunai_sparse_rows(const lunai_kernels *kernels, const lunai_attention *a, bool backward) {
+  int64_t pair, block;
+  for (pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_sparse s = lunai_sparse_at(a, pair);
+    if (!backward) lunai_sparse_clear(a, pair);
+    for (block = 0; block < s.blocks; block++) {
+      int64_t at = lunai_sparse_first(&s, block);
+      int32_t query;
+      while (lunai_sparse_queries(&s, block, &at, 1, &query))
+        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(kernels, &s, block, query);
+    }
+  }
+}
+
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   int64_t threads;
@@ -5648,6 +6356,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
+  else if (lunai_is_sparse(&a, backward)) lunai_sparse_rows(kernels, &a, backward);
   else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
   return LUNA_OK;
 }
@@ -8393,7 +9102,7 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
-   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
@@ -8417,6 +9126,13 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
+  a->patterns = op->arg.attention.patterns;
+  a->pattern_count = op->arg.attention.pattern_count;
+  if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
+  a->lse = op->out[1]->data;
+  a->sums = NULL;
+  a->grad_lse = op->out[1]->grad;
+  a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
@@ -8694,7 +9410,8 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0))
+                 LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
   }
 };
 #undef LUNAI_CPU_OP
@@ -10502,14 +11219,57 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   return true;
 }
 
+/* Copies patterns into the step. One allocation holds the structs, then each one's arrays. */
+LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from, int64_t count) {
+  const size_t run = sizeof(luna_key_run), number = sizeof(int32_t);
+  luna_attention_pattern *to = NULL;
+  size_t bytes = 0;
+  char *at = NULL;
+  void *memory;
+  int64_t i;
+  int copying;
+  for (copying = 0; copying < 2; copying++) {
+    if (copying) {
+      if (!lunai_step(s->op.ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes), (const luna_attention_pattern *)NULL;
+      to = (luna_attention_pattern *)memory;
+      memcpy(to, from, (size_t)count * sizeof *to);
+      at = (char *)memory;
+    }
+    bytes = lunai_round((size_t)count * sizeof *to);
+    for (i = 0; i < count; i++) {
+      const luna_attention_pattern *p = &from[i];
+      const void *arrays[5];
+      size_t sizes[5];
+      int j;
+      if (p->blocks == 0) continue;
+      arrays[0] = p->queries; arrays[1] = p->offsets; arrays[2] = p->runs; arrays[3] = p->query_order; arrays[4] = p->key_order;
+      sizes[0] = sizes[1] = (size_t)(p->blocks + 1) * number;
+      sizes[2] = (size_t)p->offsets[p->blocks] * run;
+      sizes[3] = (size_t)p->queries[p->blocks] * number;
+      sizes[4] = (size_t)p->key_count * number;
+      for (j = 0; j < 5; j++) {
+        if (!arrays[j]) continue;
+        if (copying && sizes[j]) memcpy(at + bytes, arrays[j], sizes[j]);
+        arrays[j] = at + bytes;
+        bytes += lunai_round(sizes[j]);
+      }
+      if (!copying) continue;
+      to[i].queries = (const int32_t *)arrays[0]; to[i].offsets = (const int32_t *)arrays[1];
+      to[i].runs = (const luna_key_run *)arrays[2];
+      to[i].query_order = (const int32_t *)arrays[3]; to[i].key_order = (const int32_t *)arrays[4];
+    }
+  }
+  return to;
+}
+
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
-  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
+  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
-  const bool ragged = c->sequences > 0;
+  const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
@@ -10523,6 +11283,14 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
+  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+                                                      s.op.arg.attention.queries, s.op.arg.attention.keys)) {
+    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+               s.op.arg.attention.queries, s.op.arg.attention.keys);
+    return lunai_abandon(&s);
+  }
+  s.op.arg.attention.pattern_count = c->pattern_count;
+  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL) return NULL;
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
@@ -10532,7 +11300,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   sums[0] = shape[0];
   sums[1] = ragged ? s.op.arg.attention.heads : q->shape[1];
   sums[2] = s.op.arg.attention.heads;
-  return lunai_finish_two(&s, ragged ? 2 : 3, shape, c->sums, ragged ? 2 : 3, sums);
+  return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {

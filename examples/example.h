@@ -199,7 +199,7 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
     if (!f->text) fprintf(to, f->kind ? ": %s (%s)" : "%s (%s)", f->kind ? f->kind : "", value);
     fprintf(to, "\n");
   }
-  if (!one) fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
+  if (!one && commands[1].name) fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
 }
 
 TOOL int set_flag(const flag *f, const char *value) {

@@ -12,8 +12,9 @@
 #define ROWS 150
 static const int32_t lengths[BATCH] = {ROWS, 71, 1};
 
-/* BOTH: causal and not. ROUGH: no derivatives of it by differences, for a small step may change an order or a choice */
-enum { CAUSAL = 1, FULL = 2, BOTH = 3, ROUGH = 4, LOOKS_AHEAD = 8, SHORT = 16 };
+/* BOTH: causal and not. ROUGH: no derivatives of it by differences, for a small step may change an order or a choice. LOOKS_AHEAD:
+   a later token may change which earlier ones are attended */
+enum { CAUSAL = 1, FULL = 2, BOTH = 3, ROUGH = 4, LOOKS_AHEAD = 8 };
 static const struct { const char *options; int forms; } cases[] = {
   {"performer features=40", BOTH},
   {"performer features=0 kernel=relu", BOTH},
@@ -32,6 +33,21 @@ static const struct { const char *options; int forms; } cases[] = {
   {"transformer_xl window=20", CAUSAL},
   {"compressive memory=30 compressed=10 rate=3", CAUSAL},
   {"compressive memory=30 compressed=10 compression=max", CAUSAL},
+  {"local window=20", BOTH},
+  {"local window=16 backward=1 forward=1", BOTH},
+  {"local pattern=sliding window=30", BOTH},
+  {"local pattern=lra window=20", BOTH},
+  {"sparse stride=20 columns=4", CAUSAL},
+  {"sparse stride=12 columns=3 first_column=true split=true", CAUSAL},
+  {"sparse pattern=strided stride=16 cls=true", FULL},
+  {"longformer left=20 right=11 global=0,3", FULL},
+  {"longformer left=30 dilation=1,2,3 global=", BOTH},
+  {"bigbird block=16 max_blocks=10", FULL},
+  {"bigbird block=8 random=2 max_blocks=30", FULL},
+  {"reformer chunk=16 buckets=10 rounds=2", BOTH | ROUGH | LOOKS_AHEAD},
+  {"reformer chunk=200 buckets=4 rounds=1", BOTH | ROUGH | LOOKS_AHEAD},
+  {"sinkhorn block=20 max_blocks=8", BOTH},
+  {"sinkhorn block=64 max_blocks=3 sort=softmax combine=sum", BOTH},
   {"isab inducing=5", FULL},
   {"isab inducing=3 norm=false", FULL},
 };

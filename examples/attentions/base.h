@@ -282,6 +282,7 @@ ATTENTION_FN size_t attention_gemm_scratch(int64_t m, int64_t n, int64_t k) {
   luna_gemm_args g;
   memset(&g, 0, sizeof g);
   g.m = m, g.n = n, g.k = k;
+  g.transpose_a = true;              /* needs the most */
   return luna_gemm_scratch(&g) + 64;
 }
 #endif
