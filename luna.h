@@ -224,8 +224,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are no " \
-    "tokens or, of a model of features, no features") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
+    "no tokens or, of a model of features, no features") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -15320,7 +15320,8 @@ LUNAI_FN bool lunai_stream_move(luna_stream *s, void *to, const void *from, size
   return ctx->status == LUNA_OK;
 }
 
-LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c,
+                                         int64_t d) {
   int64_t shape[4];
   luna_tensor t;
   shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
@@ -15500,7 +15501,8 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 || lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
@@ -15584,16 +15586,20 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
 LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
-  if (z->features ? !lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, z->features, 1) ||
-                    !lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, z->features, 1) ||
-                    !lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, z->features) ||
-                    !lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
-                    !lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim))
-    return z->features ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
+  const int64_t k = z->features;
+  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
+                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
+                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
+                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
+                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim);
+  if (!good) return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
   s->output = s->embedding;
-  if (z->outputs && (!lunai_stream_parameter(s, &s->output, NULL, st, "", "output_projection", ".weight", 2, z->outputs, z->dim) ||
-                     !lunai_stream_parameter(s, &s->output_bias, NULL, st, "", "output_projection", ".bias", 1, z->outputs, 1)))
-    return "output_projection" LUNAI_STREAM_UNREADABLE;
+  if (z->outputs) {
+    const char *name = "output_projection";
+    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
+           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
+    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
+  }
   if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "", "embed_positions", ".weight", 2, z->max_length, z->dim))
     return "embed_positions.weight is missing or of another shape";
   if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim, 1) ||
@@ -15605,9 +15611,10 @@ LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st)
 
 /* means and scales to the host; false: the device has failed */
 LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
-  const size_t bytes = (size_t)s->sizes.features * sizeof(float);
-  return s->sizes.features == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
-                                    lunai_stream_move(s, s->standard + s->sizes.features, s->feature_scale.data, bytes, 2));
+  const int64_t k = s->sizes.features;
+  const size_t bytes = (size_t)k * sizeof(float);
+  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -15848,7 +15855,8 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
   lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
-  if (model->output.bias) (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
+  if (model->output.bias)
+    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
   if (s->sizes.features) {
     const luna_input_layer *in = &model->input;
     (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
@@ -15952,7 +15960,8 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position) s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+    s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
   if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
@@ -15960,7 +15969,8 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    LUNAI_GRAPHED(s, n, y = lunai_stream_send(s, input, at, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL);
+    LUNAI_GRAPHED(s, n, y = !lunai_stream_send(s, input, at, rows) ? NULL :
+                            lunai_stream_forward(s, rows, at + rows == n));
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
@@ -15974,8 +15984,12 @@ LUNAI_FN const float *lunai_stream_one(luna_stream *s, const int32_t *tokens, co
   one.features = features;
   return lunai_stream_run(s, &one);
 }
-LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return lunai_stream_one(s, tokens, NULL); }
-LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *features) { return lunai_stream_one(s, NULL, features); }
+LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
+  return lunai_stream_one(s, tokens, NULL);
+}
+LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *features) {
+  return lunai_stream_one(s, NULL, features);
+}
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) {

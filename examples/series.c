@@ -22,12 +22,12 @@
 
 static struct settings set = {
   .out = "series.safetensors",
-  .steps = 1000, .batch = 16, .lr = 2e-3,
+  .steps = 600, .batch = 16, .lr = 2e-3,
   .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.1, .pooling = LUNA_POOLING_MEAN,
   .seed = 1
 };
 static struct { const char *label, *svg; int64_t per_step, causal, forecast, window, held; double noise, stretch, scale; } own = {
-  .window = 300, .noise = 0.3, .stretch = 0.2, .scale = 0.1
+  .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1
 };
 
 static const flag flags[] = {
