@@ -1644,10 +1644,7 @@ LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
-#if defined(__GNUC__) || defined(__clang__)
-__attribute__((noinline))
-#endif
-LUNAI_FN void lunai_clear(void *at, size_t bytes) { memset(at, 0, bytes); }
+LUNAI_CALL void lunai_clear(void *at, size_t bytes) { memset(at, 0, bytes); }
 
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
@@ -2475,7 +2472,11 @@ LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 /* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
    2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
+#if defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* once, not in each loop */
+LUNAI_CALL vf LUNAI_K(activation1)(int kind, vf x) {
+#else
 LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+#endif
   const vf zero = vf_zero(), one = vf_set((float)1);
   switch (kind) {
     case LUNA_ACTIVATION_RELU: return vf_max(zero, x);
