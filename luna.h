@@ -30,7 +30,7 @@
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        about 20 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        about 11 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
         configure: it holds scalar, SSE2, AVX2 and AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and
         picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
@@ -115,7 +115,8 @@
 
    DEVICES
      options.backend puts values elsewhere: luna_cuda.cuh on an NVIDIA GPU. The host then reads and writes them by
-     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices.
+     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
+     training step one launch.
 
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
@@ -156,8 +157,8 @@
      1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
                           >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer
-                          >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers >>models
+                          >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -244,6 +245,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
+  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
+    "context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -441,7 +444,7 @@ typedef struct luna_attention_pattern {
   const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
   const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
   const luna_key_run *runs;          /* a key in two runs of a block counts twice */
-  const int32_t *query_order;        /* [queries[blocks]] rows, each once, in whose order queries are numbered; or null */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once: the order of the queries' numbers; or null */
   const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
   int64_t key_count;
 } luna_attention_pattern;
@@ -593,6 +596,31 @@ LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
+
+/* A step on a device in one launch. Work between begin and end runs at the end; where it is the same as in the step
+   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there, and
+   from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps, until
+   their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+
+       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
+       for (...) {
+         luna_graph_begin(graph);
+         luna_begin_step(ctx);
+         loss = luna_lm_loss(&model, &input, labels);
+         luna_backward(loss);
+         luna_optimizer_step(adam);
+         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
+         ... luna_item(loss) ...                           reading inside has the work before it run at once
+       }
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op that
+   is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single tokens
+   are such steps without a call; its steps have no place between begin and end. */
+typedef struct luna_graph luna_graph;
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
+LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
+LUNA_API luna_status luna_graph_end(luna_graph *graph);
+LUNA_API const char *luna_graph_reason(const luna_graph *graph);    /* why the last one was not one launch; "": it was */
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
@@ -758,6 +786,8 @@ typedef struct luna_custom {
   const void *state;
   size_t state_size;
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
+  bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which
+                                        luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
 /* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
@@ -1292,8 +1322,7 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
    reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
    LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
-   can be recorded) does the rest, with the gradients as they are. */
+/* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -1433,7 +1462,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
-  R(SPARSE_ATTENTION, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
+  R(SPARSE_ATTENTION, 2, \
+    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
   LUNA_OPS(LUNAI_OP_KIND)
@@ -1522,13 +1552,21 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
 } luna_step_state;
 
 typedef enum luna_optimizer_kind { LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO } luna_optimizer_kind;
-typedef struct luna_update {         /* one parameter's optimiser step; reads and writes step_state */
-  luna_tensor *parameter;
-  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+/* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
+   parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
+#define LUNA_UPDATE_PIECE 16384
+typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
-  float momentum, beta1, beta2, epsilon, decay, lr; /* lr: factor on the state's */
+  float momentum, beta1, beta2, epsilon, clip;
   luna_step_state *state;
+} luna_rule;
+typedef struct luna_update {
+  float *value, *grad;
+  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  int64_t count, first;              /* elements; the number of its first piece */
+  float decay, lr;                   /* lr: factor on the state's */
+  bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
 struct luna_backend {
@@ -1546,8 +1584,15 @@ struct luna_backend {
                                         what `other` has queued; null: work is done when a call returns */
   luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
-  luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
-  luna_status (*update)(luna_ctx *ctx, const luna_update *update);
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
+  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
+     update, zero, and copies within the device. run queues what was kept. Null: a device without. */
+  luna_status (*record)(luna_ctx *ctx);
+  luna_status (*recorded)(luna_ctx *ctx, void **graph); /* null: what was kept is forgotten */
+  luna_status (*run)(luna_ctx *ctx, void *graph);
+  void (*forget)(void *self, void *graph);
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -1582,6 +1627,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #elif defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
+#elif defined(_MSC_VER)
+#pragma fp_contract(off)
 #endif
 #if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC diagnostic push
@@ -1591,6 +1638,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #include <math.h>
 #include <string.h>
 
+/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for Windows
+   with gcc and this macro (tests/cross.sh), never yet by that compiler. */
+#if defined(_MSC_VER) && !defined(__clang__) && !defined(LUNAI_MSVC)
+#define LUNAI_MSVC
+#endif
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
@@ -1602,7 +1654,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #else
 #define LUNAI_UNUSED
 #define LUNAI_CALL static
+#ifdef LUNAI_MSVC
+#define LUNAI_INLINE static __forceinline
+#else
 #define LUNAI_INLINE static inline
+#endif
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
 
@@ -3914,10 +3970,15 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 }
 
 /* see below */
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) { return a->patterns || (backward && a->grad_lse); }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward);
-LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
-LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch);
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
+  return a->patterns || (backward && a->grad_lse);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward);
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch);
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch);
 
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
@@ -4239,7 +4300,7 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
 /* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
    those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
 #ifndef LUNAI_PASS
-#define LUNAI_HIDDEN (-3.0e38f)      /* a hidden score: finite, so that a part of which a query sees nothing gives no NaN */
+#define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
 /* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
 typedef struct lunai_sparse {
@@ -4273,7 +4334,8 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.element = pair * a->queries * s.numbers;
   return s;
 }
-LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) { /* its first query's number; of s->blocks: the end */
+/* its first query's number; of s->blocks: the end */
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
   return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
 }
 /* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
@@ -4287,12 +4349,14 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   return n;
 }
 /* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
-LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
+                                   lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
   const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
   int64_t n = 0;
   if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
   for (; at->run < end; at->run++, at->at = 0) {
-    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0, last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
+    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
+        last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
     const bool whole = s->p->blocks && s->p->runs[at->run].whole;
     const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
     int64_t f = first + at->at, stop = last;
@@ -4410,7 +4474,8 @@ LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
   return i == n;
 }
 /* of a part's n keys; t.depth 0: it sees none of them */
-LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first, int64_t width, int64_t n, const lunai_key *key,
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first,
+                                                int64_t width, int64_t n, const lunai_key *key,
                                                 bool in_order) {
   lunai_sparse_tile q;
   memset(&q, 0, sizeof q);
@@ -4424,8 +4489,10 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
     q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
     n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
   }
-  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right)) q.key++;
-  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right)) n--;
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right))
+    q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right))
+    n--;
   q.keys = key + q.key;
   q.t.depth = q.t.lines = n - q.key;
   q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
@@ -4457,7 +4524,8 @@ LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lu
   m->key = (lunai_key *)(void *)lunai_take(&scratch, depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
   return scratch;
 }
-LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a,
+                                   int64_t threads,
                                    bool backward, void *scratch) {
   lunai_sparse_space space;
   char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
@@ -4492,7 +4560,8 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
 }
 
 /* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
-LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x, int64_t *x_row, float *to) {
+LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x,
+                                           int64_t *x_row, float *to) {
   int64_t i;
   for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
   if (i >= n) return x + row[0] * *x_row;
@@ -4517,7 +4586,8 @@ LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *
     const int64_t self = key->row - q->low;
     if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
     if (q->together) {
-      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)), to = lunai_max(from, lunai_min(self + s->left + 1, width));
+      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)),
+          to = lunai_max(from, lunai_min(self + s->left + 1, width));
       for (i = 0; i < from; i++) line[i] = value;
       for (i = to; i < width; i++) line[i] = value;
       any = any || from > 0 || to < width;
@@ -4534,16 +4604,19 @@ LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *
   return any;
 }
 /* adds what finite_copy left out to the queries that see it */
-LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n, const float *v, int64_t v_row, float *part,
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
+                                    const float *v, int64_t v_row, float *part,
                                     int64_t part_row) {
   int64_t i, j, c;
   for (j = 0; j < q->t.depth; j++)
     for (c = 0; c < n; c++)
       if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
         for (i = 0; i < q->t.width; i++)
-          if (lunai_sparse_sees(s, q->row[i], &q->keys[j])) part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
+          if (lunai_sparse_sees(s, q->row[i], &q->keys[j]))
+            part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
 }
-LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q, float *row, float *mask) {
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                float *row, float *mask) {
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
@@ -4556,8 +4629,13 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
 }
 
 /* what a run keeps from part to part */
-typedef struct lunai_sparse_rows_at { const float *q; int64_t q_row; float *out; int64_t out_row; bool seen[LUNAI_RUN]; } lunai_sparse_rows_at;
-LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r, int64_t n,
+typedef struct lunai_sparse_rows_at {
+  float *out;
+  int64_t out_row;
+  bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
+} lunai_sparse_rows_at;
+LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                        const lunai_sparse_run *r, int64_t n,
                                         lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
@@ -4572,40 +4650,49 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
     const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
     const bool merge = x->seen[tile];
-    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state, *out = x->out + first * x->out_row, *part = merge ? m->part : out;
+    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
+        *out = x->out + first * x->out_row, *part = merge ? m->part : out;
     const int64_t part_row = merge ? dv : x->out_row;
     if (q.t.depth == 0) continue;
     x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale, m->scores);
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale,
+                       m->scores);
     lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
     if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
     kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
-    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, 1, part,
+    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
+                        n * kernels->nr, kernels->nr, 1, part,
                         part_row, false);
     if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
     if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
   }
 }
-LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s, const lunai_sparse_run *r) {
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                       const lunai_sparse_run *r) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r), step = lunai_panels_size(kernels, w->tile, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r),
+      step = lunai_panels_size(kernels, w->tile, d);
   lunai_key_cursor cursor = { 0, 0 };
   lunai_sparse_rows_at x;
-  int64_t n, first, i;
+  const float *q;
+  int64_t q_row, n, first, i;
   memset(x.seen, 0, sizeof x.seen);
-  x.q_row = a->q_row;
-  x.q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &x.q_row, m->q);
+  q_row = a->q_row;
+  q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
   x.out_row = r->together ? a->out_row : dv;
   for (first = 0; first < r->width; first += w->tile)
-    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, x.q + first * x.q_row, 1, x.q_row, m->score_panels + first / w->tile * step);
-  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0) lunai_sparse_part_forward(w, m, s, r, n, &x);
+    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, q + first * q_row, 1, q_row,
+                         m->score_panels + first / w->tile * step);
+  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
+    lunai_sparse_part_forward(w, m, s, r, n, &x);
   for (i = 0; i < r->width; i++) {
     float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
     const bool seen = x.seen[i / w->tile];
     bool none;
-    if (i % w->tile == 0 && seen) kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
+    if (i % w->tile == 0 && seen)
+      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
@@ -4631,11 +4718,13 @@ LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t thread
   int64_t pair;
   for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
 }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads, bool backward) {
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward) {
   lunai_sparse_work w;
   return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
 }
-LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch) {
   lunai_sparse_work w;
   lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_sparse_clear_task, &w);
@@ -4645,7 +4734,8 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
 /* backward: the next run's next keys; false after the last */
 LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
-    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit, part->key) : 0;
+    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit,
+                                           part->key) : 0;
     part->s = w->s;
     part->run = w->walk;
     if (part->n > 0) return true;
@@ -4660,7 +4750,8 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
   }
 }
 /* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
-LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q, float *lse, float *delta) {
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                 float *lse, float *delta) {
   const lunai_attention *a = w->a;
   int64_t i;
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
@@ -4670,7 +4761,8 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
     delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
   }
 }
-LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse_part *part) {
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
+                                         const lunai_sparse_part *part) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const lunai_sparse *s = &part->s;
@@ -4701,10 +4793,15 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
     lunai_sparse_stats(w, s, &q, lse, delta);
     kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
     if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
-    if (a->grad_v) lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv, true);
-    if (a->grad_k) lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d, true);
+    if (a->grad_v)
+      lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
+                                 true);
+    if (a->grad_k)
+      lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
+                                 true);
     if (a->grad_q)
-      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
+      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr,
+                          n * kernels->nr, kernels->nr, a->scale,
                           part->q + first * d, d, false);
   }
 }
@@ -4716,7 +4813,8 @@ LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t thr
   for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
 /* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
-LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n, const int32_t *row, int64_t apart, int64_t width,
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n,
+                               const int32_t *row, int64_t apart, int64_t width,
                                const float *from, float *to, int64_t to_row) {
   int64_t i;
   for (i = 0; to && i < n; i++) {
@@ -4730,12 +4828,16 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
   int64_t i;
   for (i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
-    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q, lunai_offset(a->grad_q, p->s.q), a->q_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k, lunai_offset(a->grad_k, p->s.k), a->k_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v, lunai_offset(a->grad_v, p->s.v), a->v_row);
+    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
+                     lunai_offset(a->grad_q, p->s.q), a->q_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
+                     lunai_offset(a->grad_k, p->s.k), a->k_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
+                     lunai_offset(a->grad_v, p->s.v), a->v_row);
   }
 }
-LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch) {
   lunai_sparse_work w;
   lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   do {
@@ -5790,9 +5892,13 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #define LUNAI_ISA_WASM 6
 
 #if !defined(LUNA_NO_SIMD) && !defined(LUNAI_DOUBLE) && !defined(__CUDACC__)
-#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
+#if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
+  (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
 #include <immintrin.h>
+#ifdef LUNAI_MSVC
+#include <intrin.h>
+#endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define LUNAI_NEON
 #include <arm_neon.h>
@@ -5815,7 +5921,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
 
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
@@ -5826,7 +5933,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
@@ -5839,7 +5947,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
@@ -5861,18 +5970,32 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #endif
 
 #ifdef LUNAI_X86
+#ifdef LUNAI_MSVC
+LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
+  int r[4];
+  __cpuidex(r, (int)leaf, (int)part);
+  memcpy(out, r, sizeof r);
+}
+LUNAI_FN uint32_t lunai_xgetbv(void) { return (uint32_t)_xgetbv(0); }
+#else
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(part));
 }
+LUNAI_FN uint32_t lunai_xgetbv(void) {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+#endif
 /* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
    context switch */
 LUNAI_FN int lunai_isa_detect(void) {
-  uint32_t r[4], low, high;
+  uint32_t r[4], low;
   lunai_cpuid(0, 0, r);
   if (r[0] < 7) return LUNA_ISA_SSE2;
   lunai_cpuid(1, 0, r);
   if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNA_ISA_SSE2; /* OSXSAVE, FMA */
-  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
   if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNA_ISA_SSE2;
   if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
@@ -5893,7 +6016,12 @@ LUNAI_FN int lunai_isa_detect(void) {
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
 LUNA_API luna_isa luna_isa_best(void) {
-#if defined(__GNUC__) || defined(__clang__)
+#if defined(LUNAI_MSVC)
+  static volatile int known;
+  int isa = known;
+  if (isa == 0) known = isa = lunai_isa_detect();
+  return (luna_isa)isa;
+#elif defined(__GNUC__) || defined(__clang__)
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (isa == 0) {
@@ -5978,23 +6106,27 @@ LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t que
   const int64_t numbered = p->key_order ? p->key_count : keys;
   int64_t i;
   if (p->blocks == 0) return !p->query_order && !p->key_order;
-  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 || p->key_count > INT32_MAX) return false;
+  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
+      p->key_count > INT32_MAX) return false;
   if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
   for (i = 0; i < p->blocks; i++)
     if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
   if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
   for (i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
-    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered) return false;
+    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
+      return false;
   for (i = 0; p->query_order && i < p->queries[p->blocks]; i++)
     if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
   for (i = 0; p->key_order && i < p->key_count; i++)
     if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
   return true;
 }
-LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
+                                      int64_t heads, int64_t queries, int64_t keys) {
   int64_t i;
   if (!patterns) return count == 0;
-  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX) return false;
+  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
+    return false;
   for (i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
   return true;
 }
@@ -6170,7 +6302,8 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
+    return LUNA_BAD_ARGUMENT;
   for (b = 0; b < args->pattern_count; b++)
     if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
@@ -6264,7 +6397,8 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
 
 /* Without scratch, and the reference: one query at a time, its keys in parts. */
 #define LUNAI_KEY_PART 64
-typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i; } lunai_sparse_walk;
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
+                                   } lunai_sparse_walk;
 /* the next key that a query of a block sees, or null; the walk starts as zeros */
 LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
   for (;;) {
@@ -6275,7 +6409,8 @@ LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block
     if (w->n == 0) return NULL;
   }
 }
-LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query, const lunai_key *key) {
+LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query,
+                                  const lunai_key *key) {
   const lunai_attention *a = s->a;
   return a->scale * kernels->dot(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
 }
@@ -6300,7 +6435,8 @@ LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse 
   if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
   if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
 }
-LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
+LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block,
+                                        int64_t query) {
   const lunai_attention *a = s->a;
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
@@ -7137,7 +7273,7 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 /* ----------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
 #define LUNAI_NO_POOL
 #elif defined(_WIN32)
 #ifndef WIN32_LEAN_AND_MEAN
@@ -7194,18 +7330,44 @@ struct lunai_pool {
   uint64_t ticket;                   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds nothing left */
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  int sleepers;                      /* atomic */
+  uint32_t sleepers;                 /* atomic */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
-  bool stop;
+  uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
   lunai_condition wake;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(LUNAI_MSVC)
+  YieldProcessor();
+#elif defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #endif
 }
+
+/* atomics, sequentially consistent */
+#ifdef LUNAI_MSVC
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
+  const bool same = was == *expected;
+  *expected = was;
+  return same;
+}
+#else
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+#endif
 
 LUNAI_FN int lunai_cores(void) {
 #ifdef _WIN32
@@ -7218,15 +7380,15 @@ LUNAI_FN int lunai_cores(void) {
 #endif
 }
 
-LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(__atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST) >> 32); }
+LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_load64(&pool->ticket) >> 32); }
 
 /* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
-  uint64_t ticket = __atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST);
-  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < __atomic_load_n(&pool->count, __ATOMIC_SEQ_CST)) {
-    if (!__atomic_compare_exchange_n(&pool->ticket, &ticket, ticket + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+  uint64_t ticket = lunai_load64(&pool->ticket);
+  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
+    if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    __atomic_add_fetch(&pool->done, 1, __ATOMIC_SEQ_CST);
+    lunai_add32(&pool->done, 1);
     ticket++;
   }
 }
@@ -7242,13 +7404,13 @@ LUNAI_FN void lunai_worker_run(lunai_worker *self) {
     }
     if (spins == LUNAI_SPINS) {
       lunai_mutex_lock(&pool->mutex);
-      __atomic_add_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, 1);
       while (lunai_pool_call(pool) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
-      __atomic_sub_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, UINT32_MAX);
       lunai_mutex_unlock(&pool->mutex);
     }
     seen = lunai_pool_call(pool);
-    if (__atomic_load_n(&pool->stop, __ATOMIC_SEQ_CST)) return;
+    if (lunai_load32(&pool->stop)) return;
     lunai_pool_work(pool, seen);
   }
 }
@@ -7270,12 +7432,12 @@ LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->proc
 /* a new call of `count` tasks; returns its number */
 LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   const uint32_t call = lunai_pool_call(pool) + 1;
-  __atomic_store_n(&pool->done, 0, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->done, 0);
   /* so that no thread pairs the new count with the old call */
-  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
+  lunai_store64(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX);
+  lunai_store32(&pool->count, count);
+  lunai_store64(&pool->ticket, (uint64_t)(call + 1) << 32);
+  if (lunai_load32(&pool->sleepers) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
   lunai_mutex_lock(&pool->mutex);
   lunai_condition_wake(&pool->wake);
   lunai_mutex_unlock(&pool->mutex);
@@ -7289,7 +7451,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (__atomic_load_n(&pool->done, __ATOMIC_SEQ_CST) != (uint32_t)count) {
+  while (lunai_load32(&pool->done) != (uint32_t)count) {
     lunai_pause();
     if (++spins > LUNAI_SPINS) lunai_yield();
   }
@@ -7298,7 +7460,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   int64_t i;
   if (!lunai_pool_has_workers(pool)) return;
-  __atomic_store_n(&pool->stop, true, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
@@ -7426,7 +7588,9 @@ struct luna_ctx {
   uint64_t backwards;                /* luna_backward calls that succeeded */
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
+  luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
 };
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
 #ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
@@ -7705,6 +7869,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
@@ -7931,6 +8096,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
+    lunai_graph_flush(ctx, "memory of its work was given back");
     while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
     arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
   }
@@ -7953,6 +8119,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   void *self;
   int i;
   if (!ctx) return;
+  while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
   if (ctx->pool) lunai_pool_close(ctx->pool);
 #endif
@@ -8074,7 +8241,6 @@ LUNA_API const char *luna_error(const luna_ctx *ctx) {
 }
 #endif
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
@@ -9289,23 +9455,26 @@ LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
     w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
 }
-LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
+LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                    const luna_update *table, int64_t count) {
+  luna_step_state *state = rule->state;
   lunai_norm_work w;
   double sum = 0;
   int64_t p, at, i;
   w.kernels = ctx->kernels;
   for (p = 0; p < count; p++) {
-    const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
+    const int64_t size = parts[p].frozen ? 0 : parts[p].count;
     for (at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
-      w.x = parameters[p]->grad + at;
+      w.x = parts[p].grad + at;
       w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
       lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
       for (i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
     }
   }
+  (void)table;
   state->norm = (float)sqrt(sum);
   state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
-  state->factor = clip > 0 && state->norm > clip ? clip / state->norm : 1.0f;
+  state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
@@ -9354,32 +9523,40 @@ LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   w->update.alpha = (1 - whole.beta1) / whole.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
-LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) {
-  const luna_step_state *state = update->state;
+LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
+  const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
   lunai_update_work w;
   int i;
-  if (state->nonfinite) return lunai_cpu_zero(ctx, update->parameter->grad, (size_t)luna_count(update->parameter) * sizeof(float));
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
-  w.kind = update->kind;
-  w.update.value = update->parameter->data;
-  w.update.grad = update->parameter->grad;
-  for (i = 0; i < 3; i++) w.update.moment[i] = update->moment[i];
-  w.update.count = luna_count(update->parameter);
-  w.update.lr = state->lr * update->lr;
+  w.kind = rule->kind;
+  w.update.value = part->value;
+  w.update.grad = part->grad;
+  for (i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
+  w.update.count = part->count;
+  w.update.lr = state->lr * part->lr;
   w.update.factor = state->factor;
-  w.update.decay = update->decay;
-  w.update.momentum = update->momentum;
-  w.update.nesterov = update->nesterov;
-  w.update.coupled = update->kind == LUNA_OPTIMIZER_ADAM;
-  w.update.beta1 = update->beta1;
-  w.update.beta2 = update->beta2;
-  w.update.epsilon = update->epsilon;
-  w.update.correction1 = (float)(1 - pow((double)update->beta1, t));
-  w.update.correction2 = (float)(1 - pow((double)update->beta2, t));
+  w.update.decay = part->decay;
+  w.update.momentum = rule->momentum;
+  w.update.nesterov = rule->nesterov;
+  w.update.coupled = rule->kind == LUNA_OPTIMIZER_ADAM;
+  w.update.beta1 = rule->beta1;
+  w.update.beta2 = rule->beta2;
+  w.update.epsilon = rule->epsilon;
+  w.update.correction1 = (float)(1 - pow((double)rule->beta1, t));
+  w.update.correction2 = (float)(1 - pow((double)rule->beta2, t));
   if (w.kind == LUNA_OPTIMIZER_APOLLO) lunai_apollo_curvature(ctx, &w);
   lunai_run(w.update.count > LUNAI_SPLIT ? &ctx->parallel : NULL, lunai_update_task, &w);
+}
+LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  int64_t p;
+  (void)table;
+  for (p = 0; p < count; p++) {
+    if (!parts[p].frozen && !rule->state->nonfinite) lunai_cpu_update_one(ctx, rule, &parts[p]);
+    else if (parts[p].count) memset(parts[p].grad, 0, (size_t)parts[p].count * sizeof(float));
+  }
   return LUNA_OK;
 }
 
@@ -9389,6 +9566,7 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
   { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  NULL, NULL, NULL, NULL,
   {
     LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
@@ -10232,6 +10410,372 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ----------------------------------------------------------------------------------------------------------------------
+   >>graphs
+   Between begin and end the context's backend is a graph's own table, which notes calls: each is a record of a copy of
+   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At the
+   end the records are run: as they are; or while the device records them, with those copies made from one place there;
+   or not at all, where a recording with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef enum lunai_call_kind {
+  LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
+  LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
+} lunai_call_kind;
+typedef struct lunai_call {
+  lunai_call_kind kind;
+  size_t size;                       /* bytes, with the op and the tensors that follow */
+  void *to;                          /* copy, zero */
+  const void *from;                  /* within the device; null: the value at `value` */
+  size_t bytes, value;
+  luna_step_state *state;            /* begin, check */
+  bool training, stepped;
+  luna_rule rule;                    /* norm, update */
+  const luna_update *parts, *table;
+  int64_t count;
+} lunai_call;
+typedef struct lunai_bytes { char *at; size_t used, room, needed; } lunai_bytes; /* needed: had there been room */
+struct luna_graph {
+  luna_ctx *ctx;
+  luna_graph *next;
+  const luna_backend *device;        /* the real table */
+  luna_backend table;
+  lunai_bytes calls, values;
+  char *inputs;                      /* on the device: the values of a step */
+  size_t inputs_size;
+  void *recording;
+  uint64_t hash, last, recorded;     /* of this step, the one before, the recording */
+  bool through;                      /* in this step calls run at once */
+  bool customs;                      /* it has noted a custom op, whose state ends with the next begin */
+  luna_status status;                /* of what ran before the end */
+  const char *reason;
+};
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
+  return !ctx ? NULL : ctx->graph ? ctx->graph->device : ctx->backend;
+}
+
+LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
+  uint64_t word;
+  size_t at;
+  for (at = 0; at < size; at += sizeof word) {
+    word = 0;
+    memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
+    g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
+    g->hash ^= g->hash >> 29;
+  }
+}
+LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
+LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) { lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value); }
+
+/* room for `size` bytes more; null where there is none, or where it would not be used */
+LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
+  char *at = bytes->at + bytes->used;
+  size = (size + 15) / 16 * 16;
+  bytes->needed += size;
+  if (!wanted || bytes->room - bytes->used < size) return NULL;
+  bytes->used += size;
+  return at;
+}
+
+LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording) {
+  const luna_backend *b = g->device;
+  luna_op *op = (luna_op *)(void *)(c + 1);
+  switch (c->kind) {
+    case LUNAI_CALL_FORWARD: return b->op[op->kind].forward(op);
+    case LUNAI_CALL_BACKWARD: return b->op[op->kind].backward(op);
+    case LUNAI_CALL_COPY:
+      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, 0);
+      return recording ? b->copy(g->ctx, c->to, g->inputs + c->value, c->bytes, 0)
+                       : b->copy(g->ctx, c->to, g->values.at + c->value, c->bytes, 1);
+    case LUNAI_CALL_ZERO: return b->zero(g->ctx, c->to, c->bytes);
+    case LUNAI_CALL_BEGIN: return b->begin(g->ctx, c->state, c->training, c->stepped);
+    case LUNAI_CALL_CHECK: return b->check(g->ctx, (const luna_tensor *)(const void *)(c + 1), c->state);
+    case LUNAI_CALL_NORM: return b->norm(g->ctx, &c->rule, c->parts, c->table, c->count);
+    default: return b->update(g->ctx, &c->rule, c->parts, c->table, c->count);
+  }
+}
+LUNAI_FN luna_status lunai_calls_run(luna_graph *g, bool recording) {
+  luna_status status = LUNA_OK;
+  size_t at;
+  for (at = 0; at < g->calls.used && status == LUNA_OK;) {
+    lunai_call *c = (lunai_call *)(void *)(g->calls.at + at);
+    status = lunai_call_run(g, c, recording);
+    at += c->size;
+  }
+  return status;
+}
+/* What has been noted runs now, and what follows at once. */
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) {
+  luna_graph *g = ctx->graph;
+  if (!g || g->through) return;
+  g->through = true;
+  g->reason = reason;
+  g->status = lunai_calls_run(g, false);
+}
+
+/* a record with `more` bytes after it; null: the call is to run at once */
+LUNAI_FN lunai_call *lunai_note(luna_graph *g, lunai_call_kind kind, size_t more) {
+  const size_t size = (sizeof(lunai_call) + more + 15) / 16 * 16;
+  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(&g->calls, size, !g->through);
+  if (!c) {
+    lunai_graph_flush(g->ctx, "its first steps run by themselves, until their memory lies still");
+    return NULL;
+  }
+  memset(c, 0, sizeof *c);
+  c->kind = kind;
+  c->size = size;
+  lunai_graph_mix_number(g, (uint64_t)kind);
+  return c;
+}
+LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tensor *t) {
+  *to = *t;
+  lunai_graph_mix_pointer(g, t->data);
+  lunai_graph_mix_pointer(g, t->grad);
+  lunai_graph_mix(g, t->shape, sizeof t->shape);
+  lunai_graph_mix_number(g, (uint64_t)t->rank);
+}
+LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
+  const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
+                             op->last_dropout_op, (uint32_t)op->activation, (uint32_t)op->training, (uint32_t)op->sets,
+                             (uint32_t)op->dots };
+  const float drops[] = { op->dropout, op->last_dropout };
+  const void *pointers[] = { op->index, op->lengths, op->query_offsets, op->key_offsets, op->mean_ka, op->mean_av,
+                             op->position, op->history, op->kept, op->workspace };
+  lunai_graph_mix(g, words, sizeof words);
+  lunai_graph_mix(g, drops, sizeof drops);
+  lunai_graph_mix(g, pointers, sizeof pointers);
+  lunai_graph_mix(g, &op->arg, sizeof op->arg);
+  lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
+  if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
+}
+LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
+  luna_graph *g = op->ctx->graph;
+  const luna_op_functions *device = &g->device->op[op->kind];
+  const int tensors = op->inputs + op->outputs;
+  lunai_call *c;
+  luna_op *to;
+  luna_tensor *next;
+  int i, j;
+  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  c = lunai_note(g, kind, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  to = (luna_op *)(void *)(c + 1);
+  next = (luna_tensor *)(void *)(to + 1);
+  *to = *op;
+  lunai_note_arguments(g, op);
+  for (i = 0; i < tensors; i++) {
+    luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
+    if (!*at) continue;
+    for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
+    if (j < i && j < op->inputs) *at = to->in[j]; /* one tensor stays one */
+    else {
+      lunai_note_tensor(g, next, *at);
+      *at = next++;
+    }
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
+LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_BACKWARD); }
+LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  luna_graph *g = ctx->graph;
+  char *value = NULL;
+  lunai_call *c;
+  if (bytes == 0) return LUNA_OK;
+  if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
+  if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
+  if (direction == 1 && !value) lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
+  c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
+  if (!c) return g->device->copy(ctx, to, from, bytes, direction);
+  c->to = to;
+  c->bytes = bytes;
+  c->from = direction == 0 ? from : NULL;
+  c->value = value ? (size_t)(value - g->values.at) : 0;
+  if (value) memcpy(value, from, bytes);
+  lunai_graph_mix_pointer(g, to);
+  lunai_graph_mix_pointer(g, c->from);
+  lunai_graph_mix_number(g, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_ZERO, 0);
+  if (!c) return ctx->graph->device->zero(ctx, at, bytes);
+  c->to = at;
+  c->bytes = bytes;
+  lunai_graph_mix_pointer(ctx->graph, at);
+  lunai_graph_mix_number(ctx->graph, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  lunai_call *c;
+  if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
+  c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
+  if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
+  c->state = state;
+  c->training = training;
+  c->stepped = stepped;
+  lunai_graph_mix_number(ctx->graph, (uint64_t)training << 1 | (uint64_t)stepped);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_CHECK, sizeof *loss);
+  if (!c) return ctx->graph->device->check(ctx, loss, state);
+  c->state = state;
+  lunai_note_tensor(ctx->graph, (luna_tensor *)(void *)(c + 1), loss);
+  return LUNA_OK;
+}
+/* the parts stay as they are, the optimiser's, until it makes another step */
+LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  lunai_call *c = lunai_note(ctx->graph, kind, 0);
+  if (!c) return NULL;
+  c->rule = *rule;
+  c->parts = parts;
+  c->table = table;
+  c->count = count;
+  lunai_graph_mix(ctx->graph, rule, sizeof *rule);
+  lunai_graph_mix(ctx->graph, parts, (size_t)count * sizeof *parts);
+  lunai_graph_mix_pointer(ctx->graph, table);
+  return c;
+}
+LUNAI_FN luna_status lunai_note_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                     const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->norm(ctx, rule, parts, table, count);
+}
+LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                       const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->update(ctx, rule, parts, table, count);
+}
+
+LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
+  return ctx && ctx->open_status == LUNA_OK && lunai_on_device(ctx) && luna_backend_of(ctx)->record;
+}
+/* null: no memory */
+LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
+  luna_graph *g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
+  int i;
+  if (!g) return NULL;
+  memset(g, 0, sizeof *g);
+  g->ctx = ctx;
+  g->device = luna_backend_of(ctx);
+  g->table = *g->device;
+  g->table.copy = lunai_note_copy;
+  g->table.zero = lunai_note_zero;
+  g->table.begin = lunai_note_begin;
+  g->table.check = lunai_note_check;
+  g->table.norm = lunai_note_norm;
+  g->table.update = lunai_note_update;
+  for (i = 0; i < LUNA_OP_COUNT; i++) {
+    if (g->table.op[i].forward) g->table.op[i].forward = lunai_note_forward;
+    if (g->table.op[i].backward) g->table.op[i].backward = lunai_note_backward;
+  }
+  g->reason = "no step has ended";
+  g->next = ctx->graphs;
+  return ctx->graphs = g;
+}
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
+  luna_graph *g = lunai_has_graphs(ctx) ? lunai_graph_make(ctx) : NULL;
+  if (!g && lunai_has_graphs(ctx)) lunai_fail_memory(ctx, "luna_graph_open", sizeof *g);
+  return g;
+}
+LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
+  if (bytes->at) lunai_raw_release(&g->ctx->options.allocator, bytes->at, bytes->room);
+  memset(bytes, 0, sizeof *bytes);
+}
+LUNA_API void luna_graph_close(luna_graph *g) {
+  luna_graph **at;
+  luna_ctx *ctx;
+  if (!g) return;
+  ctx = g->ctx;
+  if (ctx->graph == g) {
+    ctx->graph = NULL;
+    ctx->backend = g->device;
+  }
+  for (at = &ctx->graphs; *at != g; at = &(*at)->next);
+  *at = g->next;
+  if (g->recording) g->device->forget(ctx->self, g->recording);
+  if (g->inputs) g->device->release(ctx->self, g->inputs, g->inputs_size);
+  lunai_bytes_free(g, &g->calls);
+  lunai_bytes_free(g, &g->values);
+  lunai_raw_release(&ctx->options.allocator, g, sizeof *g);
+}
+
+LUNA_API luna_status luna_graph_begin(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  if (!g) return LUNA_OK;
+  if (ctx->graph) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_begin");
+  g->calls.used = g->calls.needed = g->values.used = g->values.needed = 0;
+  g->hash = 0;
+  g->through = g->customs = false;
+  g->status = LUNA_OK;
+  ctx->graph = g;
+  ctx->backend = &g->table;
+  return LUNA_OK;
+}
+/* as large as a step needs; nothing is lost where memory ends */
+LUNAI_FN void lunai_bytes_grow(const luna_graph *g, lunai_bytes *bytes) {
+  const size_t needed = bytes->needed;
+  if (needed <= bytes->room) return;
+  lunai_bytes_free(g, bytes);
+  bytes->at = (char *)lunai_raw_allocate(&g->ctx->options.allocator, needed);
+  if (bytes->at) bytes->room = needed;
+}
+/* Has the device record what was noted; false: it could not, and has run nothing */
+LUNAI_FN bool lunai_graph_record(luna_graph *g) {
+  luna_ctx *ctx = g->ctx;
+  const luna_backend *b = g->device;
+  const luna_status before = ctx->status;
+  luna_status status;
+  if (g->recording) b->forget(ctx->self, g->recording);
+  g->recording = NULL;
+  if (g->values.used > g->inputs_size) {
+    if (g->inputs) b->release(ctx->self, g->inputs, g->inputs_size);
+    g->inputs = (char *)b->allocate(ctx->self, g->values.used);
+    g->inputs_size = g->inputs ? g->values.used : 0;
+    if (!g->inputs) return false;
+  }
+  if (b->record(ctx) != LUNA_OK) return ctx->status = before, false;
+  status = lunai_calls_run(g, true);
+  if (b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) != LUNA_OK || !g->recording) {
+    ctx->status = before;
+    return false;
+  }
+  g->recorded = g->hash;
+  return true;
+}
+LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
+  luna_status status = LUNA_OK;
+  g->reason = "";
+  if (g->values.used) status = g->device->copy(g->ctx, g->inputs, g->values.at, g->values.used, 1);
+  return status == LUNA_OK ? g->device->run(g->ctx, g->recording) : status;
+}
+LUNA_API luna_status luna_graph_end(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  luna_status status;
+  if (!g) return LUNA_OK;
+  if (ctx->graph != g) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_end");
+  ctx->graph = NULL;
+  ctx->backend = g->device;
+  status = g->status;
+  if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
+  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g)) status = lunai_graph_launch(g);
+  else if (!g->through) {
+    g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
+    status = lunai_calls_run(g, false);
+  }
+  g->last = g->through ? 0 : g->hash;
+  lunai_bytes_grow(g, &g->calls);
+  lunai_bytes_grow(g, &g->values);
+  if (status == LUNA_OK && ctx->status != LUNA_OK) return ctx->status;
+  return lunai_backend_result(ctx, "luna_graph_end", status);
+}
+LUNA_API const char *luna_graph_reason(const luna_graph *g) {
+  return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
@@ -10315,7 +10859,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
-  if (root->ctx == ctx || ctx->backend != root->ctx->backend || !lunai_queues(ctx) || !lunai_queues(root->ctx))
+  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) || !lunai_queues(root->ctx))
     return params;
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
@@ -10419,7 +10963,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
   *wrong = LUNA_ERROR_NONE;
-  if (params->shared && params->shared->ctx->backend != params->ctx->backend) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
   if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
@@ -11238,46 +11782,47 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   return true;
 }
 
-/* Copies patterns into the step. One allocation holds the structs, then each one's arrays. */
-LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from, int64_t count) {
-  const size_t run = sizeof(luna_key_run), number = sizeof(int32_t);
-  luna_attention_pattern *to = NULL;
-  size_t bytes = 0;
-  char *at = NULL;
+/* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
+LUNAI_FN size_t lunai_pattern_copy(luna_attention_pattern *p, char *at) {
+  const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
+  const void *from[5];
+  size_t sizes[5], bytes = 0;
+  int i;
+  if (p->blocks == 0) return 0;
+  from[0] = p->queries; from[1] = p->offsets; from[2] = p->runs; from[3] = p->query_order; from[4] = p->key_order;
+  sizes[0] = sizes[1] = starts;
+  sizes[2] = (size_t)p->offsets[p->blocks] * sizeof(luna_key_run);
+  sizes[3] = (size_t)p->queries[p->blocks] * number;
+  sizes[4] = p->key_order ? (size_t)p->key_count * number : 0;
+  for (i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
+    if (!at || !from[i]) continue;
+    lunai_copy(at + bytes, from[i], sizes[i]);
+    from[i] = at + bytes;
+  }
+  p->queries = (const int32_t *)from[0]; p->offsets = (const int32_t *)from[1];
+  p->runs = (const luna_key_run *)from[2];
+  p->query_order = (const int32_t *)from[3]; p->key_order = (const int32_t *)from[4];
+  return bytes;
+}
+/* copies patterns into the step; null: no memory */
+LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from,
+                                                           int64_t count) {
+  const size_t structs = lunai_round((size_t)count * sizeof *from);
+  size_t bytes = structs;
+  luna_attention_pattern p, *to;
   void *memory;
   int64_t i;
-  int copying;
-  for (copying = 0; copying < 2; copying++) {
-    if (copying) {
-      if (!lunai_step(s->op.ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes), (const luna_attention_pattern *)NULL;
-      to = (luna_attention_pattern *)memory;
-      memcpy(to, from, (size_t)count * sizeof *to);
-      at = (char *)memory;
-    }
-    bytes = lunai_round((size_t)count * sizeof *to);
-    for (i = 0; i < count; i++) {
-      const luna_attention_pattern *p = &from[i];
-      const void *arrays[5];
-      size_t sizes[5];
-      int j;
-      if (p->blocks == 0) continue;
-      arrays[0] = p->queries; arrays[1] = p->offsets; arrays[2] = p->runs; arrays[3] = p->query_order; arrays[4] = p->key_order;
-      sizes[0] = sizes[1] = (size_t)(p->blocks + 1) * number;
-      sizes[2] = (size_t)p->offsets[p->blocks] * run;
-      sizes[3] = (size_t)p->queries[p->blocks] * number;
-      sizes[4] = (size_t)p->key_count * number;
-      for (j = 0; j < 5; j++) {
-        if (!arrays[j]) continue;
-        if (copying && sizes[j]) memcpy(at + bytes, arrays[j], sizes[j]);
-        arrays[j] = at + bytes;
-        bytes += lunai_round(sizes[j]);
-      }
-      if (!copying) continue;
-      to[i].queries = (const int32_t *)arrays[0]; to[i].offsets = (const int32_t *)arrays[1];
-      to[i].runs = (const luna_key_run *)arrays[2];
-      to[i].query_order = (const int32_t *)arrays[3]; to[i].key_order = (const int32_t *)arrays[4];
-    }
+  for (i = 0; i < count; i++) {
+    p = from[i];
+    bytes += lunai_pattern_copy(&p, NULL);
   }
+  if (!lunai_step(s->op.ctx, bytes, false, &memory)) {
+    lunai_op_no_memory(s, bytes);
+    return NULL;
+  }
+  to = (luna_attention_pattern *)memory;
+  memcpy(to, from, (size_t)count * sizeof *from);
+  for (i = 0, bytes = structs; i < count; i++) bytes += lunai_pattern_copy(&to[i], (char *)memory + bytes);
   return to;
 }
 
@@ -11288,7 +11833,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
+                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
@@ -11302,14 +11848,17 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
-  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
+      s.op.arg.attention.batch, s.op.arg.attention.heads,
                                                       s.op.arg.attention.queries, s.op.arg.attention.keys)) {
-    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch, s.op.arg.attention.heads,
+    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch,
+               s.op.arg.attention.heads,
                s.op.arg.attention.queries, s.op.arg.attention.keys);
     return lunai_abandon(&s);
   }
   s.op.arg.attention.pattern_count = c->pattern_count;
-  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL) return NULL;
+  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
+    return NULL;
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
@@ -13415,9 +13964,9 @@ struct luna_optimizer {
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
-  int64_t attempts, size, active;
+  int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
-  luna_tensor **parameters;          /* [active] those not frozen, for the norm */
+  luna_update *parts, *table;        /* [reached] of those that have a gradient; the same in backend memory */
   lunai_group *groups;               /* in the order they were given, for parameters that join later */
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
@@ -13435,25 +13984,21 @@ LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
   t->decay = group->weight_decay;
   t->frozen = group->frozen;
 }
-LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
-  int64_t i;
-  for (o->active = 0, i = 0; i < o->size; i++)
-    if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
-}
 /* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const lunai_group *group;
-  void *trained, *parameters, *moment;
+  void *trained, *parts, *table = NULL, *moment;
   lunai_trained *t;
   lunai_param *p;
   bool good;
   int i;
   if (o->trained && o->size >= size) return LUNA_OK;
   good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
-         lunai_persist(ctx, (size_t)size * sizeof(luna_tensor *), false, &parameters);
+         lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
+         (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
   for (p = o->params->first; p && good; p = p->next) {
     if (p->index < o->size) continue;
@@ -13473,9 +14018,10 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
     return lunai_fail_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
   }
   o->trained = (lunai_trained *)trained;
-  o->parameters = (luna_tensor **)parameters;
+  o->parts = (luna_update *)parts;
+  o->table = (luna_update *)(table ? table : parts);
+  o->reached = 0;
   o->size = size;
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -13621,7 +14167,6 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -13656,11 +14201,36 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
+/* the parts of those parameters that have a gradient; what changed goes to the device */
+LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
+  luna_ctx *ctx = o->params->ctx;
+  int64_t i, reached = 0, first = 0;
+  bool changed = false;
+  for (i = 0; i < o->size; i++) {
+    const lunai_trained *t = &o->trained[i];
+    luna_update part;
+    if (!t->tensor->grad) continue;
+    memset(&part, 0, sizeof part);
+    part.value = t->tensor->data;
+    part.grad = t->tensor->grad;
+    memcpy(part.moment, t->moment, sizeof part.moment);
+    part.count = luna_count(t->tensor);
+    part.first = first;
+    part.decay = t->decay;
+    part.lr = t->lr;
+    part.frozen = t->frozen;
+    first += lunai_divide_up(part.count, LUNA_UPDATE_PIECE);
+    changed = changed || reached >= o->reached || memcmp(&o->parts[reached], &part, sizeof part) != 0;
+    memcpy(&o->parts[reached++], &part, sizeof part);
+  }
+  o->reached = reached;
+  if (!changed || o->table == o->parts) return LUNA_OK;
+  return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
-  luna_update u;
+  luna_rule rule;
   luna_status status;
-  int64_t i;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
@@ -13668,24 +14238,18 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
   if (ctx->options.measure) return LUNA_OK;
-  status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
-  memset(&u, 0, sizeof u);
-  u.kind = o->kind;
-  u.nesterov = o->nesterov;
-  u.momentum = o->momentum;
-  u.beta1 = o->config.beta1;
-  u.beta2 = o->config.beta2;
-  u.epsilon = o->config.epsilon;
-  u.state = o->state;
-  for (i = 0; i < o->size && status == LUNA_OK; i++) {
-    const lunai_trained *t = &o->trained[i];
-    u.parameter = t->tensor;
-    u.decay = t->decay;
-    u.lr = t->lr;
-    memcpy(u.moment, t->moment, sizeof u.moment);
-    if (!t->tensor->grad) continue;
-    status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
-  }
+  memset(&rule, 0, sizeof rule);
+  rule.kind = o->kind;
+  rule.nesterov = o->nesterov;
+  rule.momentum = o->momentum;
+  rule.beta1 = o->config.beta1;
+  rule.beta2 = o->config.beta2;
+  rule.epsilon = o->config.epsilon;
+  rule.clip = o->config.clip;
+  rule.state = o->state;
+  status = lunai_optimizer_parts(o);
+  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
@@ -15184,8 +15748,10 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   first->model_ctx = ctx;
   first->allocator = ctx->options.allocator;
-  first->ctx.backend = ctx->backend;
+  lunai_graph_flush(ctx, "a stream was opened");
+  first->ctx.backend = luna_backend_of(ctx);
   first->ctx.self = ctx->self;
+  first->ctx.options.allocator = ctx->options.allocator;
   first->ctx.state = ctx->state;
   first->ctx.options.log = ctx->options.log;
   first->ctx.options.log_user = ctx->options.log_user;
@@ -15247,6 +15813,7 @@ LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, 
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
+  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx); /* of a single token; without memory for it there is none */
   if (good) return s;
   (void)lunai_stream_report(ctx, s, "luna_stream_open");
   luna_stream_close(s);
@@ -15340,6 +15907,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   if (s && s->memory_size) {
 #ifndef LUNA_ONLY_STREAM
     const luna_allocator allocator = s->allocator;
+    while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
     if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 #endif
@@ -15347,6 +15915,18 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_GRAPHED(s, n, call) (void)(call)
+#else
+/* a single token's calls: on a device one launch */
+#define LUNAI_GRAPHED(s, n, call) \
+  do { \
+    luna_graph *graph_ = (n) == 1 ? (s)->ctx.graphs : NULL; \
+    (void)luna_graph_begin(graph_); \
+    (void)(call); \
+    (void)luna_graph_end(graph_); \
+  } while (0)
+#endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
   luna_tensor *y = NULL;
   int64_t at, i, rows;
@@ -15360,7 +15940,7 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, in
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL;
+    LUNAI_GRAPHED(s, n, y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL);
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);

@@ -199,7 +199,7 @@ static void check_direction(one *o, luna_tensor *parameter, const char *what, co
   const float by = 5e-4f; /* small: few of the relus change sides */
   for (int64_t i = 0; i < count; i++) slope += (double)grad[i] * (double)direction[i], size += (double)grad[i] * (double)grad[i];
   const double got = (value(o, parameter, what, at, direction, by) - value(o, parameter, what, at, direction, -by)) / (2 * (double)by);
-  CHECK(fabs(got - slope) <= 0.02 * sqrt(size) + 0.01, "%s (%s): %s changes the loss by %.5g, its gradient says %.5g of %.3g", o->name,
+  CHECK(fabs(got - slope) <= 0.02 * sqrt(size) + 0.04, "%s (%s): %s changes the loss by %.5g, its gradient says %.5g of %.3g", o->name,
         o->causal ? "causal" : "full", what, got, slope, sqrt(size));
   free(direction);
 }
@@ -239,7 +239,7 @@ static double train(const char *name, bool causal, luna_options *options, luna_r
   luna_params *params = luna_params_open(ctx);
   luna_layer_config layer = {0};
   for (int i = 0; i < 2 * 48; i++) tokens[i] = (causal ? i : i + i / 48) * 7 % 11 % 5, labels[i] = causal ? (i + 1) * 7 % 11 % 5 : i % 2;
-  luna_input input = {tokens, NULL, 2, 48};
+  luna_input input = {.tokens = tokens, .batch = 2, .n = 48};
   if (!CHECK(attentions_open(&choice, name), "%s: %s", name, choice.error)) return 0;
   layer.hook = &choice.hook, layer.recompute = recompute, layer.pre_norm = true;
   if (causal) {
@@ -363,7 +363,7 @@ static void check_growth(void) {
   float *held[2][2] = {{NULL, NULL}, {NULL, NULL}};
   int64_t rows[2] = {0, 0};
   for (int i = 0; i < 40; i++) tokens[i] = i % 5, labels[i] = (i + 1) % 5;
-  luna_input input = {tokens, NULL, 2, 20};
+  luna_input input = {.tokens = tokens, .batch = 2, .n = 20};
   attentions_open(&choice, "compressive memory=30 compressed=8 rate=4");
   c.vocab = 5, c.dim = DIM, c.heads = HEADS, c.layer.hook = &choice.hook, c.layer.pre_norm = true;
   CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK, "%s", luna_error(ctx));
@@ -407,7 +407,7 @@ static void check_workspace_layers(void) {
   luna_encoder encoder;
   luna_tensor *p = NULL;
   for (int i = 0; i < 2 * ROWS; i++) tokens[i] = i % 7;
-  luna_input input = {tokens, NULL, 2, ROWS};
+  luna_input input = {.tokens = tokens, .batch = 2, .n = ROWS};
   attentions_open(&choice, "workspace slots=4");
   c.dim = DIM, c.heads = HEADS, c.layers = 3, c.layer.hook = &choice.hook;
   CHECK(luna_encoder_init(&encoder, params, "", 7, &c) == LUNA_OK, "%s", luna_error(ctx));

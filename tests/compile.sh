@@ -89,6 +89,7 @@ else
 fi
 for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { echo "skipped: $c is not here"; continue; }
+  add "$c: the way of Visual C++" "$c -std=c99 -O1 -Wall -Wextra -Werror -DLUNAI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave -I$root -fsyntax-only implementation.c"
   for example in "$root"/examples/*.c; do
     add "$c: $(basename "$example")" "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"
   done

@@ -1,9 +1,9 @@
 /* BigBird, the form with internal global tokens: Zaheer et al. 2020, arXiv 2007.14062.
-     y_i = softmax over j in S(i) of q_i k_j / sqrt(d_h), times v_j, in blocks of b tokens: the first and the last block see all;
-     block i sees the set {0, i-1, i, i+1, last} and random_blocks[head, i-1, :]
-   Entries of random_blocks that are no block of the sequence are ignored. They are drawn once: r distinct ones out of 1 ..
-   max_blocks - 2 without i-1, i, i+1, for each head and block. Options: block (b), random (r), max_blocks. Array: random_blocks
-   [h, max_blocks - 2, r]. Cost a token: O((5 + r) b d). Not causal. */
+     y_i = softmax over j in S(i) of q_i k_j / sqrt(d_h), times v_j, in blocks of b tokens: the first and the last block
+     see all; block i sees the set {0, i-1, i, i+1, last} and random_blocks[head, i-1, :]
+   Entries of random_blocks that are no block of the sequence are ignored. They are drawn once: r distinct ones out of
+   1 .. max_blocks - 2 without i-1, i, i+1, for each head and block. Options: block (b), random (r), max_blocks. Array:
+   random_blocks [h, max_blocks - 2, r]. Cost a token: O((5 + r) b d). Not causal. */
 #ifndef ATTENTION_BIGBIRD_H
 #define ATTENTION_BIGBIRD_H
 #include "pattern.h"
@@ -40,17 +40,20 @@ static void bigbird_init(void *layer) {
   attention_require(&a->base, a->block > 0, "bigbird: block must be above 0");
   attention_projections_init(&a->base, &a->p);
   if (rows == 0 || a->random == 0 || !a->base.good) return;
-  a->random_blocks = attention_param(&a->base, "random_blocks", LUNA_INIT_UNIFORM, 1, a->base.heads, rows, a->random, 0);
+  a->random_blocks = attention_param(&a->base, "random_blocks", LUNA_INIT_UNIFORM, 1, a->base.heads, rows, a->random,
+                                     0);
   float *values = (float *)malloc((size_t)(a->base.heads * rows * a->random) * sizeof(float));
   int64_t *candidates = (int64_t *)malloc((size_t)a->max_blocks * sizeof(int64_t));
   a->base.good = a->base.good && values && candidates && luna_read(a->random_blocks, values) == LUNA_OK;
-  for (int64_t i = 0; a->base.good && i < a->base.heads * rows; i++) bigbird_draw(a, i % rows + 1, candidates, values + i * a->random);
+  for (int64_t i = 0; a->base.good && i < a->base.heads * rows; i++)
+    bigbird_draw(a, i % rows + 1, candidates, values + i * a->random);
   a->base.good = a->base.good && luna_write(a->random_blocks, values) == LUNA_OK;
   free(values), free(candidates);
 }
 
 /* one head of a sequence of n tokens; random: its rows of random_blocks; seen [nb]: room */
-static void bigbird_pattern(const bigbird *a, attention_patterns *patterns, int64_t at, int64_t n, const float *random, bool *seen) {
+static void bigbird_pattern(const bigbird *a, attention_patterns *patterns, int64_t at, int64_t n, const float *random,
+                            bool *seen) {
   const int64_t b = a->block, nb = (n + b - 1) / b, rows = a->random_blocks ? a->random_blocks->shape[1] : 0;
   luna_attention_pattern *p = attention_pattern_lists(patterns, at, nb, nb * (5 + a->random), 0, 0);
   for (int64_t i = 0; p && i < nb; i++) {
@@ -77,10 +80,13 @@ static luna_tensor *bigbird_forward(void *layer, luna_attention_call *call) {
   bool *seen = (bool *)malloc((size_t)(n + 1));
   patterns.good = patterns.good && random && seen && (numbers == 0 || luna_read(a->random_blocks, random) == LUNA_OK);
   for (int64_t i = 0; patterns.good && i < patterns.count; i++)
-    bigbird_pattern(a, &patterns, i, call->lengths ? call->lengths[i / heads] : n, random + i % heads * (numbers / heads), seen);
+    bigbird_pattern(a, &patterns, i, call->lengths ? call->lengths[i / heads] : n,
+                    random + i % heads * (numbers / heads), seen);
   free(random), free(seen);
   return luna_linear_layer_forward(&a->p.out, attention_sparse(&a->base, q, k, v, &patterns, call->lengths, NULL));
 }
-static const attention_system bigbird_system = { "bigbird", "Zaheer et al. 2020, arXiv 2007.14062", sizeof(bigbird), bigbird_options,
-                                                 bigbird_init, bigbird_forward, false, true };
+static const attention_system bigbird_system = {
+  "bigbird", "Zaheer et al. 2020, arXiv 2007.14062", sizeof(bigbird), bigbird_options,
+  bigbird_init, bigbird_forward, false, true
+};
 #endif

@@ -34,13 +34,14 @@ static attention_patterns local_blocks(const local *a, int64_t n) {
   const int64_t w = a->window, blocks = (n + w - 1) / w;
   luna_attention_pattern *p = attention_pattern_lists(&patterns, 0, blocks, blocks, 0, 0);
   for (int64_t i = 0; p && i < blocks; i++) {
-    const int64_t first = i > a->backward ? i - a->backward : 0, last = i + a->forward < blocks ? (i + a->forward + 1) * w : n;
+    const int64_t first = i > a->backward ? i - a->backward : 0,
+        last = i + a->forward < blocks ? (i + a->forward + 1) * w : n;
     attention_pattern_run(p, first * w, (last < n ? last : n) - first * w, false);
     attention_pattern_block(p, (i + 1) * w < n ? (i + 1) * w : n);
   }
   return patterns;
 }
-/* the tokens of a sequence of `length` in G groups, each of which attends to itself: i and j are in one when i = j (mod G) */
+/* the tokens of a sequence of `length` in groups, each of which attends to itself: i and j are in one when i = j (mod G) */
 static void local_groups(attention_patterns *patterns, int64_t at, int64_t length, int64_t w) {
   const int64_t groups = length / w + 1;
   luna_attention_pattern *p = attention_pattern_lists(patterns, at, groups, groups, length, length);
@@ -76,6 +77,8 @@ static luna_tensor *local_forward(void *layer, luna_attention_call *call) {
                              call->causal ? 0 : a->pattern == LOCAL_SLIDING ? a->window : ATTENTION_UNLIMITED);
   return luna_linear_layer_forward(&a->p.out, attention_sparse(&a->base, q, k, v, &patterns, call->lengths, NULL));
 }
-static const attention_system local_system = { "local", "Parmar et al. 2018, arXiv 1802.05751", sizeof(local), local_options,
-                                               local_init, local_forward, true, true };
+static const attention_system local_system = {
+  "local", "Parmar et al. 2018, arXiv 1802.05751", sizeof(local), local_options,
+  local_init, local_forward, true, true
+};
 #endif

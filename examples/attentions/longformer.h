@@ -1,9 +1,9 @@
 /* Longformer: Beltagy et al. 2020, arXiv 2004.05150.
-     y_i = softmax over j of q_i k_j / sqrt(d_h), times v_j, where j - i = e g, -left <= e <= right, g the head's dilation, or
-     j is a global token; causal: only e <= 0, and no global tokens
+     y_i = softmax over j of q_i k_j / sqrt(d_h), times v_j, where j - i = e g, -left <= e <= right, g the head's
+     dilation, or j is a global token; causal: only e <= 0, and no global tokens
      global tokens see everything, by projections of their own: q_global_proj, k_global_proj, v_global_proj
-   Options: left, right; global, a list, ascending, of which those beyond a sequence's length are ignored; dilation, a list
-   of h, empty: ones. Cost a token: O((left + right + globals) d), a global token's O(n d). */
+   Options: left, right; global, a list, ascending, of which those beyond a sequence's length are ignored; dilation, a
+   list of h, empty: ones. Cost a token: O((left + right + globals) d), a global token's O(n d). */
 #ifndef ATTENTION_LONGFORMER_H
 #define ATTENTION_LONGFORMER_H
 #include "pattern.h"
@@ -26,10 +26,13 @@ static const attention_option longformer_options[] = {
 static void longformer_init(void *layer) {
   longformer *a = (longformer *)layer;
   const int64_t d = a->base.dim;
-  attention_require(&a->base, a->dilation.count == 0 || a->dilation.count == a->base.heads, "longformer: one dilation a head");
-  for (int64_t i = 0; i < a->dilation.count; i++) attention_require(&a->base, a->dilation.value[i] > 0, "longformer: dilations are above 0");
+  attention_require(&a->base, a->dilation.count == 0 || a->dilation.count == a->base.heads,
+                    "longformer: one dilation a head");
+  for (int64_t i = 0; i < a->dilation.count; i++)
+    attention_require(&a->base, a->dilation.value[i] > 0, "longformer: dilations are above 0");
   for (int64_t i = 0; i < a->global.count; i++)
-    attention_require(&a->base, a->global.value[i] > (i ? a->global.value[i - 1] : -1), "longformer: global tokens ascend from 0");
+    attention_require(&a->base, a->global.value[i] > (i ? a->global.value[i - 1] : -1),
+                      "longformer: global tokens ascend from 0");
   attention_projections_init(&a->base, &a->p);
   if (a->global.count == 0) return;
   attention_linear(&a->base, &a->q_global, "q_global_proj", d, d, ATTENTION_GAIN);
@@ -52,8 +55,10 @@ static bool longformer_is_global(const longformer_tokens *t, int64_t i) {
 
 /* dilation 1, in natural order: between the global tokens blocks of the others, whose keys are the global tokens, and
    within the window the tokens between them */
-static void longformer_window(const longformer *a, const longformer_tokens *t, attention_patterns *patterns, int64_t at) {
-  luna_attention_pattern *p = attention_pattern_lists(patterns, at, 2 * t->globals + 1, (2 * t->globals + 1) * (t->globals + 1), 0, 0);
+static void longformer_window(const longformer *a, const longformer_tokens *t, attention_patterns *patterns,
+                              int64_t at) {
+  luna_attention_pattern *p = attention_pattern_lists(patterns, at, 2 * t->globals + 1,
+                                                      (2 * t->globals + 1) * (t->globals + 1), 0, 0);
   for (int64_t block = 0; p && block <= t->globals; block++) {
     for (int64_t g = 0, first = 0; g <= t->globals; g++) {
       const int64_t next = g < t->globals ? t->token[g] : t->n;
@@ -67,7 +72,8 @@ static void longformer_window(const longformer *a, const longformer_tokens *t, a
   if (p) attention_pattern_window(p, a->left, a->right);
 }
 /* a greater dilation: every gap-th token is a block, in that order; global tokens are the first keys of the order */
-static void longformer_dilated(const longformer *a, const longformer_tokens *t, attention_patterns *patterns, int64_t at, int64_t gap) {
+static void longformer_dilated(const longformer *a, const longformer_tokens *t, attention_patterns *patterns,
+                               int64_t at, int64_t gap) {
   const int64_t blocks = gap < t->n ? gap : t->n;
   luna_attention_pattern *p = attention_pattern_lists(patterns, at, blocks, 2 * blocks, t->n, t->n);
   int64_t keys = 0;
@@ -121,6 +127,8 @@ static luna_tensor *longformer_forward(void *layer, luna_attention_call *call) {
   }
   return luna_linear_layer_forward(&a->p.out, y);
 }
-static const attention_system longformer_system = { "longformer", "Beltagy et al. 2020, arXiv 2004.05150", sizeof(longformer), longformer_options,
-                                                    longformer_init, longformer_forward, true, true };
+static const attention_system longformer_system = {
+  "longformer", "Beltagy et al. 2020, arXiv 2004.05150", sizeof(longformer), longformer_options,
+  longformer_init, longformer_forward, true, true
+};
 #endif

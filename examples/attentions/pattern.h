@@ -1,5 +1,5 @@
-/* pattern.h: what the sparse systems share: lists for luna_attention_pattern, attention through them, and the merging of
-   several attentions of the same queries by their log-sum-exp. */
+/* pattern.h: what the sparse systems share: lists for luna_attention_pattern, attention through them, and the merging
+   of several attentions of the same queries by their log-sum-exp. */
 #ifndef ATTENTION_PATTERN_H
 #define ATTENTION_PATTERN_H
 #include "base.h"
@@ -22,7 +22,8 @@ ATTENTION_FN attention_patterns attention_patterns_open(int64_t count) {
 ATTENTION_FN luna_attention_pattern *attention_pattern_lists(attention_patterns *patterns, int64_t i, int64_t blocks,
                                                              int64_t runs, int64_t queries, int64_t keys) {
   luna_attention_pattern *p = patterns->at + i;
-  const size_t numbers = (size_t)(2 * (blocks + 2) + queries + keys), run_bytes = (size_t)(runs + 1) * sizeof(luna_key_run);
+  const size_t numbers = (size_t)(2 * (blocks + 2) + queries + keys),
+      run_bytes = (size_t)(runs + 1) * sizeof(luna_key_run);
   luna_key_run *memory = patterns->good ? (luna_key_run *)calloc(1, run_bytes + numbers * sizeof(int32_t)) : NULL;
   int32_t *number = (int32_t *)(void *)((char *)memory + (memory ? run_bytes : 0));
   patterns->good = memory != NULL;
@@ -36,7 +37,9 @@ ATTENTION_FN luna_attention_pattern *attention_pattern_lists(attention_patterns 
   return p;
 }
 /* pattern i is the one before it */
-ATTENTION_FN void attention_pattern_repeat(attention_patterns *patterns, int64_t i) { patterns->at[i] = patterns->at[i - 1]; }
+ATTENTION_FN void attention_pattern_repeat(attention_patterns *patterns, int64_t i) {
+  patterns->at[i] = patterns->at[i - 1];
+}
 ATTENTION_FN void attention_patterns_close(attention_patterns *patterns) {
   for (int64_t i = patterns->at ? patterns->count - 1 : -1; i >= 0; i--)
     if (i == 0 || patterns->at[i].runs != patterns->at[i - 1].runs) free((void *)(uintptr_t)patterns->at[i].runs);
@@ -69,7 +72,8 @@ ATTENTION_FN void attention_pattern_window(luna_attention_pattern *p, int64_t le
 
 /* softmax attention by patterns, which are closed; q, k, v [batch,n,d]; lengths may be null */
 ATTENTION_FN luna_tensor *attention_sparse(const attention *a, luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                           attention_patterns *patterns, const int32_t *lengths, luna_tensor **log_sum_exp) {
+                                           attention_patterns *patterns, const int32_t *lengths,
+                                           luna_tensor **log_sum_exp) {
   luna_attention_config c;
   luna_tensor *y = NULL;
   memset(&c, 0, sizeof c);
@@ -104,8 +108,8 @@ ATTENTION_FN bool attention_merge_weights(const attention_merge_work *w, int64_t
 /* rows are (batch row, token, head) */
 ATTENTION_FN void attention_merge_task(void *work, int64_t item) {
   const attention_merge_work *w = (const attention_merge_work *)work;
-  const int64_t d = w->s.width, end = (item + 1) * ATTENTION_MERGE_ROWS < w->s.rows ? (item + 1) * ATTENTION_MERGE_ROWS : w->s.rows;
-  for (int64_t row = item * ATTENTION_MERGE_ROWS; row < end; row++) {
+  const int64_t d = w->s.width;
+  for (int64_t row = item * ATTENTION_MERGE_ROWS; row < w->s.rows && row < (item + 1) * ATTENTION_MERGE_ROWS; row++) {
     double max, sum, mean = 0;
     const bool some = attention_merge_weights(w, row, &max, &sum);
     if (w->y) {
@@ -147,8 +151,9 @@ ATTENTION_FN void attention_merge_backward(luna_tensor *const *in, int count, co
   w.grad_o = in[0]->grad, w.grad_z = in[1]->grad, w.grad_other = count > 2 ? in[2]->grad : NULL;
   attention_parallel(&run, (w.s.rows + ATTENTION_MERGE_ROWS - 1) / ATTENTION_MERGE_ROWS, attention_merge_task, &w);
 }
-/* o: parts, each [batch,n,d], z: their log-sum-exp [batch,n,h]; other [batch,n,d] or null: zeros. o and z are overwritten. */
-ATTENTION_FN luna_tensor *attention_merge(const attention *a, luna_tensor **o, luna_tensor **z, int64_t parts, luna_tensor *other) {
+/* o: parts, each [batch,n,d], z: their log-sum-exp [batch,n,h]; other [batch,n,d] or null: zeros. Overwrites o and z. */
+ATTENTION_FN luna_tensor *attention_merge(const attention *a, luna_tensor **o, luna_tensor **z, int64_t parts,
+                                          luna_tensor *other) {
   attention_merge_state s;
   luna_tensor *in[3];
   int64_t rows[3], left = parts;

@@ -1,7 +1,8 @@
 /* Reformer, attention by locality-sensitive hashing: Kitaev et al. 2020, arXiv 2001.04451. Of each head, in rounds r:
      k = q / sqrt(mean(q^2) + 1e-6);   bucket_r(i) = argmax [q_i rot_r, -q_i rot_r]
-     the tokens in the order of (bucket, position) are cut into chunks of c; S_r(i) = i's chunk and the one before it, but not
-     i itself; causal: j < i. The chunk before a round's first is the last one of the round before, of the last round for r = 0
+     the tokens in the order of (bucket, position) are cut into chunks of c; S_r(i) = i's chunk and the one before it,
+     but not i itself; causal: j < i. The chunk before a round's first is the last one of the round before (of the last
+     round for r = 0)
      o_r(i) = softmax over S_r(i) of q_i k_j / sqrt(d_h), times v_j;   z_r(i) its log-sum-exp
      y_i = sum_r softmax_r(z_r(i)) o_r(i); v_i where every S_r(i) is empty
    No gradient passes the buckets. Causal is which keys are attended: a later token may move the chunks' borders.
@@ -52,18 +53,21 @@ static void reformer_norm_task(void *work, int64_t item) {
     }
     const double factor = 1 / sqrt(squares / (double)d + 1e-6), slope = dot * factor * factor * factor / (double)d;
     for (int64_t c = 0; c < d && w->k; c++) w->k[row * d + c] = (float)((double)q[c] * factor);
-    for (int64_t c = 0; c < d && w->dq; c++) w->dq[row * d + c] += (float)((double)w->dk[row * d + c] * factor - (double)q[c] * slope);
+    for (int64_t c = 0; c < d && w->dq; c++)
+      w->dq[row * d + c] += (float)((double)w->dk[row * d + c] * factor - (double)q[c] * slope);
   }
 }
 static void reformer_norm_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const luna_run run = luna_custom_run(out);
-  reformer_norm w = { *(const int64_t *)state, luna_count(out) / *(const int64_t *)state, in[0]->data, NULL, out->data, NULL };
+  reformer_norm w = { *(const int64_t *)state, luna_count(out) / *(const int64_t *)state, in[0]->data, NULL, out->data,
+                      NULL };
   (void)count;
   attention_parallel(&run, (w.rows + 255) / 256, reformer_norm_task, &w);
 }
 static void reformer_norm_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const luna_run run = luna_custom_run(out);
-  reformer_norm w = { *(const int64_t *)state, luna_count(out) / *(const int64_t *)state, in[0]->data, out->grad, NULL, in[0]->grad };
+  reformer_norm w = { *(const int64_t *)state, luna_count(out) / *(const int64_t *)state, in[0]->data, out->grad, NULL,
+                      in[0]->grad };
   (void)count;
   if (w.dq) attention_parallel(&run, (w.rows + 255) / 256, reformer_norm_task, &w);
 }
@@ -85,7 +89,8 @@ static float *reformer_hashes(const reformer *a, luna_tensor *q) {
   return out;
 }
 /* a round's order of n tokens, whose hashes are `step` apart: a counting sort, stable. start [buckets + 1]: room */
-static void reformer_sort(const reformer *a, int64_t n, const float *hash, int64_t step, int32_t *bucket, int64_t *start, int32_t *order) {
+static void reformer_sort(const reformer *a, int64_t n, const float *hash, int64_t step, int32_t *bucket,
+                          int64_t *start, int32_t *order) {
   const int64_t half = a->buckets / 2;
   memset(start, 0, (size_t)(a->buckets + 1) * sizeof *start);
   for (int64_t i = 0; i < n; i++) {
@@ -99,10 +104,10 @@ static void reformer_sort(const reformer *a, int64_t n, const float *hash, int64
   for (int64_t j = 0; j < a->buckets; j++) start[j + 1] += start[j];
   for (int64_t i = 0; i < n; i++) order[start[bucket[i]]++] = (int32_t)i;
 }
-/* A round's pattern: chunks of `order`; its keys are before's last chunk and then `order`, so that a chunk and the one before it
-   are one run */
-static void reformer_pattern(const reformer *a, attention_patterns *patterns, int64_t at, int64_t n, const int32_t *order,
-                             const int32_t *before, bool causal) {
+/* A round's pattern: chunks of `order`; its keys are before's last chunk and then `order`, so that a chunk and the one
+   before it are one run */
+static void reformer_pattern(const reformer *a, attention_patterns *patterns, int64_t at, int64_t n,
+                             const int32_t *order, const int32_t *before, bool causal) {
   const int64_t c = a->chunk, chunks = (n + c - 1) / c, last = n > 0 ? n - (chunks - 1) * c : 0;
   luna_attention_pattern *p = attention_pattern_lists(patterns, at, chunks, chunks, n, n + last);
   if (!p) return;
@@ -129,19 +134,22 @@ static int32_t *reformer_orders(const reformer *a, luna_tensor *q, const int32_t
   int64_t *start = (int64_t *)malloc((size_t)(a->buckets + 1) * sizeof *start);
   const bool good = hash && order && bucket && start;
   for (int64_t i = 0; good && i < pairs * a->rounds; i++)
-    reformer_sort(a, lengths ? lengths[i / a->rounds / a->base.heads] : n, hash + i / a->rounds * n * a->rounds * half + i % a->rounds * half,
+    reformer_sort(a, lengths ? lengths[i / a->rounds / a->base.heads] : n,
+                  hash + i / a->rounds * n * a->rounds * half + i % a->rounds * half,
                   a->rounds * half, bucket, start, order + i * n);
   free(hash), free(bucket), free(start);
   if (good) return order;
   free(order);
   return NULL;
 }
-static luna_tensor *reformer_round(const reformer *a, const luna_attention_call *call, luna_tensor *const qkv[3], const int32_t *orders,
+static luna_tensor *reformer_round(const reformer *a, const luna_attention_call *call, luna_tensor *const qkv[3],
+                                   const int32_t *orders,
                                    int64_t round, luna_tensor **z) {
   const int64_t n = call->x->shape[1], heads = a->base.heads, pairs = call->x->shape[0] * heads;
   attention_patterns patterns = attention_patterns_open(pairs);
   for (int64_t i = 0; patterns.good && i < pairs; i++)
-    reformer_pattern(a, &patterns, i, call->lengths ? call->lengths[i / heads] : n, orders + (i * a->rounds + round) * n,
+    reformer_pattern(a, &patterns, i, call->lengths ? call->lengths[i / heads] : n,
+                     orders + (i * a->rounds + round) * n,
                      orders + (i * a->rounds + (round ? round : a->rounds) - 1) * n, call->causal);
   return attention_sparse(&a->base, qkv[0], qkv[1], qkv[2], &patterns, call->lengths, z);
 }
@@ -151,7 +159,8 @@ static luna_tensor *reformer_forward(void *layer, luna_attention_call *call) {
   const int64_t width = a->base.dim / a->base.heads;
   luna_tensor *qkv[3], *y = NULL;
   qkv[0] = luna_linear_layer_forward(&a->qk, call->x), qkv[2] = luna_linear_layer_forward(&a->v, call->x);
-  qkv[1] = qkv[0] ? attention_op(qkv, 1, 3, qkv[0]->shape, reformer_norm_forward, reformer_norm_backward, &width, sizeof width, 0) : NULL;
+  qkv[1] = qkv[0] ? attention_op(qkv, 1, 3, qkv[0]->shape, reformer_norm_forward, reformer_norm_backward, &width,
+                                 sizeof width, 0) : NULL;
   if (!qkv[1] || !qkv[2]) return NULL;
   int32_t *orders = reformer_orders(a, qkv[0], call->lengths);
   luna_tensor **o = (luna_tensor **)calloc((size_t)(2 * a->rounds), sizeof(luna_tensor *)), **z = o + a->rounds;
@@ -161,6 +170,8 @@ static luna_tensor *reformer_forward(void *layer, luna_attention_call *call) {
   free(orders), free(o);
   return luna_linear_layer_forward(&a->out, y);
 }
-static const attention_system reformer_system = { "reformer", "Kitaev et al. 2020, arXiv 2001.04451", sizeof(reformer), reformer_options,
-                                                  reformer_init, reformer_forward, true, true };
+static const attention_system reformer_system = {
+  "reformer", "Kitaev et al. 2020, arXiv 2001.04451", sizeof(reformer), reformer_options,
+  reformer_init, reformer_forward, true, true
+};
 #endif

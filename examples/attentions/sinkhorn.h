@@ -1,6 +1,7 @@
 /* Sinkhorn attention: Tay et al. 2020, arXiv 2002.11296. Blocks of w tokens; of each head:
      r_i = sum of block i's keys;   R_ij = (sort(r_i)_j + gumbel_ij) / temperature
-     sinkhorn: `iterations` times R -= logsumexp over j, R -= logsumexp over i; P = exp(R).   softmax: P = softmax over j
+     sinkhorn: `iterations` times R -= logsumexp over j, R -= logsumexp over i; P = exp(R)
+     softmax: P = softmax over j
      sorted keys of block i, slot s: sum_j P_ij k[j,s]; values likewise
      y = one softmax over block i's own keys and its sorted keys (joint), or two attentions, added (sum)
    Causal: r_i = sum of the keys up to the first token of block i; P = softmax over j < i; own keys j <= i.
@@ -39,7 +40,8 @@ static void sinkhorn_init(void *layer) {
 
 /* what the custom ops below know */
 typedef struct sinkhorn_state {
-  int64_t batch, n, heads, width, block, blocks, iterations;
+  int64_t batch, n, heads, width, block, blocks, iterations; /* iterations -1: softmax */
+  double temperature;
   bool causal;
 } sinkhorn_state;
 static int64_t sinkhorn_min(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -71,7 +73,8 @@ static void sinkhorn_sums_backward(luna_tensor *const *in, int count, const luna
   (void)count;
   for (int64_t b = 0; in[0]->grad && b < s->batch; b++) {
     memset(sum, 0, (size_t)d * sizeof *sum);
-    for (int64_t i = attention_length(in[1], b) - 1; i >= 0; i--) { /* causal: token i is in the sums that end at or after it */
+    /* causal: token i is in the sums that end at or after it */
+    for (int64_t i = attention_length(in[1], b) - 1; i >= 0; i--) {
       const float *r = out->grad + (b * s->blocks + i / s->block) * d;
       float *k = in[0]->grad + (b * s->n + i) * d;
       for (int64_t c = 0; s->causal && i % s->block == 0 && c < d; c++) sum[c] += (double)r[c];
@@ -102,10 +105,10 @@ static void sinkhorn_normalise_backward(const double *y, double *g, int64_t m, b
     for (int64_t j = 0; j < count; j++) g[i * next + j * step] -= exp(y[i * next + j * step]) * sum;
   }
 }
-/* one head's steps from r on: x [steps][m, m] gets each one's result, or only the last; returns that, m 0 or none: r itself */
+/* one head's steps from r on: x [steps][m, m] gets each one's result, or only the last; returns that */
 static double *sinkhorn_steps(const sinkhorn_state *s, const float *r, int64_t m, bool all, double *x) {
   const int64_t steps = s->iterations < 0 ? 1 : 2 * s->iterations;
-  for (int64_t i = 0; i < m * m; i++) x[i] = (double)r[i / m * s->blocks + i % m];
+  for (int64_t i = 0; i < m * m; i++) x[i] = (double)r[i / m * s->blocks + i % m] / s->temperature;
   for (int64_t t = 0; t < steps; t++) {
     if (t && all) x = (double *)memcpy(x + m * m, x, (size_t)(m * m) * sizeof(double));
     sinkhorn_normalise(x, m, t % 2 == 1, s->causal);
@@ -120,7 +123,9 @@ typedef struct sinkhorn_work {
   int64_t each;
   bool backward;
 } sinkhorn_work;
-static int64_t sinkhorn_room(const sinkhorn_state *s) { return (s->iterations < 1 ? 2 : 2 * s->iterations + 1) * s->blocks * s->blocks; }
+static int64_t sinkhorn_room(const sinkhorn_state *s) { /* doubles */
+  return (s->iterations < 1 ? 2 : 2 * s->iterations + 1) * s->blocks * s->blocks;
+}
 static void sinkhorn_order_pair(const sinkhorn_work *w, int64_t pair, double *room) {
   const int64_t nb = w->s->blocks, m = sinkhorn_blocks(w->s, w->lengths, pair / w->s->heads);
   const double *y = sinkhorn_steps(w->s, w->r->data + pair * nb * nb, m, w->backward, room);
@@ -137,13 +142,15 @@ static void sinkhorn_order_pair(const sinkhorn_work *w, int64_t pair, double *ro
   for (int64_t t = w->s->iterations < 0 ? 0 : 2 * w->s->iterations - 1; t >= 0; t--, y -= m * m)
     sinkhorn_normalise_backward(y, g, m, t % 2 == 1, w->s->causal);
   for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < m; j++) w->r->grad[(pair * nb + i) * nb + j] += (float)g[i * m + j];
+    for (int64_t j = 0; j < m; j++) w->r->grad[(pair * nb + i) * nb + j] += (float)(g[i * m + j] / w->s->temperature);
 }
 static void sinkhorn_order_task(void *work, int64_t task) {
   const sinkhorn_work *w = (const sinkhorn_work *)work;
-  for (int64_t pair = task; pair < w->s->batch * w->s->heads; pair += SINKHORN_TASKS) sinkhorn_order_pair(w, pair, w->room + task * w->each);
+  for (int64_t pair = task; pair < w->s->batch * w->s->heads; pair += SINKHORN_TASKS)
+    sinkhorn_order_pair(w, pair, w->room + task * w->each);
 }
-static void sinkhorn_order_run(const luna_tensor *r, const luna_tensor *lengths, const luna_tensor *out, const void *state, bool backward) {
+static void sinkhorn_order_run(const luna_tensor *r, const luna_tensor *lengths, const luna_tensor *out,
+                               const void *state, bool backward) {
   const luna_run run = luna_custom_run(out);
   sinkhorn_work w;
   w.s = (const sinkhorn_state *)state;
@@ -161,9 +168,9 @@ static void sinkhorn_order_backward(luna_tensor *const *in, int count, const lun
   sinkhorn_order_run(in[0], in[1], out, state, true);
 }
 
-/* ---- sorting: in P, x [batch,n,d], lengths; out [batch, blocks w, d], block i's slot s: sum_j P_ij x[j,s]. A product for the
-   slots that the last block fills and one for those it does not; causal: sixteen blocks at a time see the blocks before
-   them, and each of these its own, so that no later block is read. ---- */
+/* ---- sorting: in P, x [batch,n,d], lengths; out [batch, blocks w, d], block i's slot s: sum_j P_ij x[j,s]. A product
+   for the slots that the last block fills and one for those it does not; causal: sixteen blocks at a time see the blocks
+   before them, and each of them its own, so that no later block is read. ---- */
 typedef struct sinkhorn_sort_work {
   const sinkhorn_state *s;
   const luna_tensor *p, *x, *lengths, *out;
@@ -172,7 +179,8 @@ typedef struct sinkhorn_sort_work {
   bool backward;
 } sinkhorn_sort_work;
 /* C [m,n] (+)= A B for `batch` slots of one head: rows of blocks w d apart, slots d apart */
-static luna_gemm_args sinkhorn_product(const sinkhorn_state *s, const float *p, const float *x, float *c, int64_t m, int64_t k, int64_t slots) {
+static luna_gemm_args sinkhorn_product(const sinkhorn_state *s, const float *p, const float *x, float *c, int64_t m,
+                                       int64_t k, int64_t slots) {
   luna_gemm_args g;
   memset(&g, 0, sizeof g);
   g.a = p, g.b = x, g.c = c;
@@ -186,9 +194,11 @@ static void sinkhorn_multiply(luna_gemm_args g, const luna_run *run, bool accumu
   g.accumulate = accumulate;
   if (g.m > 0 && g.k > 0 && g.batch > 0) (void)luna_gemm_f32(&g);
 }
-static void sinkhorn_sort_slots(const sinkhorn_sort_work *w, const luna_run *run, int64_t pair, int64_t slot, int64_t slots, int64_t m, int64_t filled) {
+static void sinkhorn_sort_slots(const sinkhorn_sort_work *w, const luna_run *run, int64_t pair, int64_t slot,
+                                int64_t slots, int64_t m, int64_t filled) {
   const sinkhorn_state *s = w->s;
-  const int64_t d = s->heads * s->width, b = pair / s->heads, column = pair % s->heads * s->width + slot * d, nb = s->blocks, row = s->block * d;
+  const int64_t d = s->heads * s->width, b = pair / s->heads, column = pair % s->heads * s->width + slot * d,
+      nb = s->blocks, row = s->block * d;
   const float *p = w->p->data + pair * nb * nb, *x = w->x->data + b * s->n * d + column;
   float *out = (w->backward ? w->out->grad : w->out->data) + b * nb * row + column;
   luna_gemm_args g;
@@ -196,7 +206,8 @@ static void sinkhorn_sort_slots(const sinkhorn_sort_work *w, const luna_run *run
   for (int64_t i = 0; !w->backward && s->causal && i < m; i += 16) {
     const int64_t end = sinkhorn_min(i + 16, m);
     sinkhorn_multiply(sinkhorn_product(s, p + i * nb, x, out + i * row, end - i, i, slots), run, false);
-    for (int64_t r = i + 1; r < end; r++) sinkhorn_multiply(sinkhorn_product(s, p + r * nb + i, x + i * row, out + r * row, 1, r - i, slots), run, i > 0);
+    for (int64_t r = i + 1; r < end; r++)
+      sinkhorn_multiply(sinkhorn_product(s, p + r * nb + i, x + i * row, out + r * row, 1, r - i, slots), run, i > 0);
   }
   if (w->backward && w->x->grad) {
     g = sinkhorn_product(s, p, out, w->x->grad + b * s->n * d + column, filled, m, slots);
@@ -219,7 +230,8 @@ static void sinkhorn_sort_task(void *work, int64_t task) {
   run.scratch = (char *)w->run.scratch + (size_t)task * w->each;
   run.scratch_size = w->each;
   for (int64_t pair = task; pair < s->batch * s->heads; pair += SINKHORN_TASKS) {
-    const int64_t m = sinkhorn_blocks(s, w->lengths, pair / s->heads), last = attention_length(w->lengths, pair / s->heads) - (m - 1) * s->block;
+    const int64_t m = sinkhorn_blocks(s, w->lengths, pair / s->heads),
+        last = attention_length(w->lengths, pair / s->heads) - (m - 1) * s->block;
     if (m == 0) continue;
     sinkhorn_sort_slots(w, &run, pair, 0, last, m, m);
     sinkhorn_sort_slots(w, &run, pair, last, s->block - last, m, m - 1);
@@ -228,7 +240,8 @@ static void sinkhorn_sort_task(void *work, int64_t task) {
 static size_t sinkhorn_sort_room(const sinkhorn_state *s) {
   luna_gemm_args g = sinkhorn_product(s, NULL, NULL, NULL, s->blocks, s->blocks, s->block);
   const size_t out = luna_gemm_scratch(&g);
-  g.n = s->blocks, g.k = s->width, g.batch = 1, g.transpose_b = true, g.a_row = g.c_row = 0, g.a_batch = g.b_batch = g.c_batch = 0;
+  g.n = s->blocks, g.k = s->width, g.batch = 1, g.transpose_b = true, g.a_row = g.c_row = 0,
+      g.a_batch = g.b_batch = g.c_batch = 0;
   const size_t slope = luna_gemm_scratch(&g);
   return ((out > slope ? out : slope) + 63) / 64 * 64;
 }
@@ -256,23 +269,26 @@ static luna_tensor *sinkhorn_order(const sinkhorn *a, const sinkhorn_state *s, l
   const int heads_first[4] = { 0, 2, 1, 3 };
   luna_tensor *in[2], *r, *noise = a->gumbel ? a->base.noise : NULL;
   in[0] = k, in[1] = lengths;
-  r = attention_op(in, 2, 3, sums, sinkhorn_sums_forward, sinkhorn_sums_backward, s, sizeof *s, (size_t)a->base.dim * sizeof(double));
+  r = attention_op(in, 2, 3, sums, sinkhorn_sums_forward, sinkhorn_sums_backward, s, sizeof *s,
+                   (size_t)a->base.dim * sizeof(double));
   r = luna_linear(luna_reshape(r, 4, split), a->order.weight, a->order.bias);
   r = luna_permute(luna_slice(r, 3, 0, s->blocks), heads_first);
   if (noise) r = luna_add(r, luna_slice(luna_slice(noise, 2, 0, s->blocks), 3, 0, s->blocks));
-  in[0] = luna_scale(r, (float)(1 / a->temperature));
-  return !in[0] ? NULL : attention_op(in, 2, 4, in[0]->shape, sinkhorn_order_forward, sinkhorn_order_backward, s, sizeof *s,
+  in[0] = r;
+  return !r ? NULL : attention_op(in, 2, 4, r->shape, sinkhorn_order_forward, sinkhorn_order_backward, s, sizeof *s,
                                       SINKHORN_TASKS * (size_t)sinkhorn_room(s) * sizeof(double));
 }
 static luna_tensor *sinkhorn_sorted(const sinkhorn_state *s, luna_tensor *p, luna_tensor *x, luna_tensor *lengths) {
   const int64_t shape[3] = { s->batch, s->blocks * s->block, s->heads * s->width };
   luna_tensor *in[3];
   in[0] = p, in[1] = x, in[2] = lengths;
-  return p ? attention_op(in, 3, 3, shape, sinkhorn_sort_forward, sinkhorn_sort_backward, s, sizeof *s, SINKHORN_TASKS * sinkhorn_sort_room(s)) : NULL;
+  return p ? attention_op(in, 3, 3, shape, sinkhorn_sort_forward, sinkhorn_sort_backward, s, sizeof *s,
+                          SINKHORN_TASKS * sinkhorn_sort_room(s)) : NULL;
 }
 
 /* block i's queries see `own` keys, which begin at row `first` of k, and sorted ones, which begin at row 0 */
-static luna_tensor *sinkhorn_attend(const sinkhorn *a, const sinkhorn_state *s, luna_tensor *q, luna_tensor *k, luna_tensor *v, const int32_t *lengths,
+static luna_tensor *sinkhorn_attend(const sinkhorn *a, const sinkhorn_state *s, luna_tensor *q, luna_tensor *k,
+                                    luna_tensor *v, const int32_t *lengths,
                                     bool own, bool sorted) {
   attention_patterns patterns = attention_patterns_open(lengths ? s->batch * s->heads : 1);
   const int64_t w = s->block, first = sorted ? s->blocks * w : 0;
@@ -294,12 +310,14 @@ static luna_tensor *sinkhorn_attend(const sinkhorn *a, const sinkhorn_state *s, 
 static luna_tensor *sinkhorn_forward(void *layer, luna_attention_call *call) {
   const sinkhorn *a = (const sinkhorn *)layer;
   luna_tensor *x = call->x, *q = luna_linear_layer_forward(&a->p.q, x), *k = luna_linear_layer_forward(&a->p.k, x);
-  luna_tensor *v = luna_linear_layer_forward(&a->p.v, x), *lengths = attention_lengths(x, call->lengths), *p, *keys[2], *values[2];
+  luna_tensor *v = luna_linear_layer_forward(&a->p.v, x), *lengths = attention_lengths(x, call->lengths);
+  luna_tensor *p, *keys[2], *values[2];
   sinkhorn_state s;
   memset(&s, 0, sizeof s);
   s.batch = x->shape[0], s.n = x->shape[1], s.heads = a->base.heads, s.width = a->base.dim / a->base.heads;
   s.block = a->block, s.blocks = (s.n + a->block - 1) / a->block;
-  s.causal = call->causal, s.iterations = a->sort == SINKHORN_SOFTMAX || s.causal ? -1 : a->iterations;
+  s.causal = call->causal, s.temperature = a->temperature,
+      s.iterations = a->sort == SINKHORN_SOFTMAX || s.causal ? -1 : a->iterations;
   if (s.blocks > a->max_blocks) return attention_fail(x->ctx, &a->base, "the sequence has more than max_blocks blocks");
   if (!k || !v || !lengths) return NULL;
   p = sinkhorn_order(a, &s, k, lengths);
@@ -307,10 +325,13 @@ static luna_tensor *sinkhorn_forward(void *layer, luna_attention_call *call) {
   values[0] = sinkhorn_sorted(&s, p, v, lengths), values[1] = v;
   if (!keys[0] || !values[0]) return NULL;
   if (a->combine == SINKHORN_SUM)
-    x = luna_add(sinkhorn_attend(a, &s, q, k, v, call->lengths, true, false), sinkhorn_attend(a, &s, q, keys[0], values[0], call->lengths, false, true));
+    x = luna_add(sinkhorn_attend(a, &s, q, k, v, call->lengths, true, false),
+                 sinkhorn_attend(a, &s, q, keys[0], values[0], call->lengths, false, true));
   else x = sinkhorn_attend(a, &s, q, luna_concat(keys, 2, 1), luna_concat(values, 2, 1), call->lengths, true, true);
   return luna_linear_layer_forward(&a->p.out, x);
 }
-static const attention_system sinkhorn_system = { "sinkhorn", "Tay et al. 2020, arXiv 2002.11296", sizeof(sinkhorn), sinkhorn_options,
-                                                  sinkhorn_init, sinkhorn_forward, true, true };
+static const attention_system sinkhorn_system = {
+  "sinkhorn", "Tay et al. 2020, arXiv 2002.11296", sizeof(sinkhorn), sinkhorn_options,
+  sinkhorn_init, sinkhorn_forward, true, true
+};
 #endif

@@ -2,10 +2,10 @@
      y_i = softmax over j in S(i) of q_i k_j / sqrt(d_h), times v_j; all j <= i; l = stride
      strided  A: i - j < l                    C: (i - j) mod l = 0
      fixed    A: floor(i/l) = floor(j/l)      C: j mod l >= l - columns, or first_column and j mod l = 0
-   S = A and C together, or with `split` A in even heads and C in odd ones. cls: token 0 sees all and is seen by all, and
-   the others count from token 1; that is not causal. Options: pattern, stride, columns, first_column, split, cls.
-   Cost a token: O((l + n/l) d). A is a window or a block; fixed C is a list of columns; strided C reads the tokens in the
-   order of i mod l. Merged, the strided sets are two attentions that meet in their log-sum-exp. */
+   S = A and C together, or with `split` A in even heads and C in odd ones. cls: token 0 sees all and is seen by all,
+   and the others count from token 1; that is not causal. Options: pattern, stride, columns, first_column, split, cls.
+   Cost a token: O((l + n/l) d). A is a window or a block; fixed C is a list of columns; strided C reads the tokens in
+   the order of i mod l. Merged, the strided sets are two attentions that meet in their log-sum-exp. */
 #ifndef ATTENTION_SPARSE_H
 #define ATTENTION_SPARSE_H
 #include "pattern.h"
@@ -115,6 +115,8 @@ static luna_tensor *sparse_forward(void *layer, luna_attention_call *call) {
   }
   return luna_linear_layer_forward(&a->p.out, o[0]);
 }
-static const attention_system sparse_system = { "sparse", "Child et al. 2019, arXiv 1904.10509", sizeof(sparse), sparse_options,
-                                                sparse_init, sparse_forward, true, true };
+static const attention_system sparse_system = {
+  "sparse", "Child et al. 2019, arXiv 1904.10509", sizeof(sparse), sparse_options,
+  sparse_init, sparse_forward, true, true
+};
 #endif
