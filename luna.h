@@ -1701,11 +1701,15 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+
+/* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
+LUNAI_CALL void lunai_clear(void *at, size_t bytes) { memset(at, 0, bytes); }
 
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
@@ -2533,7 +2537,11 @@ LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 /* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
    2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
+#if defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* once, not in each loop */
+LUNAI_CALL vf LUNAI_K(activation1)(int kind, vf x) {
+#else
 LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+#endif
   const vf zero = vf_zero(), one = vf_set((float)1);
   switch (kind) {
     case LUNA_ACTIVATION_RELU: return vf_max(zero, x);
@@ -7887,9 +7895,11 @@ typedef struct lunai_mark {
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
-  memset(&mark, 0, sizeof mark);
-  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) mark.bytes[i] = ctx->bump->used[i];
-  if (LUNAI_BUMPS(ctx)) return mark;
+  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
+    mark.bytes[0] = ctx->bump->used[0];
+    mark.bytes[1] = ctx->bump->used[1];
+    return mark;
+  }
   for (i = 0; i < 2; i++) {
     const lunai_arena *arena = &ctx->arena[i];
     mark.step[i] = arena->step;
@@ -7908,8 +7918,11 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
-  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->used[i] = mark.bytes[i];
-  if (LUNAI_BUMPS(ctx)) return;
+  if (LUNAI_BUMPS(ctx)) {
+    ctx->bump->used[0] = mark.bytes[0];
+    ctx->bump->used[1] = mark.bytes[1];
+    return;
+  }
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
@@ -8675,6 +8688,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
+  if (op->dots) return;              /* they need no scratch */
   if (LUNAI_TRAINS && op->loss) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
@@ -9635,7 +9649,7 @@ LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
 
 LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t *shape) {
   int a;
-  memset(t, 0, sizeof *t);
+  lunai_clear(t, sizeof *t);
   t->rank = rank;
   for (a = 0; a < LUNA_MAX_RANK; a++) t->shape[a] = a < rank ? shape[a] : 1;
   t->device = ctx->backend->device;
@@ -9898,9 +9912,10 @@ LUNA_API float luna_item(const luna_tensor *t) {
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
-  memset(s, 0, sizeof *s);
+  lunai_clear(&s->op, sizeof s->op);
   s->name = name;
-  s->mark = lunai_step_mark(ctx);
+  if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
+  else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
@@ -9991,6 +10006,13 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   lunai_mark mark;
   bool good;
   *status = LUNA_OK;
+  if (LUNAI_BUMPS(ctx)) {
+    const size_t used = ctx->bump->used[1];
+    good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
+    ctx->bump->used[1] = used;
+    if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
+    return good && *status == LUNA_OK;
+  }
   if (op->kept_size > 0 && !op->kept_piece) {
     if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
     op->kept = op->kept_piece->at;
@@ -12524,13 +12546,15 @@ LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *lay
 LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
   const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
-  luna_tensor *s = lunai_reshape(x, 3, n, rows / n, x->shape[2], 1);
+  const bool split = n > 1 || x->shape[0] > 1;
+  luna_tensor *s = split ? lunai_reshape(x, 3, n, rows / n, x->shape[2], 1) : x;
   if (past->scores_bias.rank == 0) {
     s = lunai_split_heads(luna_linear_layer_forward(&layer->pc, s), h);
     s = lunai_merge_heads(luna_matmul(s, &past->scores, false, true));
   } else if (n == 1) s = luna_linear(s, &past->scores, &past->scores_bias);
   else s = luna_add(lunai_matmul_by(s, &past->scores, false, true, lunai_is_single_row(x)), &past->scores_bias);
-  return s ? lunai_result(scope, lunai_reshape(s, 3, x->shape[0], x->shape[1], s->shape[2], 1)) : NULL;
+  if (s && split) s = lunai_reshape(s, 3, x->shape[0], x->shape[1], s->shape[2], 1);
+  return lunai_result(scope, s);
 }
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
