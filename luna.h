@@ -30,7 +30,7 @@
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        about 12 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        about 7 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
         configure: it holds SSE2, AVX2 and AVX-512 kernels (NEON or WASM SIMD128 where the target has them, else scalar
         ones) and picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
@@ -42,7 +42,7 @@
      3. Train it.
             luna_optimizer *adam = luna_adamw(params, NULL);
             for (...) {
-              luna_input input = { tokens, NULL, batch, n };     null: every sequence has n tokens
+              luna_input input = { tokens, NULL, batch, n, NULL };   null lengths: every sequence has n tokens
               luna_begin_step(ctx);                              releases every tensor of the step before
               luna_tensor *loss = luna_lm_loss(&model, &input, labels);
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
@@ -51,11 +51,13 @@
         labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
         to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
         Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
-        Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
-              luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
-              int64_t shape[2] = { batch, 1 };
-              luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
-              luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
+        Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, or, for several
+        questions with yes and no, luna_binary_cross_entropy. NaN targets are ignored.
+        Sequences of numbers: with .features = k in its config a model reads input.features [batch,n,k] in place of
+        tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on training data
+        first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
+        mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. A classifier with
+        .per_step has classes at each step, found from the whole sequence.
      4. Save it, use it.
             if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -79,8 +81,9 @@
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
-     two. In training some inner tensors therefore stay readable, but only luna_keep promises it: call it for hidden
-     values to look at, or to hand out of an attention hook. Functions of your own: luna_scope_begin, luna_scope_end.
+     two. In training some inner tensors therefore stay readable until luna_backward, but only luna_keep promises it:
+     call it for hidden values to look at, or to hand out of an attention hook. Functions of your own:
+     luna_scope_begin, luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
      result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024
      classes is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the
@@ -112,7 +115,8 @@
 
    DEVICES
      options.backend puts values elsewhere: luna_cuda.cuh on an NVIDIA GPU. The host then reads and writes them by
-     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices.
+     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
+     training step one launch.
 
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
@@ -153,8 +157,8 @@
      1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
                           >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer
-                          >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers >>models
+                          >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -179,6 +183,20 @@
 #else
 #define LUNA_API extern
 #endif
+#endif
+
+#ifdef LUNA_ONLY_STREAM              /* streams run the layers: what these are made of is private, and what streams do not use is left out */
+#if defined(__GNUC__) || defined(__clang__)
+#define LUNAI_PRIVATE static __attribute__((unused))
+#else
+#define LUNAI_PRIVATE static
+#endif
+#undef LUNA_NO_TRAIN
+#define LUNA_NO_TRAIN
+#undef LUNA_NO_STDIO
+#define LUNA_NO_STDIO
+#undef LUNA_NO_THREADS
+#define LUNA_NO_THREADS
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -227,6 +245,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
+  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
+    "context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -270,9 +290,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
+  X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
+    "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
@@ -386,17 +409,49 @@ typedef enum luna_activation { LUNA_ACTIVATION_NONE = 0, LUNA_ACTIVATION_RELU, L
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
 
-/* Sequences of tokens: what every model reads. The arrays are copied into the step. */
+/* Sequences of tokens or, where a model's config has features, of features: what every model reads. The arrays are
+   copied into the step. */
 typedef struct luna_input {
   const int32_t *tokens;             /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
-  const int32_t *lengths;            /* [batch] real tokens of each sequence, 0..n; null = n of each */
+  const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
+  const float *features;             /* [batch,n,features]; NaN is a missing number; the padding may hold anything */
 } luna_input;
 
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 
-#ifndef LUNA_ONLY_STREAM
+#endif /* what every build has */
+
+#if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
+#ifdef LUNA_ONLY_STREAM
+#pragma push_macro("LUNA_API")
+#undef LUNA_API
+#define LUNA_API LUNAI_PRIVATE
+#endif
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
+   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
+   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
+   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
+   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+   queries too: queries and keys beyond are not read. */
+typedef struct luna_key_run {
+  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
+  bool whole;                        /* every query of the block sees all of them, whatever the window */
+} luna_key_run;
+typedef struct luna_attention_pattern {
+  bool window;
+  int64_t left, right;               /* may be negative: right -1 is j < i */
+  bool not_self;                     /* query i does not see key i */
+  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
+  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
+  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
+  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once: the order of the queries' numbers; or null */
+  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
+  int64_t key_count;
+} luna_attention_pattern;
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
@@ -413,6 +468,7 @@ typedef struct luna_run {
   void *parallel_user;
   int threads;                       /* tasks for parallel_for; 0 = 1 */
 } luna_run;
+#ifndef LUNA_ONLY_STREAM
 
 /* C = act(alpha A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
 typedef struct luna_gemm_args {
@@ -438,7 +494,8 @@ typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
   float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
-  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout */
+  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout; null with
+                                        patterns */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
@@ -446,11 +503,15 @@ typedef struct luna_attention_args {
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
+  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of
+                                        a pattern with key_order, key_count and the number in it for keys and j */
   uint64_t seed;
   uint32_t dropout_op, step;
   const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
+  const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
+  int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
+  const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -476,6 +537,8 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
 
 /* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
+
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>context: memory, threads, errors, the step protocol
@@ -529,11 +592,38 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
+#ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx);
+#endif
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
+
+/* A step on a device in one launch. Work between begin and end runs at the end; where it is the same as in the step
+   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there, and
+   from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps, until
+   their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+
+       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
+       for (...) {
+         luna_graph_begin(graph);
+         luna_begin_step(ctx);
+         loss = luna_lm_loss(&model, &input, labels);
+         luna_backward(loss);
+         luna_optimizer_step(adam);
+         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
+         ... luna_item(loss) ...                           reading inside has the work before it run at once
+       }
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op that
+   is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single tokens
+   are such steps without a call; its steps have no place between begin and end. */
+typedef struct luna_graph luna_graph;
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
+LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
+LUNA_API luna_status luna_graph_end(luna_graph *graph);
+LUNA_API const char *luna_graph_reason(const luna_graph *graph);    /* why the last one was not one launch; "": it was */
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
@@ -561,8 +651,10 @@ typedef struct luna_tensor {
   struct luna_op *last_reader;       /* the newest op of the tape that reads it, */
   struct luna_tensor *older;         /* the tensor made before this one in the step, */
   struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends; */
+  struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free; */
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
+  bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
 } luna_tensor;
 
@@ -582,7 +674,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
-typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; } luna_scope;
+typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2]; } luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
@@ -655,6 +747,14 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
    than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config);
 
+/* Losses of numbers: values of any shape and a target for each, in the same order -> [1], the mean over the targets that
+   are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
+   delta (|x - t| - delta / 2) beyond; and -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic
+   function and t is in 0..1. */
+LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
+LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta);
+LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets);
+
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
   const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
@@ -664,6 +764,9 @@ typedef struct luna_attention_config {
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
+  const luna_attention_pattern *patterns; /* which keys a query sees: luna_attention_pattern; null: all */
+  int64_t pattern_count;             /* 1, heads, or batch * heads */
+  luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
 } luna_attention_config;
 /* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
@@ -685,8 +788,14 @@ typedef struct luna_custom {
   void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
   const void *state;
   size_t state_size;
+  size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
+  bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which
+                                        luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
+/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
+   parallel_for is null where there is one thread. */
+LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -699,6 +808,7 @@ typedef enum luna_init_kind { LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAV
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its context; null for null */
 /* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread, run one model. `from` must
    outlive it and not be trained meanwhile. On a device, where work is queued, luna_params_share, each begin and
    luna_stream_open order what this context then does after what `from`'s context has queued until then; before `from`
@@ -715,6 +825,7 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
 
+#ifndef LUNA_ONLY_STREAM
 /* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file whole. */
 typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
@@ -764,6 +875,8 @@ LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
 
+#endif
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
    An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
@@ -779,6 +892,21 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
 typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
+
+/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
+   counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
+   luna_input_layer_fit, or luna_write. */
+typedef struct luna_input_layer {
+  luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
+  luna_linear_layer projection;      /* "input_proj" [dim,features] */
+} luna_input_layer;
+LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
+                                           int64_t features, int64_t dim, luna_init init);
+/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A feature
+   that never changes gets scale 1. */
+LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
+/* -> [batch,n,dim] */
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
 typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
@@ -854,14 +982,27 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
 
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
-   returns what forward will get as `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] ->
-   [batch,n,d]; dropout inside it is its own business (config has the probabilities). p is the one given to
-   luna_encoder_layer_forward; in the library's models it is null. A hook is not saved: the file of such a model has no
-   luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
+   returns what forward will get as `layer` (later the layer's hook_state), null on failure; it belongs to the user.
+   forward: call->x [batch,n,d] -> [batch,n,d]; dropout inside it is its own business (config has the probabilities).
+   Either says what failed by luna_backend_fail. Examples: examples/attentions. A hook is not saved: the file of such a
+   model has no luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then
+   luna_load. */
 typedef struct luna_layer_config luna_layer_config;
+typedef struct luna_attention_call {
+  luna_tensor *x;                    /* [batch,n,d], after the layer's norm when pre-norm */
+  luna_tensor *input;                /* what the layer was given: x itself when post-norm; */
+  const luna_norm_layer *norm;       /* and the norm between both, or null */
+  luna_tensor *p;                    /* the one given to luna_encoder_layer_forward; in the library's models null, or
+                                        the layer before's next_p */
+  const int32_t *lengths;            /* [batch] or null */
+  bool causal;
+  luna_tensor *next_p;               /* to hand out: the next layer's p; null leaves p as it is; */
+  luna_tensor *kept[4];              /* and what else shall stay until the next begin, as the next segment's memory or
+                                        a loss to be added to the model's: the hook's `layer` says where they are */
+} luna_attention_call;
 typedef struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
-  luna_tensor *(*forward)(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal);
+  luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
 } luna_attention_hook;
 
@@ -934,9 +1075,13 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do.
    ---------------------------------------------------------------------------------------------------------------------- */
-/* Causal language model: embedding, causal layers, logits tied to the embedding */
+/* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
+   it finds classes or values at each step: a detector, a forecaster. */
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
+  int64_t outputs;                   /* a step, by a matrix of their own; 0 = the next token's logits, or of features as
+                                        many as features */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
@@ -947,13 +1092,17 @@ typedef struct luna_lm_config {
 typedef struct luna_lm {
   luna_lm_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_input_layer input;            /* "input_norm", "input_proj" */
   luna_tensor *positions;            /* "embed_positions.weight" [max_length,d], learned only */
   luna_causal_layer *layers;         /* "layers.N." */
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
+  luna_linear_layer output;          /* "output_projection" [outputs,d], with outputs only */
 } luna_lm;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-/* Logits [batch,n,vocab]. No place reads a later one, so lengths have no effect: leave them null. */
+/* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths have no effect: leave them null
+   (with features they say what is padding, which then counts as missing). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
 /* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts); negative labels
    are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
@@ -963,13 +1112,14 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* Encoder: embeddings and encoder layers; part of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
 typedef struct luna_encoder_config {
+  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16. A batch of shorter sequences uses the first min(l, longest) slots */
   luna_positions positions;          /* 0 = sinusoidal */
   int64_t max_length;                /* learned positions, Linformer: the longest sequence; 0 = 512 */
   int64_t first_position;            /* of the first token; the authors' is padding index + 1 */
-  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position */
+  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
@@ -981,7 +1131,8 @@ typedef struct luna_encoder_config {
 typedef struct luna_encoder {
   luna_encoder_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_input_layer input;            /* "input_norm", "input_proj" */
   luna_tensor *positions;            /* "embed_positions.weight" [first_position + max_length,d], learned only */
   luna_tensor *memory;               /* "projected_embeddings" [l,d], Luna only */
   luna_norm_layer embedding_norm, memory_embedding_norm; /* "emb_layer_norm", "proj_emb_layer_norm" */
@@ -989,14 +1140,14 @@ typedef struct luna_encoder {
   luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
 } luna_encoder;
 LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab,
-                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes */
+                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes; not of features */
 /* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 /* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
    it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be null. */
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
-/* Classifier */
+/* Classifier, also of each step, and with another loss (luna_mse) regression: then a class is a value */
 typedef enum luna_pooling {
   LUNA_POOLING_DEFAULT = 0,          /* the memory, or without one the mean */
   LUNA_POOLING_CLS,                  /* X[0] */
@@ -1006,10 +1157,12 @@ typedef enum luna_pooling {
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t features;                  /* or encoder.features; 0 = tokens */
   int64_t classes;                   /* 0 = 2 */
   luna_pooling pooling;
   int64_t pre_logits;                /* width of a GELU layer before the logits; 0 = none */
   bool pair;                         /* two sequences: features a, b, ab, a - b */
+  bool per_step;                     /* logits of every step, from X; nothing is pooled */
   luna_encoder_config encoder;
 } luna_classifier_config;
 typedef struct luna_classifier {
@@ -1020,7 +1173,8 @@ typedef struct luna_classifier {
   luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
-/* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
+/* -> logits [batch,classes], or of every step [batch,n,classes]; they do not depend on the batch (but by
+   LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
@@ -1029,7 +1183,8 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
 
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
 typedef struct luna_masked_lm_config {
-  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask */
+  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
+  int64_t features;                  /* or encoder.features; 0 = tokens */
   luna_encoder_config encoder;
 } luna_masked_lm_config;
 typedef struct luna_masked_lm {
@@ -1038,6 +1193,7 @@ typedef struct luna_masked_lm {
   luna_encoder encoder;              /* "encoder." */
   luna_linear_layer dense;           /* "lm_head.dense" */
   luna_norm_layer norm;              /* "lm_head.layer_norm" */
+  luna_tensor *output;               /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
   luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config);
@@ -1057,6 +1213,7 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
 /* Encoder-decoder */
 typedef struct luna_seq2seq_config {
   int64_t vocab;                     /* of the source; 0 = 256, bytes */
+  int64_t features;                  /* of the source, or encoder.features; 0 = tokens. The target is of tokens */
   int64_t target_vocab;              /* 0 = vocab */
   bool share_embeddings;             /* one embedding for source, target and output; vocab = target_vocab */
   bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
@@ -1168,8 +1325,7 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
    reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
    LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
-   can be recorded) does the rest, with the gradients as they are. */
+/* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -1190,7 +1346,13 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
+#ifdef LUNA_ONLY_STREAM
+#pragma pop_macro("LUNA_API")
+#endif
+#endif /* LUNAI_REST_H */
 
+#ifndef LUNAI_STREAM_H
+#define LUNAI_STREAM_H
 /* ----------------------------------------------------------------------------------------------------------------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
    A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device is stored
@@ -1252,12 +1414,22 @@ typedef struct luna_beam_config {
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores);
 
+#endif
+#endif /* LUNAI_STREAM_H */
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>backend: the table of functions that a device implements
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status. It takes and
    returns no host value that changes from step to step: those are in luna_step_state, in backend memory. Entries of tier 2 may be null: the
    op is then composed from tier 1.
    ---------------------------------------------------------------------------------------------------------------------- */
+#if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
+#define LUNAI_REST_H
+#ifdef LUNA_ONLY_STREAM
+#pragma push_macro("LUNA_API")
+#undef LUNA_API
+#define LUNA_API LUNAI_PRIVATE
+#endif
 #define LUNA_READS_IN(i) (1 << (i))
 #define LUNA_READS_OUT(i) (256 << (i))
 /* R(name, tier, reads, cheap). reads: the data that backward reads, of inputs and results; parameters are always there.
@@ -1282,6 +1454,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(DROPOUT, 1, 0, true) \
   R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
   R(EMBEDDING, 1, 0, true) \
+  R(SINUSOIDS, 1, 0, true) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
   R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
@@ -1291,7 +1464,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
+  R(SPARSE_ATTENTION, 2, \
+    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
   LUNA_OPS(LUNAI_OP_KIND)
@@ -1315,11 +1490,18 @@ typedef struct luna_op {
     struct { int64_t period; } binary; /* add, mul: elements of the second input, which repeats along the first */
     struct { float factor; } scale;
     struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
     struct { float smoothing, factor; } cross_entropy; /* and linear cross-entropy: factor 1, or 1 / labels that count */
-    struct { int64_t heads, batch, queries, keys; float scale; bool causal; } attention; /* softmax attention, pack */
+    struct {
+      int64_t heads, batch, queries, keys;
+      float scale;
+      bool causal;
+      const luna_attention_pattern *patterns; /* of sparse attention, in host memory */
+      int64_t pattern_count;
+    } attention;                     /* softmax attention, sparse attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
   } arg;
   float dropout;                     /* 0 outside training */
@@ -1333,8 +1515,9 @@ typedef struct luna_op {
                                         is asked again; or null */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
-  int64_t position;                  /* where it is 0 the means count as 0, and are not read */
+  const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
+  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -1353,6 +1536,7 @@ typedef struct luna_op {
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
+#define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
@@ -1371,31 +1555,47 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
 } luna_step_state;
 
 typedef enum luna_optimizer_kind { LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO } luna_optimizer_kind;
-typedef struct luna_update {         /* one parameter's optimiser step; reads and writes step_state */
-  luna_tensor *parameter;
-  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+/* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
+   parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
+#define LUNA_UPDATE_PIECE 16384
+typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
-  float momentum, beta1, beta2, epsilon, decay, lr; /* lr: factor on the state's */
+  float momentum, beta1, beta2, epsilon, clip;
   luna_step_state *state;
+} luna_rule;
+typedef struct luna_update {
+  float *value, *grad;
+  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  int64_t count, first;              /* elements; the number of its first piece */
+  float decay, lr;                   /* lr: factor on the state's */
+  bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
 struct luna_backend {
   uint32_t version, size;            /* 1, sizeof(luna_backend) */
   int device;
+  size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
   luna_status (*open)(luna_ctx *ctx, int device, void **self); /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail
                                         says why) the context exists and every call in it fails with that sentence */
   void (*close)(void *self);
   void *(*allocate)(void *self, size_t bytes); /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
   void (*release)(void *self, void *pointer, size_t bytes);
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (may overlap), 1 to the device, 2 to the host */
+  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (never overlapping), 1 to the device, 2 to the host */
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
   luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
                                         what `other` has queued; null: work is done when a call returns */
   luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
-  luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
-  luna_status (*update)(luna_ctx *ctx, const luna_update *update);
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
+  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
+     update, zero, and copies within the device. run queues what was kept. Null: a device without. */
+  luna_status (*record)(luna_ctx *ctx);
+  luna_status (*recorded)(luna_ctx *ctx, void **graph); /* null: what was kept is forgotten */
+  luna_status (*run)(luna_ctx *ctx, void *graph);
+  void (*forget)(void *self, void *graph);
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -1403,10 +1603,11 @@ LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-/* for an entry's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
+/* for an entry's or a hook's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
-#endif /* !LUNA_ONLY_STREAM */
-
+#ifdef LUNA_ONLY_STREAM
+#pragma pop_macro("LUNA_API")
+#endif
 #endif /* LUNA_H */
 
 /* ======================================================================================================================
@@ -1429,11 +1630,22 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #elif defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
+#elif defined(_MSC_VER)
+#pragma fp_contract(off)
+#endif
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wold-style-cast"
 #endif
 
 #include <math.h>
 #include <string.h>
 
+/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for Windows
+   with gcc and this macro (tests/cross.sh), never yet by that compiler. */
+#if defined(_MSC_VER) && !defined(__clang__) && !defined(LUNAI_MSVC)
+#define LUNAI_MSVC
+#endif
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
@@ -1445,7 +1657,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #else
 #define LUNAI_UNUSED
 #define LUNAI_CALL static
+#ifdef LUNAI_MSVC
+#define LUNAI_INLINE static __forceinline
+#else
 #define LUNAI_INLINE static inline
+#endif
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
 
@@ -1488,6 +1704,8 @@ LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
 
+#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
+
 /* null stays null, where memory is only counted */
 LUNAI_INLINE float *lunai_offset(float *at, int64_t floats) { return at ? at + floats : NULL; }
 
@@ -1515,12 +1733,17 @@ LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
   c->task(c->work, index, c->threads);
 }
 LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
+#ifdef LUNA_ONLY_STREAM
+  (void)parallel;
+  task(work, 0, 1);
+#else
   lunai_parallel_call call;
   call.task = task;
   call.work = work;
   call.threads = parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
   if (call.threads == 1) task(work, 0, 1);
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
+#endif
 }
 LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
   return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
@@ -1593,6 +1816,9 @@ typedef struct lunai_attention {
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
   const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
+  const luna_attention_pattern *patterns; /* null: dense */
+  int64_t pattern_count;
+  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
 } lunai_attention;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
@@ -1680,6 +1906,11 @@ LUNAI_FN float lunai_slope_scalar(int kind, float x);
 #else
 #define LUNAI_REST(function) function
 #endif
+#ifdef LUNA_NO_TRAIN
+#define LUNAI_TRAINS false           /* no tape, no dropout */
+#else
+#define LUNAI_TRAINS true
+#endif
 
 /* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does, R the rest. The pass
    below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so nothing refers to it. */
@@ -1694,7 +1925,7 @@ LUNAI_FN float lunai_slope_scalar(int kind, float x);
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, mul_add, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, scale, (int64_t n, float factor, const float *x, float *y)) \
+  K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
@@ -1779,6 +2010,23 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
     k1 += 0xBB67AE85u;
   }
   out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
+}
+
+/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
+LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
+  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
+  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
+  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
+  const int quarter = (int)((int64_t)turns & 3);
+  *sine = quarter & 1 ? c : s;
+  *cosine = quarter & 1 ? s : c;
+  if (quarter & 2) *sine = -*sine;
+  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
+}
+/* Sinusoidal positions in tensor2tensor's form: position t has sin(t w_i) in the first half, cos(t w_i) in the second,
+   w_i = 10000^(-i / (d/2 - 1)) rounded to float; an odd last is 0 */
+LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
+  return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0));
 }
 #endif /* !LUNAI_PASS */
 
@@ -2761,8 +3009,8 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
   p.columns = lunai_min(p.columns, panels * nr);
-  p.b_size = g->b_panels ? 0 : p.columns * block_k;
-  if (g->n > 2 * nr && g->m > 1 && !dense)
+  p.b_size = g->b_panels || p.dots ? 0 : p.columns * block_k;
+  if (!p.dots && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
@@ -3767,10 +4015,9 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
   if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
   if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
 }
-LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
   lunai_attention_row r;
   int64_t b, h, i;
-  (void)parallel, (void)scratch;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) lunai_attention_row_reference(a, &r);
@@ -3782,11 +4029,9 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
   for (i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
-LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
-                                                 void *scratch) {
+LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
   lunai_attention_row r;
   int64_t b, h, i, j;
-  (void)parallel, (void)scratch;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
@@ -4111,9 +4356,21 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
+/* see below */
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
+  return a->patterns || (backward && a->grad_lse);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward);
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch);
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch);
+
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, backward)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -4262,6 +4519,10 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, false)) {
+    lunai_run_sparse(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_attention_task, &w);
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
@@ -4410,6 +4671,10 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, true)) {
+    lunai_run_sparse_backward(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
@@ -4417,6 +4682,642 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
 }
+#endif
+
+/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
+   those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
+#ifndef LUNAI_PASS
+#define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
+
+/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
+typedef struct lunai_sparse {
+  const lunai_attention *a;
+  const luna_attention_pattern *p;
+  int64_t queries, keys, left, right, blocks;
+  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
+  int64_t numbers;
+} lunai_sparse;
+typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
+typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
+
+LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
+  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
+  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
+  lunai_sparse s;
+  s.a = a;
+  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
+  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
+  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
+  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
+  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
+  if (a->causal) s.right = lunai_min(s.right, 0);
+  s.blocks = lunai_max(s.p->blocks, 1);
+  s.q = b * a->q_batch + h * a->q_head;
+  s.k = b * a->k_batch + h * a->k_head;
+  s.v = b * a->v_batch + h * a->v_head;
+  s.out = b * a->out_batch + h * a->out_head;
+  s.row = b * a->queries * a->heads + h;
+  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
+  s.element = pair * a->queries * s.numbers;
+  return s;
+}
+/* its first query's number; of s->blocks: the end */
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
+  return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
+}
+/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
+LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
+  const int64_t end = lunai_sparse_first(s, block + 1);
+  int64_t n = 0;
+  for (; *at < end && n < limit; ++*at) {
+    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
+    if (row < s->queries) rows[n++] = (int32_t)row;
+  }
+  return n;
+}
+/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
+                                   lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
+  int64_t n = 0;
+  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
+  for (; at->run < end; at->run++, at->at = 0) {
+    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
+        last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
+    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
+    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
+    int64_t f = first + at->at, stop = last;
+    if (!s->p->key_order) {
+      f = lunai_max(f, from);
+      stop = lunai_min(last, lunai_min(s->keys, to + 1));
+      if (!keys && stop > f) n += stop - f, f = stop;
+    }
+    for (; f < stop; f++) {
+      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
+      if (row >= s->keys || row < from || row > to) continue;
+      if (n == limit) {
+        at->at = f - first;
+        return n;
+      }
+      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
+      n++;
+    }
+  }
+  return n;
+}
+LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const int64_t distance = key->row - query;
+  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
+}
+
+/* what queries get that no block has */
+LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
+  const lunai_sparse s = lunai_sparse_at(a, pair);
+  int64_t i = s.p->blocks ? 0 : s.queries;
+  for (; i < a->queries; i++) {
+    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+  }
+}
+
+/* The reference: one query at a time, its keys in parts. */
+#define LUNAI_KEY_PART 64
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
+                                   } lunai_sparse_walk;
+/* the next key that a query of a block sees, or null; the walk starts as zeros */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+  for (;;) {
+    for (; w->i < w->n; w->i++)
+      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+    w->i = 0;
+    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    if (w->n == 0) return NULL;
+  }
+}
+LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
+                                  const lunai_key *key) {
+  const lunai_attention *a = s->a;
+  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+}
+LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(out, 0, (size_t)a->value_dim * sizeof(float));
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float score = lunai_sparse_score(s, query, key);
+    if (!(score <= max)) max = score;
+  }
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
+    total += p;
+    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
+                       a->v + s->v + key->row * a->v_row, out);
+  }
+  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
+}
+LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
+                                        int64_t query) {
+  const lunai_attention *a = s->a;
+  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const float *g = a->grad_out + out;
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
+    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
+    if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
+    if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
+    if (a->grad_v) lunai_scale_add_reference(a->value_dim, p * mask, g, a->grad_v + v);
+  }
+}
+LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
+  int64_t pair, block;
+  for (pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_sparse s = lunai_sparse_at(a, pair);
+    if (!backward) lunai_sparse_clear(a, pair);
+    for (block = 0; block < s.blocks; block++) {
+      int64_t at = lunai_sparse_first(&s, block);
+      int32_t query;
+      while (lunai_sparse_queries(&s, block, &at, 1, &query))
+        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(&s, block, query);
+    }
+  }
+}
+LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  (void)parallel, (void)scratch;
+  if (lunai_is_sparse(a, false)) lunai_sparse_rows(a, false);
+  else lunai_dense_reference(a);
+}
+LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
+                                                 void *scratch) {
+  (void)parallel, (void)scratch;
+  if (lunai_is_sparse(a, true)) lunai_sparse_rows(a, true);
+  else lunai_dense_backward_reference(a);
+}
+
+/* up to LUNAI_RUN queries of a block */
+typedef struct lunai_sparse_run {
+  int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
+  int64_t width, low, high;             /* how many; the least and the greatest row */
+  bool together;                        /* they follow one another */
+  int32_t row[LUNAI_RUN];
+} lunai_sparse_run;
+
+/* a tile of a run's queries, and those keys of a part that one of them may see */
+typedef struct lunai_sparse_tile {
+  const int32_t *row;
+  int64_t first, low, high;             /* first: its number in the run */
+  int64_t key;                          /* its first key's number in the part */
+  const lunai_key *keys;
+  bool together, in_order;              /* queries, and keys, that follow one another; of such keys none is whole */
+  lunai_tile t;
+} lunai_sparse_tile;
+
+typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
+  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *clean, *score_panels, *slope_panels, *values, *product;
+  float *out, *part, *stats, *state;
+  lunai_key *key;
+} lunai_sparse_space;
+
+/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
+typedef struct lunai_sparse_part {
+  lunai_sparse s;
+  lunai_sparse_run run;
+  int64_t n;
+  lunai_key *key;
+  float *q, *k, *v;
+} lunai_sparse_part;
+
+typedef struct lunai_sparse_work {
+  const lunai_kernels *kernels;
+  const lunai_attention *a;
+  char *scratch;
+  size_t thread_bytes;
+  int64_t tile;                         /* queries of a tile */
+  bool backward, copied;                /* copied: by lists, rows may not follow one another */
+  lunai_sparse_part *parts;             /* backward: of this wave */
+  int64_t wave, count;
+  int64_t pair, limit;                  /* where the next part begins: */
+  lunai_key_cursor cursor;
+  lunai_sparse s;
+  lunai_sparse_run walk;
+} lunai_sparse_work;
+
+LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, bool together, int64_t *low, int64_t *high) {
+  int64_t i;
+  *low = row[0];
+  *high = row[together ? n - 1 : 0];
+  for (i = 1; i < n && !together; i++) {
+    *low = lunai_min(*low, row[i]);
+    *high = lunai_max(*high, row[i]);
+  }
+}
+/* the next queries of the head; false after the last. A walk begins with block 0, at -1. */
+LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) {
+  for (; r->block < s->blocks; r->block++, r->at = -1) {
+    if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
+    r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
+    if (r->width == 0) continue;
+    r->together = !s->p->query_order;
+    lunai_sparse_bounds(r->width, r->row, r->together, &r->low, &r->high);
+    return true;
+  }
+  return false;
+}
+/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
+LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_run *r) {
+  lunai_key_cursor cursor = { 0, 0 };
+  const int64_t keys = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+  return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
+}
+LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
+  int64_t i;
+  for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
+  return i == n;
+}
+/* of a part's n keys; t.depth 0: it sees none of them */
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first,
+                                                int64_t width, int64_t n, const lunai_key *key,
+                                                bool in_order) {
+  lunai_sparse_tile q;
+  memset(&q, 0, sizeof q);
+  q.in_order = in_order;
+  q.row = r->row + first;
+  q.first = first;
+  q.together = r->together;
+  q.t.width = q.t.length = lunai_min(width, r->width - first);
+  lunai_sparse_bounds(q.t.width, q.row, q.together, &q.low, &q.high);
+  if (in_order) {
+    q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
+    n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
+  }
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right))
+    q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right))
+    n--;
+  q.keys = key + q.key;
+  q.t.depth = q.t.lines = n - q.key;
+  q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
+  q.t.q_step = 1;
+  return q;
+}
+
+LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
+  const lunai_kernels *kernels = w->kernels;
+  const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
+  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  m->scores = lunai_take(&scratch, w->tile * depth);
+  m->slopes = lunai_take(&scratch, back * w->tile * depth);
+  m->mask = lunai_take(&scratch, masked * w->tile * depth);
+  m->mask_row = lunai_take(&scratch, masked * depth);
+  m->q = lunai_take(&scratch, copied * LUNAI_RUN * d);
+  m->grad = lunai_take(&scratch, copied * back * LUNAI_RUN * dv);
+  m->k = lunai_take(&scratch, copied * depth * d);
+  m->v = lunai_take(&scratch, copied * depth * dv);
+  m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
+  m->score_panels = lunai_take(&scratch, (back ? 1 : tiles) * lunai_panels_size(kernels, w->tile, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, w->tile, dv));
+  m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), w->tile));
+  m->out = lunai_take(&scratch, copied * (1 - back) * LUNAI_RUN * dv);
+  m->part = lunai_take(&scratch, (1 - back) * w->tile * dv);
+  m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
+  m->state = lunai_take(&scratch, tiles * 3 * LUNAI_TILE);
+  m->key = (lunai_key *)(void *)lunai_take(&scratch, depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+  return scratch;
+}
+LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a,
+                                   int64_t threads,
+                                   bool backward, void *scratch) {
+  lunai_sparse_space space;
+  char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
+  int64_t i;
+  memset(w, 0, sizeof *w);
+  w->kernels = kernels;
+  w->a = a;
+  w->backward = backward;
+  w->tile = LUNAI_TILE;
+  for (i = 0; i < a->pattern_count; i++) {
+    if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
+    if (a->patterns[i].blocks) w->copied = true;
+  }
+  w->scratch = at;
+  w->thread_bytes = (size_t)(lunai_sparse_layout(w, at, &space) - at);
+  at += (size_t)threads * w->thread_bytes;
+  w->wave = backward ? 2 * threads : 0;
+  w->parts = (lunai_sparse_part *)(void *)at;
+  at += lunai_round((size_t)w->wave * sizeof *w->parts);
+  for (i = 0; i < w->wave; i++) {
+    float *q = lunai_take(&at, LUNAI_RUN * a->head_dim), *k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
+    float *v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
+    float *key = lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+    if (!scratch) continue;
+    w->parts[i].q = q;
+    w->parts[i].k = k;
+    w->parts[i].v = v;
+    w->parts[i].key = (lunai_key *)(void *)key;
+  }
+  w->pair = -1;
+  return (size_t)(at - start);
+}
+
+/* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
+LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x,
+                                           int64_t *x_row, float *to) {
+  int64_t i;
+  for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
+  if (i >= n) return x + row[0] * *x_row;
+  for (i = 0; i < n; i++) memcpy(to + i * width, x + row[i * apart] * *x_row, (size_t)width * sizeof(float));
+  *x_row = width;
+  return to;
+}
+#define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
+
+/* what a query does not see becomes `value`; returns whether there was any */
+LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, float *x, float value) {
+  const int64_t width = q->t.width;
+  bool any = false;
+  int64_t i, j;
+  for (j = 0; j < q->t.depth; j++) {
+    const lunai_key *key = &q->keys[j];
+    float *line = x + j * q->t.k_step;
+    if (q->in_order && !s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right) {
+      j += q->low + s->right - key->row; /* up to the last key that all see */
+      continue;
+    }
+    const int64_t self = key->row - q->low;
+    if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
+    if (q->together) {
+      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)),
+          to = lunai_max(from, lunai_min(self + s->left + 1, width));
+      for (i = 0; i < from; i++) line[i] = value;
+      for (i = to; i < width; i++) line[i] = value;
+      any = any || from > 0 || to < width;
+      if (!s->p->not_self || self < 0 || self >= width) continue;
+      line[self] = value;
+      any = true;
+    } else
+      for (i = 0; i < width; i++)
+        if (!lunai_sparse_sees(s, q->row[i], key)) {
+          line[i] = value;
+          any = true;
+        }
+  }
+  return any;
+}
+/* adds what finite_copy left out to the queries that see it */
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
+                                    const float *v, int64_t v_row, float *part,
+                                    int64_t part_row) {
+  int64_t i, j, c;
+  for (j = 0; j < q->t.depth; j++)
+    for (c = 0; c < n; c++)
+      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
+        for (i = 0; i < q->t.width; i++)
+          if (lunai_sparse_sees(s, q->row[i], &q->keys[j]))
+            part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
+}
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                float *row, float *mask) {
+  int64_t i, j, end;
+  for (i = 0; i < q->t.width; i++) {
+    for (j = 0; j < q->t.depth; j = end) {
+      for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
+      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+    }
+    for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
+  }
+  lunai_tile_pad(&q->t, mask, 0);
+}
+
+/* what a run keeps from part to part */
+typedef struct lunai_sparse_rows_at {
+  float *out;
+  int64_t out_row;
+  bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
+} lunai_sparse_rows_at;
+LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                        const lunai_sparse_run *r, int64_t n,
+                                        lunai_sparse_rows_at *x) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, step = lunai_panels_size(kernels, w->tile, d);
+  int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
+  const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
+  float *mask = a->dropout.threshold ? m->mask : NULL;
+  if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
+  kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
+  for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
+    const bool merge = x->seen[tile];
+    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
+        *out = x->out + first * x->out_row, *part = merge ? m->part : out;
+    const int64_t part_row = merge ? dv : x->out_row;
+    if (q.t.depth == 0) continue;
+    x->seen[tile] = true;
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale,
+                       m->scores);
+    lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
+    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
+                        n * kernels->nr, kernels->nr, 1, part,
+                        part_row, false);
+    if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
+    if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
+  }
+}
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                       const lunai_sparse_run *r) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r),
+      step = lunai_panels_size(kernels, w->tile, d);
+  lunai_key_cursor cursor = { 0, 0 };
+  lunai_sparse_rows_at x;
+  const float *q;
+  int64_t q_row, n, first, i;
+  memset(x.seen, 0, sizeof x.seen);
+  q_row = a->q_row;
+  q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
+  x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
+  x.out_row = r->together ? a->out_row : dv;
+  for (first = 0; first < r->width; first += w->tile)
+    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, q + first * q_row, 1, q_row,
+                         m->score_panels + first / w->tile * step);
+  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
+    lunai_sparse_part_forward(w, m, s, r, n, &x);
+  for (i = 0; i < r->width; i++) {
+    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
+    const bool seen = x.seen[i / w->tile];
+    bool none;
+    if (i % w->tile == 0 && seen)
+      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
+    none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
+    if (none) memset(row, 0, (size_t)dv * sizeof(float));
+    else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
+    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+  }
+}
+LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const int64_t pairs = w->a->batch * w->a->heads;
+  int64_t pair, count = 0;
+  lunai_sparse_space space;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (pair = 0; pair < pairs; pair++) {
+    const lunai_sparse s = lunai_sparse_at(w->a, pair);
+    lunai_sparse_run r;
+    r.block = 0;
+    for (r.at = -1; lunai_sparse_next_run(&s, &r); count++)
+      if (count % threads == thread) lunai_sparse_run_forward(w, &space, &s, &r);
+  }
+}
+LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
+  int64_t pair;
+  for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward) {
+  lunai_sparse_work w;
+  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
+}
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
+  lunai_run(parallel, lunai_sparse_clear_task, &w);
+  lunai_run(parallel, lunai_sparse_task, &w);
+}
+
+/* backward: the next run's next keys; false after the last */
+LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
+  for (;;) {
+    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit,
+                                           part->key) : 0;
+    part->s = w->s;
+    part->run = w->walk;
+    if (part->n > 0) return true;
+    while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
+      if (++w->pair >= w->a->batch * w->a->heads) return false;
+      w->s = lunai_sparse_at(w->a, w->pair);
+      w->walk.block = 0;
+      w->walk.at = -1;
+    }
+    w->limit = lunai_sparse_limit(&w->s, &w->walk);
+    w->cursor.run = w->cursor.at = 0;
+  }
+}
+/* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                 float *lse, float *delta) {
+  const lunai_attention *a = w->a;
+  int64_t i;
+  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
+  for (i = 0; i < q->t.width; i++) {
+    const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
+    lse[i] = a->lse[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  }
+}
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
+                                         const lunai_sparse_part *part) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const lunai_sparse *s = &part->s;
+  const lunai_sparse_run *r = &part->run;
+  const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
+  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first;
+  const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
+  const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
+  const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
+  memset(part->k, 0, (size_t)(n * d) * sizeof(float));
+  memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
+  if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
+  kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
+  for (first = 0; first < r->width; first += w->tile) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key, in_order);
+    const lunai_tile *t = &q.t;
+    const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
+    if (t->depth == 0) continue;
+    kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
+    kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
+    lunai_tile_product(kernels, t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
+    lunai_tile_product(kernels, t, dv, NULL, 0, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    lunai_sparse_stats(w, s, &q, lse, delta);
+    kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
+    if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
+    if (a->grad_v)
+      lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
+                                 true);
+    if (a->grad_k)
+      lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
+                                 true);
+    if (a->grad_q)
+      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr,
+                          n * kernels->nr, kernels->nr, a->scale,
+                          part->q + first * d, d, false);
+  }
+}
+LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  lunai_sparse_space space;
+  int64_t i;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
+}
+/* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n,
+                               const int32_t *row, int64_t apart, int64_t width,
+                               const float *from, float *to, int64_t to_row) {
+  int64_t i;
+  for (i = 0; to && i < n; i++) {
+    const int64_t at = row[i * apart];
+    if (at / 16 % threads == thread) w->kernels->add(width, to + at * to_row, from + i * width, to + at * to_row);
+  }
+}
+LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const lunai_attention *a = w->a;
+  int64_t i;
+  for (i = 0; i < w->count; i++) {
+    const lunai_sparse_part *p = &w->parts[i];
+    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
+                     lunai_offset(a->grad_q, p->s.q), a->q_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
+                     lunai_offset(a->grad_k, p->s.k), a->k_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
+                     lunai_offset(a->grad_v, p->s.v), a->v_row);
+  }
+}
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
+  do {
+    for (w.count = 0; w.count < w.wave && lunai_sparse_next_part(&w, &w.parts[w.count]); w.count++);
+    lunai_run(parallel, lunai_sparse_backward_task, &w);
+    lunai_run(parallel, lunai_sparse_gather_task, &w);
+  } while (w.count == w.wave);
+}
+#undef LUNAI_KEYS_APART
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
@@ -4938,11 +5839,19 @@ LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
-  vf sum = vf_zero();                /* of 0 x: 0 as long as every x is finite */
+  const vf zero = vf_zero();
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row)
-    for (i = 0; i < n; i += VF) sum = vf_fma(LUNAI_K(get)(x + i, n - i), vf_zero(), sum);
-  return vf_sum(sum) == 0;
+  for (t = 0; t < rows; t++, x += x_row) {
+    for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
+      sum0 = vf_fma(vf_load(x + i), zero, sum0);
+      sum1 = vf_fma(vf_load(x + i + VF), zero, sum1);
+      sum2 = vf_fma(vf_load(x + i + 2 * VF), zero, sum2);
+      sum3 = vf_fma(vf_load(x + i + 3 * VF), zero, sum3);
+    }
+    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(x + i, n - i), zero, sum0);
+  }
+  return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
 LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
@@ -5688,7 +6597,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #define LUNAI_ISA_WASM 6
 
 #if !defined(LUNA_NO_SIMD) && !defined(LUNAI_DOUBLE) && !defined(__CUDACC__)
-#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
+#if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
+  (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
 #define LUNAI_SIMD
 #include <immintrin.h>
@@ -5699,6 +6609,9 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #define LUNAI_BASELINE LUNAI_ISA_AVX2
 #else
 #define LUNAI_BASELINE LUNAI_ISA_SSE2
+#endif
+#ifdef LUNAI_MSVC
+#include <intrin.h>
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define LUNAI_NEON
@@ -5727,7 +6640,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #endif
 
 #if LUNAI_BASELINE <= LUNAI_ISA_AVX2
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
@@ -5738,14 +6652,16 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
 #endif
 
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
@@ -5756,7 +6672,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
@@ -5778,18 +6695,32 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #endif
 
 #ifdef LUNAI_X86
+#ifdef LUNAI_MSVC
+LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
+  int r[4];
+  __cpuidex(r, (int)leaf, (int)part);
+  memcpy(out, r, sizeof r);
+}
+LUNAI_FN uint32_t lunai_xgetbv(void) { return (uint32_t)_xgetbv(0); }
+#else
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(part));
 }
+LUNAI_FN uint32_t lunai_xgetbv(void) {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+#endif
 /* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
    context switch */
 LUNAI_FN int lunai_isa_detect(void) {
-  uint32_t r[4], low, high;
+  uint32_t r[4], low;
   lunai_cpuid(0, 0, r);
   if (r[0] < 7) return LUNAI_BASELINE;
   lunai_cpuid(1, 0, r);
   if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_BASELINE; /* OSXSAVE, FMA */
-  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
   if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
   if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
@@ -5810,7 +6741,12 @@ LUNAI_FN int lunai_isa_detect(void) {
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
 LUNA_API luna_isa luna_isa_best(void) {
-#if defined(__GNUC__) || defined(__clang__)
+#if defined(LUNAI_MSVC)
+  static volatile int known;
+  int isa = known;
+  if (isa == 0) known = isa = lunai_isa_detect();
+  return (luna_isa)isa;
+#elif defined(__GNUC__) || defined(__clang__)
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (isa == 0) {
@@ -5883,6 +6819,53 @@ LUNA_API const char *luna_status_text(luna_status status) {
   return "unknown status";
 }
 
+LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
+  return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
+}
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
+
+/* --- sparse attention: which keys a query sees --- */
+/* whether patterns are valid for these sizes */
+LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
+  const int64_t numbered = p->key_order ? p->key_count : keys;
+  int64_t i;
+  if (p->blocks == 0) return !p->query_order && !p->key_order;
+  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
+      p->key_count > INT32_MAX) return false;
+  if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
+  for (i = 0; i < p->blocks; i++)
+    if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
+  if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
+  for (i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
+    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
+      return false;
+  for (i = 0; p->query_order && i < p->queries[p->blocks]; i++)
+    if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
+  for (i = 0; p->key_order && i < p->key_count; i++)
+    if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
+  return true;
+}
+LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
+                                      int64_t heads, int64_t queries, int64_t keys) {
+  int64_t i;
+  if (!patterns) return count == 0;
+  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
+    return false;
+  for (i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
+  return true;
+}
+
 #define LUNAI_ERROR(id, status, sentence) sentence,
 #ifdef LUNA_ONLY_STREAM
 static const char *const lunai_sentences[] = { "", LUNA_STREAM_ERRORS(LUNAI_ERROR) };
@@ -5925,19 +6908,6 @@ LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t give
   if (given != LUNA_SHARED) return lunai_extent(extent, count, given, dense, stride);
   *stride = 0;
   return lunai_checked(count, 1) < 0 ? -1 : extent;
-}
-
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
 }
 
 /* --- gemm --- */
@@ -6037,6 +7007,12 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
+    return LUNA_BAD_ARGUMENT;
+  for (b = 0; b < args->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+      return LUNA_BAD_ARGUMENT;
   a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
   a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
   a->head_dim = args->head_dim; a->value_dim = value_dim;
@@ -6046,6 +7022,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
   a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
   a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
+  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -6088,9 +7065,6 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 
 /* --- causal product --- */
 /* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
-LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
-  return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
-}
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
   const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
   memset(c, 0, sizeof *c);
@@ -6826,11 +7800,15 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
   return !w->failed;
 }
 
-#ifndef LUNA_ONLY_STREAM
+#ifdef LUNA_ONLY_STREAM
+#pragma push_macro("LUNA_API")
+#undef LUNA_API
+#define LUNA_API LUNAI_PRIVATE
+#endif
 /* ----------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
 #define LUNAI_NO_POOL
 #elif defined(_WIN32)
 #ifndef WIN32_LEAN_AND_MEAN
@@ -6887,18 +7865,44 @@ struct lunai_pool {
   uint64_t ticket;                   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds nothing left */
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  int sleepers;                      /* atomic */
+  uint32_t sleepers;                 /* atomic */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
-  bool stop;
+  uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
   lunai_condition wake;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(LUNAI_MSVC)
+  YieldProcessor();
+#elif defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #endif
 }
+
+/* atomics, sequentially consistent */
+#ifdef LUNAI_MSVC
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
+  const bool same = was == *expected;
+  *expected = was;
+  return same;
+}
+#else
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+#endif
 
 LUNAI_FN int lunai_cores(void) {
 #ifdef _WIN32
@@ -6911,15 +7915,15 @@ LUNAI_FN int lunai_cores(void) {
 #endif
 }
 
-LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(__atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST) >> 32); }
+LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_load64(&pool->ticket) >> 32); }
 
 /* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
-  uint64_t ticket = __atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST);
-  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < __atomic_load_n(&pool->count, __ATOMIC_SEQ_CST)) {
-    if (!__atomic_compare_exchange_n(&pool->ticket, &ticket, ticket + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+  uint64_t ticket = lunai_load64(&pool->ticket);
+  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
+    if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    __atomic_add_fetch(&pool->done, 1, __ATOMIC_SEQ_CST);
+    lunai_add32(&pool->done, 1);
     ticket++;
   }
 }
@@ -6935,13 +7939,13 @@ LUNAI_FN void lunai_worker_run(lunai_worker *self) {
     }
     if (spins == LUNAI_SPINS) {
       lunai_mutex_lock(&pool->mutex);
-      __atomic_add_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, 1);
       while (lunai_pool_call(pool) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
-      __atomic_sub_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, UINT32_MAX);
       lunai_mutex_unlock(&pool->mutex);
     }
     seen = lunai_pool_call(pool);
-    if (__atomic_load_n(&pool->stop, __ATOMIC_SEQ_CST)) return;
+    if (lunai_load32(&pool->stop)) return;
     lunai_pool_work(pool, seen);
   }
 }
@@ -6963,12 +7967,12 @@ LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->proc
 /* a new call of `count` tasks; returns its number */
 LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   const uint32_t call = lunai_pool_call(pool) + 1;
-  __atomic_store_n(&pool->done, 0, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->done, 0);
   /* so that no thread pairs the new count with the old call */
-  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
+  lunai_store64(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX);
+  lunai_store32(&pool->count, count);
+  lunai_store64(&pool->ticket, (uint64_t)(call + 1) << 32);
+  if (lunai_load32(&pool->sleepers) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
   lunai_mutex_lock(&pool->mutex);
   lunai_condition_wake(&pool->wake);
   lunai_mutex_unlock(&pool->mutex);
@@ -6982,7 +7986,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (__atomic_load_n(&pool->done, __ATOMIC_SEQ_CST) != (uint32_t)count) {
+  while (lunai_load32(&pool->done) != (uint32_t)count) {
     lunai_pause();
     if (++spins > LUNAI_SPINS) lunai_yield();
   }
@@ -6991,7 +7995,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   int64_t i;
   if (!lunai_pool_has_workers(pool)) return;
-  __atomic_store_n(&pool->stop, true, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
@@ -7052,6 +8056,18 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
+/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began. */
+typedef struct lunai_bump {
+  char *start[2];                    /* small things of the host; data, null where they are only counted */
+  size_t size[2], used[2], peak[2];
+  bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
+} lunai_bump;
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_BUMPS(ctx) true
+#else
+#define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
+#endif
+
 #ifdef LUNA_NO_TRAIN
 typedef struct luna_optimizer luna_optimizer;
 #endif
@@ -7077,6 +8093,7 @@ struct luna_ctx {
   struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
+  struct lunai_bump *bump;           /* a stream's own context: all its step has; else null */
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
@@ -7084,6 +8101,7 @@ struct luna_ctx {
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
+  const luna_op *custom;             /* the custom op that runs */
   uint32_t dropout_ops;
   bool training;
   bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
@@ -7105,8 +8123,11 @@ struct luna_ctx {
   uint64_t backwards;                /* luna_backward calls that succeeded */
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
+  luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
 };
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
+#ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
@@ -7228,6 +8249,24 @@ LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_
   lunai_fail_backend(ctx, true, name, status);
   return ctx->last_status;
 }
+#else /* no sentences: what a stream runs has been checked */
+LUNAI_INLINE luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
+  (void)ctx; (void)newest; (void)name; (void)status;
+  return NULL;
+}
+LUNAI_INLINE luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
+  (void)ctx; (void)name;
+  return status;
+}
+LUNAI_INLINE luna_tensor *lunai_fail(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return NULL; }
+LUNAI_INLINE void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) { (void)ctx; (void)newest; (void)id; (void)values; }
+LUNAI_INLINE luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return LUNA_BAD_ARGUMENT; }
+LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_status status, const char *sentence) {
+  (void)newest; (void)id; (void)sentence;
+  ctx->status = status;
+}
+LUNAI_INLINE void lunai_print(char *out, size_t room, const char *format, ...) { (void)room; (void)format; *out = 0; }
+#endif
 LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *name, size_t bytes) {
   return lunai_fail_status(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
@@ -7365,6 +8404,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
@@ -7381,6 +8421,9 @@ typedef struct lunai_mark {
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
+  memset(&mark, 0, sizeof mark);
+  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) mark.bytes[i] = ctx->bump->used[i];
+  if (LUNAI_BUMPS(ctx)) return mark;
   for (i = 0; i < 2; i++) {
     const lunai_arena *arena = &ctx->arena[i];
     mark.step[i] = arena->step;
@@ -7399,6 +8442,8 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
+  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->used[i] = mark.bytes[i];
+  if (LUNAI_BUMPS(ctx)) return;
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
@@ -7427,9 +8472,11 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin */
+  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin;
+     of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
-  const size_t bytes = used + (ctx->training || remote ? 0 : 7 * used < more ? 7 * used : more);
+  const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
+  const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
   if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
@@ -7445,11 +8492,23 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
   return lunai_chunk_for(ctx, remote, size, 0) != NULL;
 }
 
+LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
+  const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) / align * align;
+  *out = NULL;
+  if (size < bytes || size > b->size[data] - b->used[data]) return false;
+  if (b->start[data]) *out = b->start[data] + b->used[data];
+  b->used[data] += size;
+  if (b->used[data] > b->peak[data]) b->peak[data] = b->used[data];
+  return true;
+}
 /* Memory of the step, not zeroed; `data` as above. */
 LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  const bool remote = data && lunai_on_device(ctx);
-  lunai_arena *arena = &ctx->arena[remote];
+  bool remote;
+  lunai_arena *arena;
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_take(ctx->bump, data, bytes, out);
+  remote = data && lunai_on_device(ctx);
+  arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if ((!data || lunai_computes(ctx)) && size > 0) {
@@ -7467,7 +8526,7 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
 LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   const size_t size = (bytes + 15) / 16 * 16;
   void *memory;
-  if (size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
+  if (LUNAI_BUMPS(ctx) || size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
   if (!ctx->small || (size_t)(ctx->small_end - ctx->small) < size) {
     if (!lunai_step(ctx, LUNAI_SMALL, false, &memory)) return false;
     ctx->small = (char *)memory;
@@ -7500,7 +8559,7 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   return piece;
 }
 LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
-LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !ctx->training && !lunai_pieces_alone(ctx); }
+LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx); }
 /* the smallest free piece that is large enough; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
@@ -7567,6 +8626,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
+    lunai_graph_flush(ctx, "memory of its work was given back");
     while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
     arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
   }
@@ -7589,6 +8649,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   void *self;
   int i;
   if (!ctx) return;
+  while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
   if (ctx->pool) lunai_pool_close(ctx->pool);
 #endif
@@ -7650,6 +8711,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   ctx = (luna_ctx *)memory;
   *ctx = first;
+  if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
   if (ctx->backend->open && !ctx->options.measure) open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
   if (open_status != LUNA_OK) {
     if (ctx->status == LUNA_OK) luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
@@ -7703,15 +8765,17 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, tr
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
+#ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
   return ctx ? ctx->error : lunai_sentences[LUNA_ERROR_NO_CONTEXT];
 }
+#endif
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
-  if (ctx) lunai_report(ctx, false, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
+  const bool newest = ctx && ctx->setups > 0; /* the sentence of the init under way */
+  if (ctx) lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
 /* reads the state; waits for the device */
@@ -7747,6 +8811,10 @@ LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body
   w.body = body;
   w.count = count;
   w.unit = lunai_max(1, LUNAI_SPLIT / lunai_max(1, width));
+#ifdef LUNA_ONLY_STREAM
+  if (count > 0) body(op, 0, count);
+  return;
+#endif
   if (count <= w.unit) {
     if (count > 0) body(op, 0, count);
   } else lunai_run(&op->ctx->parallel, lunai_split_task, &w);
@@ -8060,6 +9128,7 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
   const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1, br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
   if (which == 0) {
     lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
+    g->dots = op->dots;
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
     if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n); /* dA^T = B dC^T */
@@ -8087,7 +9156,7 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
 LUNAI_FN void lunai_matmul_query(luna_op *op) {
   lunai_gemm g;
   int which;
-  for (which = 0; which < 3; which++) {
+  for (which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     size_t need;
     lunai_matmul_product(op, which, &g);
     need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
@@ -8125,6 +9194,7 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
     g->activation = (int)op->activation;
     g->pre = op->kept_size ? (float *)op->kept : NULL;
     g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
+    g->dots = op->dots;
   } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
   g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
@@ -8132,19 +9202,20 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
 #define LUNAI_LOGIT_COLUMNS 1024     /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
 LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss);
+LUNAI_FN bool lunai_drops_last(const luna_op *op) { return LUNAI_TRAINS && op->last_dropout > 0; }
 /* whether something comes between the product and y */
-LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
+LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || lunai_drops_last(op); }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
-  if (op->loss) {
+  if (LUNAI_TRAINS && op->loss) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
   }
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
-  for (which = 0; which < 3; which++) {
+  for (which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     size_t need;
     lunai_linear_product(op, which, NULL, &g);
     need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
@@ -8164,7 +9235,7 @@ LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
   lunai_gemm g;
   lunai_linear_product(op, 0, NULL, &g);
   lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
-  if (op->last_dropout > 0) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
+  if (lunai_drops_last(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
@@ -8496,6 +9567,47 @@ LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
 
+/* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
+   its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
+#define LUNAI_ANGLES 64
+LUNAI_FN int64_t lunai_angle_rows(const luna_op *op) { return lunai_min(op->out[0]->shape[0], LUNAI_ANGLES); }
+LUNAI_FN void lunai_sinusoids_query(luna_op *op) {
+  op->workspace_size = (size_t)(lunai_angle_rows(op) * (lunai_last(op->out[0]) / 2)) * 2 * sizeof(double);
+}
+LUNAI_FN void lunai_sinusoids_places(luna_op *op, int64_t first, int64_t last) {
+  const int64_t half = lunai_last(op->out[0]) / 2;
+  double *table = (double *)op->workspace;
+  int64_t t, i;
+  for (t = first; t < last; t++)
+    for (i = 0; i < half; i++)
+      lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
+}
+LUNAI_FN void lunai_sinusoids_block(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]), half = d / 2;
+  int64_t t, i, j;
+  for (t = first * LUNAI_ANGLES; first < last; first++, t += LUNAI_ANGLES) {
+    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
+    float *row = op->out[0]->data + t * d;
+    for (i = 0; i < half; i++) {
+      double s, c;
+      lunai_sine((double)(op->arg.sinusoids.first + t) * lunai_frequency(i, half), &s, &c);
+      for (j = 0; j < rows; j++) {
+        const double *angle = (const double *)op->workspace + (j * half + i) * 2;
+        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
+        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
+      }
+    }
+    for (j = 0; j < rows && d % 2; j++) row[j * d + d - 1] = 0;
+  }
+}
+LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) {
+  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]);
+  lunai_split(op, lunai_angle_rows(op), d, lunai_sinusoids_places);
+  lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
+
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
 LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
@@ -8696,7 +9808,7 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
-   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
@@ -8720,6 +9832,13 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
+  a->patterns = op->arg.attention.patterns;
+  a->pattern_count = op->arg.attention.pattern_count;
+  if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
+  a->lse = op->out[1]->data;
+  a->sums = NULL;
+  a->grad_lse = op->out[1]->grad;
+  a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
@@ -8773,7 +9892,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->lengths = op->lengths;
   c->scale = op->arg.causal.scale;
   c->activation = (int)op->activation;
-  c->position = op->position;
+  c->position = op->position ? *op->position : 0;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
@@ -8816,19 +9935,26 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
 }
 
 /* --- custom --- */
+LUNAI_FN void lunai_custom_query(luna_op *op) {
+  op->workspace_size = op->backward_workspace_size = op->custom.workspace_size;
+}
 LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
+  op->ctx->custom = op;
   op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->ctx->custom = NULL;
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
+  op->ctx->custom = op;
   op->custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->ctx->custom = NULL;
   return LUNA_OK;
 }
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
   (void)direction;
-  if (bytes) memmove(to, from, bytes);
+  if (bytes) memcpy(to, from, bytes);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cpu_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
@@ -8858,23 +9984,26 @@ LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
     w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
 }
-LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
+LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                    const luna_update *table, int64_t count) {
+  luna_step_state *state = rule->state;
   lunai_norm_work w;
   double sum = 0;
   int64_t p, at, i;
   w.kernels = ctx->kernels;
   for (p = 0; p < count; p++) {
-    const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
+    const int64_t size = parts[p].frozen ? 0 : parts[p].count;
     for (at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
-      w.x = parameters[p]->grad + at;
+      w.x = parts[p].grad + at;
       w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
       lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
       for (i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
     }
   }
+  (void)table;
   state->norm = (float)sqrt(sum);
   state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
-  state->factor = clip > 0 && state->norm > clip ? clip / state->norm : 1.0f;
+  state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
@@ -8923,74 +10052,88 @@ LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   w->update.alpha = (1 - whole.beta1) / whole.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
-LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) {
-  const luna_step_state *state = update->state;
+LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
+  const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
   lunai_update_work w;
   int i;
-  if (state->nonfinite) return lunai_cpu_zero(ctx, update->parameter->grad, (size_t)luna_count(update->parameter) * sizeof(float));
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
-  w.kind = update->kind;
-  w.update.value = update->parameter->data;
-  w.update.grad = update->parameter->grad;
-  for (i = 0; i < 3; i++) w.update.moment[i] = update->moment[i];
-  w.update.count = luna_count(update->parameter);
-  w.update.lr = state->lr * update->lr;
+  w.kind = rule->kind;
+  w.update.value = part->value;
+  w.update.grad = part->grad;
+  for (i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
+  w.update.count = part->count;
+  w.update.lr = state->lr * part->lr;
   w.update.factor = state->factor;
-  w.update.decay = update->decay;
-  w.update.momentum = update->momentum;
-  w.update.nesterov = update->nesterov;
-  w.update.coupled = update->kind == LUNA_OPTIMIZER_ADAM;
-  w.update.beta1 = update->beta1;
-  w.update.beta2 = update->beta2;
-  w.update.epsilon = update->epsilon;
-  w.update.correction1 = (float)(1 - pow((double)update->beta1, t));
-  w.update.correction2 = (float)(1 - pow((double)update->beta2, t));
+  w.update.decay = part->decay;
+  w.update.momentum = rule->momentum;
+  w.update.nesterov = rule->nesterov;
+  w.update.coupled = rule->kind == LUNA_OPTIMIZER_ADAM;
+  w.update.beta1 = rule->beta1;
+  w.update.beta2 = rule->beta2;
+  w.update.epsilon = rule->epsilon;
+  w.update.correction1 = (float)(1 - pow((double)rule->beta1, t));
+  w.update.correction2 = (float)(1 - pow((double)rule->beta2, t));
   if (w.kind == LUNA_OPTIMIZER_APOLLO) lunai_apollo_curvature(ctx, &w);
   lunai_run(w.update.count > LUNAI_SPLIT ? &ctx->parallel : NULL, lunai_update_task, &w);
+}
+LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  int64_t p;
+  (void)table;
+  for (p = 0; p < count; p++) {
+    if (!parts[p].frozen && !rule->state->nonfinite) lunai_cpu_update_one(ctx, rule, &parts[p]);
+    else if (parts[p].count) memset(parts[p].grad, 0, (size_t)parts[p].count * sizeof(float));
+  }
   return LUNA_OK;
 }
 
 #define LUNAI_CPU_OP(query, forward, backward, can) \
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST(query, forward, backward, can) \
+  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  NULL, NULL, NULL, NULL,
   {
     LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_OP(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_OP(query_nothing, expand_forward, expand_backward, 0),
+    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
+    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
     LUNAI_CPU_OP(query_nothing, binary_forward, add_backward, LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, binary_forward, mul_backward, 0),
+    LUNAI_CPU_REST(query_nothing, binary_forward, mul_backward, 0),
     LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_OP(query_nothing, max_forward, max_backward, 0),
+    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
     LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
     LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_OP(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_OP(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_OP(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_OP(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_OP(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
+    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
+    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
+    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
+    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
     LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_OP(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
+    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
+    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
     LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_OP(query_nothing, custom_forward, custom_backward, 0),
-    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_OP(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
+    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_OP(feed_forward_query, feed_forward_forward, feed_forward_backward,
+    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0))
+    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
+                 LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
   }
 };
 #undef LUNAI_CPU_OP
+#undef LUNAI_CPU_REST
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
@@ -9051,6 +10194,11 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   if (count < 0 || !lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, ctx, rank, shape);
+  if (LUNAI_BUMPS(ctx)) {
+    if (!lunai_step(ctx, (size_t)count * sizeof(float), true, &memory)) return NULL;
+    t->data = (float *)memory;
+    return t;
+  }
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
@@ -9075,8 +10223,8 @@ static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND) };
 static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND) };
 #undef LUNAI_OP_KIND
 
-/* What an op of the tape will read in backward. A cheap op's small inputs, such as the positions of a whole batch, are
-   among it, so that its result can be computed again. */
+/* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
+   computed again; not those made from nothing, as sinusoids are. */
 LUNAI_FN void lunai_op_saves(luna_op *op) {
   int i;
   for (i = 0; i < op->inputs; i++) {
@@ -9084,7 +10232,8 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
     if (!in) continue;
     in->last_reader = op;
     in->saved = in->saved || (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) ||
-                (lunai_op_is_cheap[op->kind] && luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
+                (lunai_op_is_cheap[op->kind] && !(in->maker && in->maker->inputs == 0) &&
+                 luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
   }
   for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
@@ -9105,6 +10254,8 @@ LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = false;
+  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
+  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
   return scope;
 }
 LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
@@ -9128,6 +10279,25 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
   }
   if (first) scope.ctx->tape->recompute_from = first;
 }
+/* of a stream on the host: on a device the move would be work of its own */
+LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
+  lunai_bump *b = scope.ctx->bump;
+  char *start = b->start[0] + scope.used[0];
+  luna_tensor *moved;
+  void *memory;
+  if (!x || lunai_on_device(scope.ctx)) return x;
+  b->used[0] = scope.used[0];
+  b->used[1] = scope.used[1];
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x; /* from outside */
+  moved = (luna_tensor *)(void *)start;
+  memmove(moved, x, sizeof *x);
+  (void)lunai_bump_take(b, false, sizeof *x, &memory);
+  (void)lunai_bump_take(b, true, (size_t)luna_count(moved) * sizeof(float), &memory);
+  if (memory) memmove(memory, moved->data, (size_t)luna_count(moved) * sizeof(float));
+  moved->data = (float *)memory;
+  moved->base = NULL;
+  return moved;
+}
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused;
@@ -9135,13 +10305,15 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   int i;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
   if (taped && scope.recompute) lunai_scope_forget(scope);
   for (t = ctx->made; t && t != scope.made; t = t->older) {
     const bool again = scope.recompute && t->maker;              /* its op is run again */
     const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
     for (i = 0; i < count && lunai_base(results[i]) != t; i++);
-    if (i == count && !t->keep_data && !(taped && (t->saved || given) && !again && !lunai_is_recomputable(t)))
-      lunai_release(t);
+    if (i < count || t->keep_data) continue;
+    if (taped && (t->saved || given) && !again && !lunai_is_recomputable(t)) t->internal = true;
+    else lunai_release(t);
   }
   return results[0];
 }
@@ -9194,7 +10366,11 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
 
 /* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
    optimiser only when steps were skipped. */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_INLINE void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx; (void)skipped; }
+#else
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
+#endif
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
   luna_step_state now;
@@ -9254,22 +10430,25 @@ LUNA_API float luna_item(const luna_tensor *t) {
 /* --- building an op --- */
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
+LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
+  memset(s, 0, sizeof *s);
+  s->name = name;
+  s->mark = lunai_step_mark(ctx);
+  s->op.kind = kind;
+  s->op.ctx = ctx;
+  s->op.outputs = 1;
+}
 /* inputs a, b, c: as many as `inputs` says, none null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
                           luna_tensor *b, luna_tensor *c) {
   luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
   int i;
-  memset(s, 0, sizeof *s);
   if (!ctx) return false;
-  s->name = name;
-  s->mark = lunai_step_mark(ctx);
-  s->op.kind = kind;
-  s->op.ctx = ctx;
+  lunai_start_in(s, ctx, kind, name);
   s->op.inputs = inputs;
   s->op.in[0] = a;
   s->op.in[1] = inputs > 1 ? b : NULL;
   s->op.in[2] = inputs > 2 ? c : NULL;
-  s->op.outputs = 1;
   for (i = 0; i < inputs; i++)
     if (lunai_is_released(s->op.in[i], name)) return false;
     else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
@@ -9307,12 +10486,13 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
   lunai_fail_backend(ctx, false, s->name, status);
   return NULL;
 }
-/* the same, each checked to be in [min, max]; null when null */
+/* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
 LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max, const char *what, bool *failed) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
   int64_t i;
   if (!values || *failed) return NULL;
+  if (LUNAI_BUMPS(ctx)) return values;
   *failed = true;
   for (i = 0; i < count; i++)
     if (values[i] < min || values[i] > max) {
@@ -9364,7 +10544,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
-  bool record = false;
+  bool wanted = false, record;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
   void *memory;
   size_t result;
   int i;
@@ -9378,8 +10558,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
       return lunai_abandon(s);
     }
     if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
-    if (op->in[i] && op->in[i]->needs_grad && ctx->training && !ctx->paused) record = true;
+    if (op->in[i] && op->in[i]->needs_grad) wanted = true;
   }
+  wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
+  record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
   if (lunai_shape_count(rank, shape) < 0) {
     lunai_fail_shape(ctx, s->name, rank, shape);
     return lunai_abandon(s);
@@ -9391,9 +10573,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     *op = s->op;
   }
   op->training = record;
-  if (!ctx->training) op->dropout = 0;
+  if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
-  if (!ctx->training) op->last_dropout = 0;
+  if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape)) == NULL)
     return lunai_op_no_memory(s, result);
@@ -9406,7 +10588,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     lunai_fail_backend(ctx, false, s->name, status);
     return lunai_abandon(s);
   }
-  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
+  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
   if (extra) *extra = op->out[1];
   if (record) {
     lunai_op_saves(op);
@@ -9469,8 +10651,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
       again[i] = in && in->released;
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
-    first = op->in[0]->base ? op->in[0]->base : op->in[0];
-    if (again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
+    first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
+    if (first && again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
@@ -9479,7 +10661,7 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
     owner->released = false;
     owner->recomputed = true;
     if (!lunai_op_run(op, status)) return false;
-    if (!first->data_piece && again[0]) { /* its data have become these */
+    if (first && !first->data_piece && again[0]) { /* its data have become these */
       first->data = NULL;
       first->released = true;
     }
@@ -9529,8 +10711,19 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
-/* What nothing reads any more once an op's backward is over: its results' gradients, their data where these were computed
-   again, and what it kept, which the walk that only counts memory leaves to the next. */
+/* Releases a result's data when all that read it have run their backward, unless somebody else may want them. The walk
+   that only counts memory gives back what it did not compute again itself, and takes it again when it is over. */
+LUNAI_FN void lunai_result_done(luna_tensor *t) {
+  if (t->keep_data || !t->data_piece || !(t->recomputed || t->internal)) return;
+  if (t->recomputed || !t->ctx->reserving) {
+    lunai_release(t);
+    return;
+  }
+  t->given_piece = t->data_piece;
+  lunai_piece_give(t->ctx, &t->data_piece);
+}
+/* What nothing reads any more once an op's backward is over: its results' gradients and data, and what it kept, which
+   the walk that only counts memory leaves to the next. */
 LUNAI_FN void lunai_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *kept = op->kept_piece;
@@ -9539,7 +10732,7 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   if (!ctx->reserving) op->kept_piece = NULL;
   for (i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
-    if (out->recomputed) lunai_release(out);
+    lunai_result_done(out);
     if (out->maker == op && !out->keep_grad) {
       lunai_piece_give(ctx, &out->grad_piece);
       out->grad = NULL;
@@ -9575,6 +10768,11 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
+LUNAI_FN bool lunai_sets_in_place(const luna_op *op) {
+  return (lunai_op_can(op) & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
+         lunai_is_single(op, 0);
+}
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
@@ -9589,13 +10787,13 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   if (lunai_leave_gradient(op)) return true;
   for (i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
-  for (i = 0; i < op->outputs; i++) /* those that read it are done */
-    if (op->out[i]->recomputed && !(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_release(op->out[i]);
+  for (i = 0; i < op->outputs; i++)
+    if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-  op->sets = 0;
+  op->sets = lunai_sets_in_place(op) ? 1 : 0;
   for (i = 0; i < op->inputs; i++)
-    if (lunai_grad_in_place(op, i)) {
+    if (op->sets >> i || lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->grad_piece = op->out[0]->grad_piece;
       op->in[i]->has_grad = true;
@@ -9655,6 +10853,8 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   t->grad = NULL;
   t->grad_piece = NULL;
   t->has_grad = false;
+  if (t->given_piece) t->data_piece = t->given_piece;
+  t->given_piece = NULL;
   if (!t->recomputed) return;
   t->data = NULL;
   t->data_piece = NULL;
@@ -9729,6 +10929,372 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 }
 
 #endif /* !LUNA_NO_TRAIN */
+
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>graphs
+   Between begin and end the context's backend is a graph's own table, which notes calls: each is a record of a copy of
+   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At the
+   end the records are run: as they are; or while the device records them, with those copies made from one place there;
+   or not at all, where a recording with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef enum lunai_call_kind {
+  LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
+  LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
+} lunai_call_kind;
+typedef struct lunai_call {
+  lunai_call_kind kind;
+  size_t size;                       /* bytes, with the op and the tensors that follow */
+  void *to;                          /* copy, zero */
+  const void *from;                  /* within the device; null: the value at `value` */
+  size_t bytes, value;
+  luna_step_state *state;            /* begin, check */
+  bool training, stepped;
+  luna_rule rule;                    /* norm, update */
+  const luna_update *parts, *table;
+  int64_t count;
+} lunai_call;
+typedef struct lunai_bytes { char *at; size_t used, room, needed; } lunai_bytes; /* needed: had there been room */
+struct luna_graph {
+  luna_ctx *ctx;
+  luna_graph *next;
+  const luna_backend *device;        /* the real table */
+  luna_backend table;
+  lunai_bytes calls, values;
+  char *inputs;                      /* on the device: the values of a step */
+  size_t inputs_size;
+  void *recording;
+  uint64_t hash, last, recorded;     /* of this step, the one before, the recording */
+  bool through;                      /* in this step calls run at once */
+  bool customs;                      /* it has noted a custom op, whose state ends with the next begin */
+  luna_status status;                /* of what ran before the end */
+  const char *reason;
+};
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
+  return !ctx ? NULL : ctx->graph ? ctx->graph->device : ctx->backend;
+}
+
+LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
+  uint64_t word;
+  size_t at;
+  for (at = 0; at < size; at += sizeof word) {
+    word = 0;
+    memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
+    g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
+    g->hash ^= g->hash >> 29;
+  }
+}
+LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
+LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) { lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value); }
+
+/* room for `size` bytes more; null where there is none, or where it would not be used */
+LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
+  char *at = bytes->at + bytes->used;
+  size = (size + 15) / 16 * 16;
+  bytes->needed += size;
+  if (!wanted || bytes->room - bytes->used < size) return NULL;
+  bytes->used += size;
+  return at;
+}
+
+LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording) {
+  const luna_backend *b = g->device;
+  luna_op *op = (luna_op *)(void *)(c + 1);
+  switch (c->kind) {
+    case LUNAI_CALL_FORWARD: return b->op[op->kind].forward(op);
+    case LUNAI_CALL_BACKWARD: return b->op[op->kind].backward(op);
+    case LUNAI_CALL_COPY:
+      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, 0);
+      return recording ? b->copy(g->ctx, c->to, g->inputs + c->value, c->bytes, 0)
+                       : b->copy(g->ctx, c->to, g->values.at + c->value, c->bytes, 1);
+    case LUNAI_CALL_ZERO: return b->zero(g->ctx, c->to, c->bytes);
+    case LUNAI_CALL_BEGIN: return b->begin(g->ctx, c->state, c->training, c->stepped);
+    case LUNAI_CALL_CHECK: return b->check(g->ctx, (const luna_tensor *)(const void *)(c + 1), c->state);
+    case LUNAI_CALL_NORM: return b->norm(g->ctx, &c->rule, c->parts, c->table, c->count);
+    default: return b->update(g->ctx, &c->rule, c->parts, c->table, c->count);
+  }
+}
+LUNAI_FN luna_status lunai_calls_run(luna_graph *g, bool recording) {
+  luna_status status = LUNA_OK;
+  size_t at;
+  for (at = 0; at < g->calls.used && status == LUNA_OK;) {
+    lunai_call *c = (lunai_call *)(void *)(g->calls.at + at);
+    status = lunai_call_run(g, c, recording);
+    at += c->size;
+  }
+  return status;
+}
+/* What has been noted runs now, and what follows at once. */
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) {
+  luna_graph *g = ctx->graph;
+  if (!g || g->through) return;
+  g->through = true;
+  g->reason = reason;
+  g->status = lunai_calls_run(g, false);
+}
+
+/* a record with `more` bytes after it; null: the call is to run at once */
+LUNAI_FN lunai_call *lunai_note(luna_graph *g, lunai_call_kind kind, size_t more) {
+  const size_t size = (sizeof(lunai_call) + more + 15) / 16 * 16;
+  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(&g->calls, size, !g->through);
+  if (!c) {
+    lunai_graph_flush(g->ctx, "its first steps run by themselves, until their memory lies still");
+    return NULL;
+  }
+  memset(c, 0, sizeof *c);
+  c->kind = kind;
+  c->size = size;
+  lunai_graph_mix_number(g, (uint64_t)kind);
+  return c;
+}
+LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tensor *t) {
+  *to = *t;
+  lunai_graph_mix_pointer(g, t->data);
+  lunai_graph_mix_pointer(g, t->grad);
+  lunai_graph_mix(g, t->shape, sizeof t->shape);
+  lunai_graph_mix_number(g, (uint64_t)t->rank);
+}
+LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
+  const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
+                             op->last_dropout_op, (uint32_t)op->activation, (uint32_t)op->training, (uint32_t)op->sets,
+                             (uint32_t)op->dots };
+  const float drops[] = { op->dropout, op->last_dropout };
+  const void *pointers[] = { op->index, op->lengths, op->query_offsets, op->key_offsets, op->mean_ka, op->mean_av,
+                             op->position, op->history, op->kept, op->workspace };
+  lunai_graph_mix(g, words, sizeof words);
+  lunai_graph_mix(g, drops, sizeof drops);
+  lunai_graph_mix(g, pointers, sizeof pointers);
+  lunai_graph_mix(g, &op->arg, sizeof op->arg);
+  lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
+  if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
+}
+LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
+  luna_graph *g = op->ctx->graph;
+  const luna_op_functions *device = &g->device->op[op->kind];
+  const int tensors = op->inputs + op->outputs;
+  lunai_call *c;
+  luna_op *to;
+  luna_tensor *next;
+  int i, j;
+  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  c = lunai_note(g, kind, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  to = (luna_op *)(void *)(c + 1);
+  next = (luna_tensor *)(void *)(to + 1);
+  *to = *op;
+  lunai_note_arguments(g, op);
+  for (i = 0; i < tensors; i++) {
+    luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
+    if (!*at) continue;
+    for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
+    if (j < i && j < op->inputs) *at = to->in[j]; /* one tensor stays one */
+    else {
+      lunai_note_tensor(g, next, *at);
+      *at = next++;
+    }
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
+LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_BACKWARD); }
+LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  luna_graph *g = ctx->graph;
+  char *value = NULL;
+  lunai_call *c;
+  if (bytes == 0) return LUNA_OK;
+  if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
+  if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
+  if (direction == 1 && !value) lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
+  c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
+  if (!c) return g->device->copy(ctx, to, from, bytes, direction);
+  c->to = to;
+  c->bytes = bytes;
+  c->from = direction == 0 ? from : NULL;
+  c->value = value ? (size_t)(value - g->values.at) : 0;
+  if (value) memcpy(value, from, bytes);
+  lunai_graph_mix_pointer(g, to);
+  lunai_graph_mix_pointer(g, c->from);
+  lunai_graph_mix_number(g, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_ZERO, 0);
+  if (!c) return ctx->graph->device->zero(ctx, at, bytes);
+  c->to = at;
+  c->bytes = bytes;
+  lunai_graph_mix_pointer(ctx->graph, at);
+  lunai_graph_mix_number(ctx->graph, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  lunai_call *c;
+  if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
+  c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
+  if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
+  c->state = state;
+  c->training = training;
+  c->stepped = stepped;
+  lunai_graph_mix_number(ctx->graph, (uint64_t)training << 1 | (uint64_t)stepped);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_CHECK, sizeof *loss);
+  if (!c) return ctx->graph->device->check(ctx, loss, state);
+  c->state = state;
+  lunai_note_tensor(ctx->graph, (luna_tensor *)(void *)(c + 1), loss);
+  return LUNA_OK;
+}
+/* the parts stay as they are, the optimiser's, until it makes another step */
+LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  lunai_call *c = lunai_note(ctx->graph, kind, 0);
+  if (!c) return NULL;
+  c->rule = *rule;
+  c->parts = parts;
+  c->table = table;
+  c->count = count;
+  lunai_graph_mix(ctx->graph, rule, sizeof *rule);
+  lunai_graph_mix(ctx->graph, parts, (size_t)count * sizeof *parts);
+  lunai_graph_mix_pointer(ctx->graph, table);
+  return c;
+}
+LUNAI_FN luna_status lunai_note_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                     const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->norm(ctx, rule, parts, table, count);
+}
+LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                       const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->update(ctx, rule, parts, table, count);
+}
+
+LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
+  return ctx && ctx->open_status == LUNA_OK && lunai_on_device(ctx) && luna_backend_of(ctx)->record;
+}
+/* null: no memory */
+LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
+  luna_graph *g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
+  int i;
+  if (!g) return NULL;
+  memset(g, 0, sizeof *g);
+  g->ctx = ctx;
+  g->device = luna_backend_of(ctx);
+  g->table = *g->device;
+  g->table.copy = lunai_note_copy;
+  g->table.zero = lunai_note_zero;
+  g->table.begin = lunai_note_begin;
+  g->table.check = lunai_note_check;
+  g->table.norm = lunai_note_norm;
+  g->table.update = lunai_note_update;
+  for (i = 0; i < LUNA_OP_COUNT; i++) {
+    if (g->table.op[i].forward) g->table.op[i].forward = lunai_note_forward;
+    if (g->table.op[i].backward) g->table.op[i].backward = lunai_note_backward;
+  }
+  g->reason = "no step has ended";
+  g->next = ctx->graphs;
+  return ctx->graphs = g;
+}
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
+  luna_graph *g = lunai_has_graphs(ctx) ? lunai_graph_make(ctx) : NULL;
+  if (!g && lunai_has_graphs(ctx)) lunai_fail_memory(ctx, "luna_graph_open", sizeof *g);
+  return g;
+}
+LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
+  if (bytes->at) lunai_raw_release(&g->ctx->options.allocator, bytes->at, bytes->room);
+  memset(bytes, 0, sizeof *bytes);
+}
+LUNA_API void luna_graph_close(luna_graph *g) {
+  luna_graph **at;
+  luna_ctx *ctx;
+  if (!g) return;
+  ctx = g->ctx;
+  if (ctx->graph == g) {
+    ctx->graph = NULL;
+    ctx->backend = g->device;
+  }
+  for (at = &ctx->graphs; *at != g; at = &(*at)->next);
+  *at = g->next;
+  if (g->recording) g->device->forget(ctx->self, g->recording);
+  if (g->inputs) g->device->release(ctx->self, g->inputs, g->inputs_size);
+  lunai_bytes_free(g, &g->calls);
+  lunai_bytes_free(g, &g->values);
+  lunai_raw_release(&ctx->options.allocator, g, sizeof *g);
+}
+
+LUNA_API luna_status luna_graph_begin(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  if (!g) return LUNA_OK;
+  if (ctx->graph) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_begin");
+  g->calls.used = g->calls.needed = g->values.used = g->values.needed = 0;
+  g->hash = 0;
+  g->through = g->customs = false;
+  g->status = LUNA_OK;
+  ctx->graph = g;
+  ctx->backend = &g->table;
+  return LUNA_OK;
+}
+/* as large as a step needs; nothing is lost where memory ends */
+LUNAI_FN void lunai_bytes_grow(const luna_graph *g, lunai_bytes *bytes) {
+  const size_t needed = bytes->needed;
+  if (needed <= bytes->room) return;
+  lunai_bytes_free(g, bytes);
+  bytes->at = (char *)lunai_raw_allocate(&g->ctx->options.allocator, needed);
+  if (bytes->at) bytes->room = needed;
+}
+/* Has the device record what was noted; false: it could not, and has run nothing */
+LUNAI_FN bool lunai_graph_record(luna_graph *g) {
+  luna_ctx *ctx = g->ctx;
+  const luna_backend *b = g->device;
+  const luna_status before = ctx->status;
+  luna_status status;
+  if (g->recording) b->forget(ctx->self, g->recording);
+  g->recording = NULL;
+  if (g->values.used > g->inputs_size) {
+    if (g->inputs) b->release(ctx->self, g->inputs, g->inputs_size);
+    g->inputs = (char *)b->allocate(ctx->self, g->values.used);
+    g->inputs_size = g->inputs ? g->values.used : 0;
+    if (!g->inputs) return false;
+  }
+  if (b->record(ctx) != LUNA_OK) return ctx->status = before, false;
+  status = lunai_calls_run(g, true);
+  if (b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) != LUNA_OK || !g->recording) {
+    ctx->status = before;
+    return false;
+  }
+  g->recorded = g->hash;
+  return true;
+}
+LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
+  luna_status status = LUNA_OK;
+  g->reason = "";
+  if (g->values.used) status = g->device->copy(g->ctx, g->inputs, g->values.at, g->values.used, 1);
+  return status == LUNA_OK ? g->device->run(g->ctx, g->recording) : status;
+}
+LUNA_API luna_status luna_graph_end(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  luna_status status;
+  if (!g) return LUNA_OK;
+  if (ctx->graph != g) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_end");
+  ctx->graph = NULL;
+  ctx->backend = g->device;
+  status = g->status;
+  if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
+  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g)) status = lunai_graph_launch(g);
+  else if (!g->through) {
+    g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
+    status = lunai_calls_run(g, false);
+  }
+  g->last = g->through ? 0 : g->hash;
+  lunai_bytes_grow(g, &g->calls);
+  lunai_bytes_grow(g, &g->values);
+  if (status == LUNA_OK && ctx->status != LUNA_OK) return ctx->status;
+  return lunai_backend_result(ctx, "luna_graph_end", status);
+}
+LUNA_API const char *luna_graph_reason(const luna_graph *g) {
+  return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
+}
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
@@ -9814,7 +11380,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
-  if (root->ctx == ctx || ctx->backend != root->ctx->backend || !lunai_queues(ctx) || !lunai_queues(root->ctx))
+  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) || !lunai_queues(root->ctx))
     return params;
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
@@ -9837,6 +11403,7 @@ LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *na
   lunai_param *p = name ? lunai_param_find(params, name) : NULL;
   return p ? &p->tensor : NULL;
 }
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return params ? params->ctx : NULL; }
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return params ? params->size : 0; }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
   lunai_param *p = params && index >= 0 && index < params->size ? params->last : NULL;
@@ -9917,7 +11484,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
   *wrong = LUNA_ERROR_NONE;
-  if (params->shared && params->shared->ctx->backend != params->ctx->backend) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
   if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
@@ -10174,6 +11741,21 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* ----------------------------------------------------------------------------------------------------------------------
    >>ops: shape checks, then a call of the backend
    ---------------------------------------------------------------------------------------------------------------------- */
+/* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
+   read and update, and what its parameters and its sources alone make, which is computed once. */
+typedef struct lunai_past {
+  const int64_t *position;           /* tokens before */
+  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
+  float *history;                    /* [batch, convolution - 1, dim] */
+  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
+  luna_tensor scores;                /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots,
+                                        head_dim]; of one source without its axis */
+  luna_tensor scores_bias;           /* rank 0: not folded; [heads slots], of several sources [sources, batch / sources,
+                                        heads slots] */
+  luna_tensor keys, values;          /* a decoder's, of the packed context: [sources, slots, dim] */
+  const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
+} lunai_past;
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory;
@@ -10327,7 +11909,7 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability)) return NULL;
-  if (probability == 0 || !x->ctx->training) return x;
+  if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
   return lunai_finish_like(&s, x);
 }
@@ -10353,7 +11935,7 @@ LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
 
 /* --- products --- */
-LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
+LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
   int i;
   bool good;
@@ -10379,7 +11961,11 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   s.op.arg.matmul.k = k;
   s.op.arg.matmul.transpose_a = transpose_a;
   s.op.arg.matmul.transpose_b = transpose_b;
+  s.op.dots = dots;
   return lunai_finish(&s, a->rank, shape);
+}
+LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
+  return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
 /* whether a vector, where it is there, has that size; a weight [out, in] */
@@ -10401,11 +11987,16 @@ LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
   return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
          lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
 }
-/* act(x W^T + b), or drop(x W^T + b) + residual */
+/* whether a stream computes single rows */
+LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
+/* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (LUNAI_BUMPS(x->ctx) && residual)
+    return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
+  s.op.dots = lunai_is_single_row(x);
   lunai_input(&s, bias);
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1] = weight->shape[0];
@@ -10441,7 +12032,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   lunai_tensor_set(&want, x->ctx, x->rank, shape);
   if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
     return lunai_fail(x->ctx, LUNA_ERROR_RESIDUAL_SHAPE, "luna_feed_forward", c->residual, &want);
-  if (!x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
+  if (LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     x = luna_dropout(lunai_linear_activated(x, w1, b1, activation), c->activation_dropout);
     x = luna_dropout(luna_linear(x, w2, b2), c->dropout);
     return c->residual ? luna_add(c->residual, x) : x;
@@ -10481,6 +12072,19 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
+
+/* x as [count, 1], with `fill` where keep, in the step, has 0 and not 1; what was there is not read */
+LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fill, const char *name) {
+  int64_t shape[2];
+  lunai_build s;
+  shape[0] = luna_count(x);
+  shape[1] = 1;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
+  s.op.arg.mask.width = 1;
+  s.op.arg.mask.fill = fill;
+  return s.op.lengths ? lunai_finish_like(&s, x) : lunai_abandon(&s);
+}
 
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
@@ -10571,6 +12175,83 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
 }
 
+/* --- losses of numbers, composed of the ops above --- */
+typedef struct lunai_targets {
+  luna_tensor *x;                    /* the values [count, 1], 0 where there is no target */
+  const int32_t *given;              /* [count], 1 where there is one */
+  float share;                       /* 1 / how many there are */
+} lunai_targets;
+LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
+  const int64_t count = luna_count(values);
+  int64_t i, counted = 0;
+  lunai_build s;
+  void *memory;
+  int32_t *given;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
+  if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
+    return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
+  t->given = given = (int32_t *)memory;
+  for (i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
+  t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
+  t->x = lunai_select(values, given, 0, name);
+  return t->x != NULL;
+}
+/* the values less their targets [count, 1], 0 where there is none */
+LUNAI_FN luna_tensor *lunai_errors(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
+  if (!lunai_targets_take(t, values, targets, name)) return NULL;
+  return lunai_select(luna_add(t->x, luna_scale(luna_tensor_new(t->x->ctx, targets, 2, t->x->shape), -1)), t->given, 0,
+                      name);
+}
+LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *losses) {
+  return luna_scale(luna_sum(losses, 0), t->share);
+}
+
+LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
+  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  lunai_targets t;
+  luna_tensor *e = lunai_errors(&t, values, targets, "luna_mse");
+  return e ? lunai_result(scope, lunai_mean_given(&t, luna_mul(e, e))) : NULL;
+}
+
+/* delta times what |e| exceeds it by, and half the square of the rest: no difference of large numbers */
+LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
+  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  const int64_t one = 1;
+  lunai_targets t;
+  luna_tensor *e, *minus, *above, *below, *rest;
+  if (delta == 0) delta = 1;
+  if (values && !(delta > 0 && lunai_is_finite(delta)))
+    return lunai_fail(values->ctx, LUNA_ERROR_NEGATIVE, "luna_huber", "delta", (double)delta);
+  if ((e = lunai_errors(&t, values, targets, "luna_huber")) == NULL) return NULL;
+  delta = -delta;
+  minus = luna_tensor_new(e->ctx, &delta, 1, &one);
+  above = luna_relu(luna_add(e, minus));
+  below = luna_relu(luna_add(luna_scale(e, -1), minus));
+  rest = luna_add(luna_add(e, luna_scale(above, -1)), below);
+  rest = luna_add(luna_scale(luna_mul(rest, rest), 0.5f), luna_scale(luna_add(above, below), -delta));
+  return lunai_result(scope, lunai_mean_given(&t, rest));
+}
+
+/* t ln(1 + e^-x) + (1 - t) ln(1 + e^x): accurate for confident logits too */
+LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
+  const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
+  const float unit = 1;
+  const int64_t one = 1;
+  lunai_targets t;
+  luna_tensor *y, *yes, *no;
+  int64_t i;
+  for (i = 0; targets && i < luna_count(logits); i++)
+    if (targets[i] < 0 || targets[i] > 1)
+      return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
+  if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
+  y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
+  no = luna_add(luna_scale(y, -1), luna_tensor_new(t.x->ctx, &unit, 1, &one));
+  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
+}
+
 /* --- attention --- */
 LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
@@ -10622,14 +12303,59 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   return true;
 }
 
+/* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
+LUNAI_FN size_t lunai_pattern_copy(luna_attention_pattern *p, char *at) {
+  const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
+  const void *from[5];
+  size_t sizes[5], bytes = 0;
+  int i;
+  if (p->blocks == 0) return 0;
+  from[0] = p->queries; from[1] = p->offsets; from[2] = p->runs; from[3] = p->query_order; from[4] = p->key_order;
+  sizes[0] = sizes[1] = starts;
+  sizes[2] = (size_t)p->offsets[p->blocks] * sizeof(luna_key_run);
+  sizes[3] = (size_t)p->queries[p->blocks] * number;
+  sizes[4] = p->key_order ? (size_t)p->key_count * number : 0;
+  for (i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
+    if (!at || !from[i]) continue;
+    lunai_copy(at + bytes, from[i], sizes[i]);
+    from[i] = at + bytes;
+  }
+  p->queries = (const int32_t *)from[0]; p->offsets = (const int32_t *)from[1];
+  p->runs = (const luna_key_run *)from[2];
+  p->query_order = (const int32_t *)from[3]; p->key_order = (const int32_t *)from[4];
+  return bytes;
+}
+/* copies patterns into the step; null: no memory */
+LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from,
+                                                           int64_t count) {
+  const size_t structs = lunai_round((size_t)count * sizeof *from);
+  size_t bytes = structs;
+  luna_attention_pattern p, *to;
+  void *memory;
+  int64_t i;
+  for (i = 0; i < count; i++) {
+    p = from[i];
+    bytes += lunai_pattern_copy(&p, NULL);
+  }
+  if (!lunai_step(s->op.ctx, bytes, false, &memory)) {
+    lunai_op_no_memory(s, bytes);
+    return NULL;
+  }
+  to = (luna_attention_pattern *)memory;
+  memcpy(to, from, (size_t)count * sizeof *from);
+  for (i = 0, bytes = structs; i < count; i++) bytes += lunai_pattern_copy(&to[i], (char *)memory + bytes);
+  return to;
+}
+
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
-  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
+  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
-  const bool ragged = c->sequences > 0;
+  const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
+                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
@@ -10643,6 +12369,17 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
+  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
+      s.op.arg.attention.batch, s.op.arg.attention.heads,
+                                                      s.op.arg.attention.queries, s.op.arg.attention.keys)) {
+    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch,
+               s.op.arg.attention.heads,
+               s.op.arg.attention.queries, s.op.arg.attention.keys);
+    return lunai_abandon(&s);
+  }
+  s.op.arg.attention.pattern_count = c->pattern_count;
+  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
+    return NULL;
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
@@ -10652,7 +12389,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   sums[0] = shape[0];
   sums[1] = ragged ? s.op.arg.attention.heads : q->shape[1];
   sums[2] = s.op.arg.attention.heads;
-  return lunai_finish_two(&s, ragged ? 2 : 3, shape, c->sums, ragged ? 2 : 3, sums);
+  return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
@@ -10668,16 +12405,20 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   return lunai_finish_like(&s, z);
 }
 
-LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                              const lunai_past *past) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
   if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1)
     return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
   if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
   lunai_input(&s, bias);
+  if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
-
+LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  return lunai_short_convolution(x, weight, bias, NULL);
+}
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
   int64_t sums_shape[3];
@@ -10766,7 +12507,9 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
   return luna_causal_product(luna_reshape(w, 3, grouped), a, v, heads);
 }
 
-LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+                                         int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
+                                         const lunai_past *past) {
   bool good, failed = false;
   float scale;
   int a;
@@ -10775,20 +12518,28 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
+  good = good && q->shape[2] > 0 && (s->shape[2] > 0 || LUNAI_BUMPS(q->ctx)) && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
+  good = good && (LUNAI_BUMPS(q->ctx) || lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads)); /* a source may have no slots */
   if (!good) return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training))
+  if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
+  if (past) {
+    build.op.mean_ka = past->mean_ka;
+    build.op.mean_av = past->mean_av;
+    build.op.position = past->position;
+  }
   return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
+}
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+  return lunai_causal_nested(q, k, v, s, heads, omega, lengths, dropout, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom) {
@@ -10806,6 +12557,19 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   s.op.custom = *custom;
   s.op.custom.state = memory;
   return lunai_finish(&s, rank, shape);
+}
+LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
+  const luna_op *op = out ? out->ctx->custom : NULL;
+  luna_run run;
+  memset(&run, 0, sizeof run);
+  if (!op) return run;
+  run.isa = op->ctx->options.isa;
+  run.scratch = op->workspace;
+  run.scratch_size = op->workspace_size;
+  run.parallel_for = op->ctx->parallel.run;
+  run.parallel_user = op->ctx->parallel.user;
+  run.threads = (int)op->ctx->parallel.threads;
+  return run;
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -10892,6 +12656,125 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
   return luna_layer_norm(x, layer->weight, layer->bias);
 }
 
+/* --- features --- */
+LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
+                               int64_t dim, luna_init init) {
+  const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
+  return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
+         (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
+         lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+}
+LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
+                                           int64_t features, int64_t dim, luna_init init) {
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
+  return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
+}
+/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
+   that returns a status. */
+LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
+  va_list values;
+  va_start(values, id);
+  lunai_report_values(ctx, !op, id, values);
+  va_end(values);
+  return false;
+}
+LUNAI_FN bool lunai_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
+  luna_ctx *ctx = layer && layer->mean ? layer->mean->ctx : NULL;
+  int64_t shape[3], b;
+  luna_tensor like;
+  if (!ctx) return false;
+  if (!input) return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "the input");
+  shape[0] = input->batch;
+  shape[1] = input->n;
+  shape[2] = layer->mean->shape[0];
+  like = lunai_like(ctx, 3, shape);
+  if (lunai_shape_count(3, shape) < 0)
+    return lunai_input_wrong(ctx, op, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)3, LUNAI_MAX_COUNT);
+  if (!input->features && lunai_shape_count(3, shape) > 0)
+    return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "input.features");
+  for (b = 0; input->lengths && b < input->batch; b++)
+    if (input->lengths[b] < 0 || input->lengths[b] > input->n)
+      return lunai_input_wrong(ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)input->lengths[b],
+                               (int64_t)0, input->n);
+  return true;
+}
+LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
+  return !input->lengths || step % input->n < input->lengths[step / input->n];
+}
+LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
+  const int64_t k = layer && layer->mean ? layer->mean->shape[0] : 0;
+  luna_ctx *ctx = k ? layer->mean->ctx : NULL;
+  luna_status status;
+  lunai_mark mark;
+  void *memory;
+  float *mean;
+  int64_t i, f;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!lunai_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
+    return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
+  mean = (float *)memory;
+  for (f = 0; f < k; f++) {
+    double sum = 0, squares = 0;
+    int64_t count = 0;
+    for (i = 0; i < input->batch * input->n; i++) /* Welford's recurrence: one pass, no difference of large sums */
+      if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * k + f])) {
+        const double x = (double)input->features[i * k + f], from = x - sum;
+        sum += from / (double)++count;
+        squares += from * (x - sum);
+      }
+    mean[f] = (float)sum;
+    mean[k + f] = squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
+    if (!lunai_is_finite(mean[k + f]) || mean[k + f] == 0) mean[k + f] = 1;
+  }
+  status = luna_write(layer->mean, mean);
+  if (status == LUNA_OK) status = luna_write(layer->scale, mean + k);
+  lunai_step_rewind(ctx, mark);
+  return status;
+}
+/* [batch, n, k]: the features with 0 for what is missing, or 1 where one is there and 0 where not. Both always, so that
+   neither memory nor the ops of a step depend on the data. */
+LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
+  int64_t shape[3], i, f;
+  luna_tensor *out;
+  lunai_mark mark;
+  luna_status status = LUNA_OK;
+  void *memory;
+  shape[0] = input->batch;
+  shape[1] = input->n;
+  shape[2] = k;
+  if ((out = luna_tensor_new(ctx, NULL, 3, shape)) == NULL) return NULL;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, (size_t)luna_count(out) * sizeof(float), false, &memory))
+    return lunai_fail_op_memory(ctx, "luna_input_layer_forward", (size_t)luna_count(out) * sizeof(float));
+  if (lunai_computes(ctx) && luna_count(out) > 0) {
+    float *to = (float *)memory;
+    for (i = 0; i < input->batch * input->n; i++) {
+      const bool real = lunai_is_real(input, i);
+      for (f = 0; f < k; f++, to++) {
+        const float x = real ? input->features[i * k + f] : 0;
+        *to = x != x || !real ? 0 : present ? 1 : x;
+      }
+    }
+    status = ctx->backend->copy(ctx, out->data, memory, (size_t)luna_count(out) * sizeof(float), 1);
+  }
+  lunai_step_rewind(ctx, mark);
+  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "luna_input_layer_forward", status);
+}
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
+  luna_scope scope;
+  luna_tensor *x, *present;
+  if (!lunai_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  scope = luna_scope_begin(layer->mean->ctx);
+  x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
+  present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
+  x = luna_add(x, luna_scale(luna_detach(layer->mean), -1));
+  x = luna_mul(luna_mul(x, luna_detach(layer->scale)), present);
+  return lunai_result(scope, luna_linear_layer_forward(&layer->projection, x));
+}
+
 /* what every config's dim and heads are by default */
 LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
   if (*dim == 0) *dim = 128;
@@ -10961,11 +12844,13 @@ LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) 
   axes[0] = a; axes[1] = b; axes[2] = c; axes[3] = d;
   return luna_permute(x, axes);
 }
-/* [batch, n, h d_h] -> [batch, h, n, d_h], and back */
+/* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
+  if (x && x->shape[1] == 1) return lunai_reshape(x, 4, x->shape[0], heads, 1, x->shape[2] / heads);
   return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) : NULL;
 }
 LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
+  if (x && x->shape[2] == 1) return lunai_reshape(x, 3, x->shape[0], 1, x->shape[1] * x->shape[3], 1);
   return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) : NULL;
 }
 /* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
@@ -11043,6 +12928,19 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
+/* the second half of a stream's: its sources' sequences are queries side by side */
+LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                        luna_tensor *residual, lunai_past *past) {
+  luna_attention_config a;
+  luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
+  memset(&a, 0, sizeof a);
+  a.heads = layer->config.heads;
+  a.lengths = past->source_slots;
+  q = q ? lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1) : NULL;
+  q = luna_softmax_attention(q, &past->keys, &past->values, &a);
+  q = q ? luna_reshape(q, x->rank, x->shape) : NULL;
+  return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, 0);
+}
 /* the second half: Y_X + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                           luna_tensor *residual, float dropout, const int32_t *lengths) {
@@ -11137,15 +13035,26 @@ LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *la
   luna_tensor *pq = luna_scale(luna_linear_layer_forward(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h))));
   return lunai_split_heads(lunai_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
 }
-/* folded: pq_h Wpc_h [b, h, l, d]; *bias: pq_h bpc_h [b, h, l, 1] */
+/* folded: pq_h Wpc_h [b, h, l, d]; *bias, unless null: pq_h bpc_h [b, h, l, 1] */
 LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq, luna_tensor **bias) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
-  luna_tensor *g = pq ? luna_matmul(pq, lunai_weight_heads(pq->ctx, &layer->pc, d, h), false, false) : NULL;
-  *bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
+  luna_tensor *g = luna_matmul(pq, lunai_reshape(layer->pc.weight, 3, h, d / h, d, 1), false, false);
+  if (bias) *bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
   return g;
 }
 /* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias stays, for omega is
    no softmax. */
+LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
+  const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  luna_tensor *s = lunai_reshape(x, 3, n, rows / n, x->shape[2], 1);
+  if (past->scores_bias.rank == 0) {
+    s = lunai_split_heads(luna_linear_layer_forward(&layer->pc, s), h);
+    s = lunai_merge_heads(luna_matmul(s, &past->scores, false, true));
+  } else if (n == 1) s = luna_linear(s, &past->scores, &past->scores_bias);
+  else s = luna_add(lunai_matmul_by(s, &past->scores, false, true, lunai_is_single_row(x)), &past->scores_bias);
+  return s ? lunai_result(scope, lunai_reshape(s, 3, x->shape[0], x->shape[1], s->shape[2], 1)) : NULL;
+}
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
@@ -11161,31 +13070,35 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, float dropout, const int32_t *lengths) {
+/* past: of a stream's layer, in place of p and lengths; or null */
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p,
+                                             luna_tensor *residual, float dropout, const int32_t *lengths,
+                                             lunai_past *past) {
   const luna_causal_attention_layer_config *c;
   luna_tensor *s, *q, *k, *v;
   luna_scope scope;
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
-  if (!p) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
+  if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
-  if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
+  if (LUNAI_BUMPS(x->ctx)) lengths = past->slots;
+  else if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
                       c->dim);
   scope = luna_scope_begin(x->ctx);
-  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
+  if (!LUNAI_BUMPS(x->ctx)) lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
-  s = lunai_causal_scores(layer, x, p);
+  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout);
+  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  return lunai_causal_attention(layer, x, p, NULL, 0, lengths);
+  return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -11366,7 +13279,11 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
+#ifdef LUNA_ONLY_STREAM
+#define lunai_is_luna(config) ((void)(config), true)
+#else
 LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
+#endif
 /* Rejects a config's number that contradicts the one it derives from; 0 = unset */
 LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
   if (value == 0 || value == expected) return true;
@@ -11488,11 +13405,26 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention, void *hook_state, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+/* input: the layer's, x: the attention's; *p: what comes in; what a hook hands out, else null */
+LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
+                                  void *hook_state, luna_tensor *input, luna_tensor *x, const luna_norm_layer *norm,
+                                  luna_tensor **p, const int32_t *lengths, bool causal) {
   const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+  luna_attention_call call;
   luna_tensor *y;
+  int i;
+  memset(&call, 0, sizeof call);
+  call.x = x;
+  call.input = input;
+  call.norm = c->pre_norm ? norm : NULL;
+  call.p = *p;
+  call.lengths = lengths;
+  call.causal = causal;
+  *p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
-  y = c->hook->forward(hook_state, x, p, lengths, causal);
+  y = c->hook->forward(hook_state, &call);
+  *p = call.next_p;
+  for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
@@ -11544,8 +13476,8 @@ LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_at
 }
 
 /* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths,
-                                  luna_tensor **next_x, luna_tensor **next_p) {
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, luna_tensor *x, luna_tensor *p,
+                                  const int32_t *lengths, luna_tensor **next_x, luna_tensor **next_p) {
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
@@ -11554,10 +13486,10 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
   c = &layer->config;
   is_luna = lunai_is_luna(c);
   if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
   if (!is_luna) {
     y = lunai_normed(c, x, &layer->attention_norm);
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, p, lengths, false);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, lengths, false);
     x = lunai_residual(c, x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
@@ -11567,7 +13499,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
     if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
                            next_x ? &x : NULL, next_p ? &p : NULL)) return false;
   }
-  if (!is_luna || !next_p) p = NULL;
+  if (!next_p) p = NULL;
   if (next_x) {
     x = lunai_results(scope, x, p);
     x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
@@ -11579,7 +13511,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
   luna_tensor *y = NULL;
-  return lunai_encoder_layer(layer, x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
+  return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
@@ -11609,20 +13541,25 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* -> X'; *next_p: P', or next_p is null where it is not wanted */
+/* -> X'; *next_p: P', or next_p is null where it is not wanted; past: of a stream's layer, in place of p, context and
+   lengths, or null */
 LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
-                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p) {
+                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p,
+                                          lunai_past *past) {
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
+  if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx);
   y = lunai_normed(c, x, &layer->self_norm);
-  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths);
+  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
   x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm, &layer->memory_norm, &x,
+  if (past) {
+    y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
+    x = lunai_sum_normed(c, y, &layer->cross_norm);
+  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm, &layer->memory_norm, &x,
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
   x = lunai_results(scope, x, p);
@@ -11632,7 +13569,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   return x;
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
-  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p);
+  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
 }
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
@@ -11664,27 +13601,32 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   return lunai_setup_end(&s, good);
 }
 
-LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
+LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *y, *p = NULL;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx);
   y = lunai_normed(c, x, &layer->attention_norm);
-  if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
+  if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
-    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL);
+    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL, past);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result(scope, y);
   y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm));
   return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
 }
-#endif /* !LUNA_ONLY_STREAM */
+LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
+  return lunai_causal_layer(layer, x, NULL);
+}
+#ifdef LUNA_ONLY_STREAM
+#pragma pop_macro("LUNA_API")
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by tests/golden.c and tests/models.c.
@@ -11693,7 +13635,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
+  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
+  F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
@@ -11703,13 +13646,22 @@ typedef struct lunai_lm_sizes {
 #undef LUNAI_FIELD
 } lunai_lm_sizes;
 
+LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
+  memset(c, 0, sizeof *c);
+  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
+  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
+  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
+  c->layer.pre_norm = s->pre_norm != 0;
+  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
+  c->features = s->features; c->outputs = s->outputs;
+}
+
 typedef struct lunai_field { const char *key; size_t at; int64_t min, max; } lunai_field;
 static const lunai_field lunai_lm_fields[] = {
 #define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_lm_sizes, name), min, max },
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
-#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
 
 /* returns the first field that a file's metadata lacks or has out of range, or null */
@@ -11752,9 +13704,15 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
-  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0))
+  if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
+                              s->layers * layer + (s->pre_norm ? 2 : 0))
     return "its tensors are not those of luna.layers layers";
-  if (!lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim)) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
+                    !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
+    return s->features ? "input_proj.weight is not [luna.dim, luna.features]" :
+                         "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (s->outputs && !lunai_st_matrix(st, "output_projection.weight", s->outputs, s->dim))
+    return "output_projection.weight is not [luna.outputs, luna.dim]";
   if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
   if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
   if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
@@ -11771,19 +13729,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
-/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
-LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
-  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
-  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
-  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
-  *sine = quarter & 1 ? c : s;
-  *cosine = quarter & 1 ? s : c;
-  if (quarter & 2) *sine = -*sine;
-  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
-}
-/* Sinusoidal positions in tensor2tensor's form: sin in the first half, cos in the second, frequencies 10000^(-i / (d/2 - 1)); an odd last is 0 */
-LUNAI_FN double lunai_frequency(int64_t i, int64_t half) { return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0)); }
+/* one row of sinusoidal positions */
 LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
@@ -11797,48 +13743,15 @@ LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* positions first .. first + n as a tensor [n, d]; a row is the sum of two angles, its block's and its place's in the block */
-#define LUNAI_ANGLES 64
+/* positions first .. first + n as a tensor [n, d] */
 LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
-  const int64_t half = d / 2;
-  int64_t shape[2], t, i;
-  luna_tensor *out;
-  lunai_mark mark;
-  double *table;
-  float *row;
-  void *memory, *more;
-  luna_status status = LUNA_OK;
+  int64_t shape[2];
+  lunai_build s;
   shape[0] = n;
   shape[1] = d;
-  out = luna_tensor_new(ctx, NULL, 2, shape);
-  if (!out) return NULL;
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double), false, &memory) || !lunai_step(ctx, (size_t)(LUNAI_ANGLES * d) * sizeof(float), false, &more)) {
-    lunai_step_rewind(ctx, mark);
-    return lunai_fail_op_memory(ctx, "sinusoidal positions", (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double));
-  }
-  table = (double *)memory;
-  row = (float *)more;
-  if (!lunai_computes(ctx)) n = 0;
-  for (t = 0; t < lunai_min(n, LUNAI_ANGLES); t++)
-    for (i = 0; i < half; i++) lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
-  for (t = 0; t < n && status == LUNA_OK; t += LUNAI_ANGLES) {
-    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
-    int64_t j;
-    memset(row, 0, (size_t)(LUNAI_ANGLES * d) * sizeof(float));
-    for (i = 0; i < half; i++) {
-      double s, c;
-      lunai_sine((double)(first + t) * lunai_frequency(i, half), &s, &c);
-      for (j = 0; j < rows; j++) {
-        const double *angle = table + (j * half + i) * 2;
-        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
-        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
-      }
-    }
-    status = ctx->backend->copy(ctx, out->data + t * d, row, (size_t)(rows * d) * sizeof(float), 1);
-  }
-  lunai_step_rewind(ctx, mark);
-  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "sinusoidal positions", status);
+  lunai_start_in(&s, ctx, LUNA_OP_SINUSOIDS, "sinusoidal positions");
+  s.op.arg.sinusoids.first = first;
+  return lunai_finish(&s, 2, shape);
 }
 
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
@@ -11913,14 +13826,7 @@ LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
   s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
   s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
-}
-LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
-  memset(c, 0, sizeof *c);
-  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
-  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0;
-  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
+  s->features = c->features; s->outputs = c->outputs;
 }
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
@@ -11929,6 +13835,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (c->vocab == 0) c->vocab = 256;
+  if (c->outputs == 0) c->outputs = c->features;
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
@@ -11950,15 +13857,17 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   lunai_setup s;
   lunai_lm_sizes sizes;
   luna_lm_config c;
+  luna_init projection;
   void *memory = NULL;
   int64_t i;
   bool good;
   if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
     return lunai_setup_end(&s, false);
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
+  projection = lunai_projection_init(c.layer.bert_init, true);
   memset(model, 0, sizeof *model);
-  model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
-  good = model->embedding != NULL;
+  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
+  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
   model->layers = (luna_causal_layer *)memory;
@@ -11967,6 +13876,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
+  if (good && c.outputs)
+    good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
   lunai_lm_to_sizes(&c, &sizes);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
                                        &sizes);
@@ -11990,17 +13901,22 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  luna_tensor *x = luna_embedding(model->embedding, input->tokens, input->batch, input->n);
+  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
+                                      luna_input_layer_forward(&model->input, input);
   int64_t i;
   x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
   for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
   return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
 }
+LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
+  return model->output.weight ? model->output.weight : model->embedding;
+}
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
   const luna_scope scope = luna_scope_begin(ctx);
-  return ctx ? lunai_result(scope, luna_linear(lunai_lm_features(model, input), model->embedding, NULL)) : NULL;
+  if (!ctx) return NULL;
+  return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
@@ -12009,7 +13925,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   if (!ctx) return NULL;
   if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
   x = lunai_lm_features(model, input);
-  return lunai_result(scope, luna_linear_cross_entropy(x, model->embedding, NULL, labels, NULL));
+  return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
 /* --- the fields of models with an encoder --- */
@@ -12019,7 +13935,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
   F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26)
+  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26) \
+  F(features, 0, 1 << 20) F(per_step, 0, 1)
 typedef struct lunai_model_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_MODEL_FIELDS(LUNAI_FIELD)
@@ -12040,6 +13957,7 @@ LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_s
   s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
   s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
   s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
+  s->features = c->features;
 }
 LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
   luna_linformer_config *l = &c->layer.linformer;
@@ -12051,6 +13969,7 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
   l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
+  c->features = s->features;
 }
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
   return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
@@ -12087,12 +14006,22 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
 }
 
+/* A model's features are its encoder's. */
+LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encoder_config *encoder) {
+  if (*features == 0) *features = encoder->features;
+  if (!lunai_agrees(ctx, "encoder.features", encoder->features, "features", *features)) return false;
+  encoder->features = *features;
+  return true;
+}
+
 /* the learned embeddings and their norms */
 LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
   const luna_encoder_config *c = &e->config;
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
   if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if ((e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
+  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
+                                      lunai_projection_init(c->layer.bert_init, true)) :
+      (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
   if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
   if (!c->norm_embedding) return true;
   return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) && (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
@@ -12142,12 +14071,14 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
-/* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+/* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
+                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
   const float factor = lunai_embedding_factor(c);
-  const luna_scope scope = luna_scope_begin(table->ctx);
-  luna_tensor *x = luna_embedding(table, input->tokens, input->batch, input->n);
-  if (factor != 1) x = lunai_result(scope, luna_scale(x, factor));
+  const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
+  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
+                           luna_input_layer_forward(features, input);
+  if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
   x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
   if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
   if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
@@ -12183,7 +14114,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input), memory);
+  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is null
@@ -12195,23 +14126,24 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   luna_tensor *x;
   luna_scope scope;
   int64_t i;
-  bool has_x = true, has_p = false, is_luna;
+  bool has_x = true, has_p = false, is_luna, hands_p;
   if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
+  hands_p = is_luna || c->layer.hook;
   scope = luna_scope_begin(ctx);
   x = luna_encoder_embed(e, input, &p);
   for (i = 0; i < c->layers; i++) {
     has_x = last_x || i < c->layers - 1;
-    has_p = is_luna && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
-    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], x, p, input->lengths, has_x ? &x : NULL,
+    has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
                                    has_p ? &p : NULL)) return false;
     (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
   }
   if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
   if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
   if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
-  if ((has_x && !x) || (has_p && !p)) return false;
+  if ((has_x && !x) || (has_p && is_luna && !p)) return false;
   (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
   if (has_p) *last_p = p;
   if (has_x) *last_x = x;
@@ -12229,6 +14161,7 @@ LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
 LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
   s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
+  s->per_step = c->per_step;
 }
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config) {
   luna_classifier_config c;
@@ -12248,6 +14181,9 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
     lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
     return lunai_setup_end(&setup, false);
   }
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
+      (c.per_step && !lunai_is_unused(params->ctx, "pair", c.pair, "with per_step")))
+    return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_classifier_sizes(&c, &s);
   if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
@@ -12294,10 +14230,11 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   }
 }
 LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const luna_input *input) {
-  const bool memory = lunai_pools_memory(model->config.pooling);
+  const bool memory = lunai_pools_memory(model->config.pooling) && !model->config.per_step;
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_tensor *x = NULL, *p = NULL;
   if (!lunai_encoder(&model->encoder, input, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
+  if (model->config.per_step) return x;
   return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
@@ -12335,6 +14272,7 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.vocab == 0) c.vocab = 257;
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder)) return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c.encoder, &s);
   s.vocab = c.vocab;
@@ -12343,7 +14281,10 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  good = good && model->bias && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
+  if (good) model->output = !c.features ? model->encoder.embedding :
+                            lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
+                                        lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
+  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -12355,7 +14296,7 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
   luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
-  return x ? luna_linear(x, model->encoder.embedding, model->bias) : NULL;
+  return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
@@ -12383,7 +14324,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
       chosen[count++] = labels[i];
     }
   x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
-  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->encoder.embedding, model->bias, chosen, NULL);
+  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
@@ -12438,7 +14379,8 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
     lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
     return false;
   }
-  if (!lunai_encoder_defaults(ctx, &c->encoder, &c->encoder)) return false;
+  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder, &c->encoder) ||
+      (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   lunai_seq2seq_sizes(c, &s);
@@ -12494,11 +14436,11 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   context = luna_encoder_forward(&model->encoder, source, &p);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
+  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target) : NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
-    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL);
+    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
     x = lunai_results(inner, x, p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
@@ -12541,9 +14483,9 @@ struct luna_optimizer {
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
-  int64_t attempts, size, active;
+  int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
-  luna_tensor **parameters;          /* [active] those not frozen, for the norm */
+  luna_update *parts, *table;        /* [reached] of those that have a gradient; the same in backend memory */
   lunai_group *groups;               /* in the order they were given, for parameters that join later */
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
@@ -12561,25 +14503,21 @@ LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
   t->decay = group->weight_decay;
   t->frozen = group->frozen;
 }
-LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
-  int64_t i;
-  for (o->active = 0, i = 0; i < o->size; i++)
-    if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
-}
 /* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const lunai_group *group;
-  void *trained, *parameters, *moment;
+  void *trained, *parts, *table = NULL, *moment;
   lunai_trained *t;
   lunai_param *p;
   bool good;
   int i;
   if (o->trained && o->size >= size) return LUNA_OK;
   good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
-         lunai_persist(ctx, (size_t)size * sizeof(luna_tensor *), false, &parameters);
+         lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
+         (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
   for (p = o->params->first; p && good; p = p->next) {
     if (p->index < o->size) continue;
@@ -12599,9 +14537,10 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
     return lunai_fail_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
   }
   o->trained = (lunai_trained *)trained;
-  o->parameters = (luna_tensor **)parameters;
+  o->parts = (luna_update *)parts;
+  o->table = (luna_update *)(table ? table : parts);
+  o->reached = 0;
   o->size = size;
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -12747,7 +14686,6 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -12782,11 +14720,36 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
+/* the parts of those parameters that have a gradient; what changed goes to the device */
+LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
+  luna_ctx *ctx = o->params->ctx;
+  int64_t i, reached = 0, first = 0;
+  bool changed = false;
+  for (i = 0; i < o->size; i++) {
+    const lunai_trained *t = &o->trained[i];
+    luna_update part;
+    if (!t->tensor->grad) continue;
+    memset(&part, 0, sizeof part);
+    part.value = t->tensor->data;
+    part.grad = t->tensor->grad;
+    memcpy(part.moment, t->moment, sizeof part.moment);
+    part.count = luna_count(t->tensor);
+    part.first = first;
+    part.decay = t->decay;
+    part.lr = t->lr;
+    part.frozen = t->frozen;
+    first += lunai_divide_up(part.count, LUNA_UPDATE_PIECE);
+    changed = changed || reached >= o->reached || memcmp(&o->parts[reached], &part, sizeof part) != 0;
+    memcpy(&o->parts[reached++], &part, sizeof part);
+  }
+  o->reached = reached;
+  if (!changed || o->table == o->parts) return LUNA_OK;
+  return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
-  luna_update u;
+  luna_rule rule;
   luna_status status;
-  int64_t i;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
@@ -12794,24 +14757,18 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
   if (ctx->options.measure) return LUNA_OK;
-  status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
-  memset(&u, 0, sizeof u);
-  u.kind = o->kind;
-  u.nesterov = o->nesterov;
-  u.momentum = o->momentum;
-  u.beta1 = o->config.beta1;
-  u.beta2 = o->config.beta2;
-  u.epsilon = o->config.epsilon;
-  u.state = o->state;
-  for (i = 0; i < o->size && status == LUNA_OK; i++) {
-    const lunai_trained *t = &o->trained[i];
-    u.parameter = t->tensor;
-    u.decay = t->decay;
-    u.lr = t->lr;
-    memcpy(u.moment, t->moment, sizeof u.moment);
-    if (!t->tensor->grad) continue;
-    status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
-  }
+  memset(&rule, 0, sizeof rule);
+  rule.kind = o->kind;
+  rule.nesterov = o->nesterov;
+  rule.momentum = o->momentum;
+  rule.beta1 = o->config.beta1;
+  rule.beta2 = o->config.beta2;
+  rule.epsilon = o->config.epsilon;
+  rule.clip = o->config.clip;
+  rule.state = o->state;
+  status = lunai_optimizer_parts(o);
+  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
@@ -13214,6 +15171,7 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
   classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits; classifier.pair = s->pair != 0;
+  classifier.per_step = s->per_step != 0;
   seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0; seq2seq.separate_output = s->separate_output != 0;
   seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
   if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
@@ -13813,645 +15771,240 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    For a model on a device all values are there, in a block of their own, and the backend computes. Guarded by
    tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
+enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_CONVOLUTION, LUNAI_SLOT_MATRIX };
+/* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
+   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
+typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
+#define LUNAI_NO_COLUMNS 0xFFFF
+#define LUNAI_SLOT(type, field, name, rows, columns, when) \
+  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when },
+#define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
+static const lunai_slot lunai_causal_slots[] = {
+#define LUNAI_FIELD(field, name, rows, columns, when) LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, when)
+  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
+  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
+  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
+  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
+  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
+#undef LUNAI_FIELD
+};
+#ifndef LUNA_ONLY_STREAM
+static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
+#define LUNAI_FIELD(field, when) LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, when)
+  LUNAI_FIELD(self_attention.pq, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.pc, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(self_attention.q, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.k, LUNAI_SLOT_FULL)
+  LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
+#undef LUNAI_FIELD
+};
+#endif
+#undef LUNAI_SLOT
+#undef LUNAI_SIZE
+
+/* a layer, its own tensors of the parameters, and its past */
 typedef struct lunai_stream_layer {
-  lunai_stream_linear pq, pc, q, k, v, out, fc1, fc2, attention_norm, final_norm, conv; /* norms and the convolution have the same two parts */
-  const float *memory;
-  float *folded, *folded_bias;       /* [sources, heads slots, dim]: pack scores straight from x, when that is cheaper; else [sources, slots, dim]: scaled pq,
-                                        on a device by heads, [sources, heads, slots, head_dim] */
-  lunai_stream_linear cross_q, cross_out, cross_norm; /* a decoder's */
-  float *keys, *values;              /* [sources, slots, dim] of the source's packed context */
-  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
-  float *history;                    /* [batch, convolution - 1, dim] */
+  union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
+  lunai_past past;
+  luna_tensor parameters[26];
 } lunai_stream_layer;
 
 struct luna_stream {
   lunai_lm_sizes sizes;
-  const lunai_kernels *kernels;
+  luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
+  lunai_bump bump;
+  luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  const float *embedding, *output, *positions; /* [vocab, dim] twice; a learned table or null */
-  lunai_stream_linear norm;
+  luna_tensor embedding, output, positions; /* [vocab, dim] twice; a learned table */
+  luna_tensor norm_weight, norm_bias;
+  luna_norm_layer norm;              /* these, where there are any */
   int64_t batch, chunk, position, first_position;
-  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources
-                                        sequences */
+  int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
-  bool single;                       /* one row of each sequence is being computed: products go by dots, in a batch of any size */
-  int32_t *slots, *source_slots;     /* a decoder's real memory slots: [batch], [sources] */
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
-  float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
-  void *scratch, *reordered;         /* a buffer for reordering a batch */
+  char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
+  float *logits;                     /* [batch, vocab], on the host */
+  int32_t *slots, *source_slots;     /* as in lunai_past, or null */
   luna_error_id error;               /* of the last call */
-#ifndef LUNA_ONLY_STREAM
-  luna_allocator allocator;          /* of a stream opened from a model */
+  const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced, */
+  luna_allocator allocator;          /* and where its memory is from */
   size_t memory_size;
-  luna_ctx *ctx;                     /* of a model on a device, which holds all values above and the next three;
-                                        null: host */
-  int32_t *tokens;                   /* [batch, chunk]; or where the batch's sequences come from */
-  float *angles, *heads;             /* sinusoidal positions [chunk, dim]; scores of a chunk in another order */
-  int32_t *host_tokens;              /* on the host: inputs, */
-  float *host_angles, *host_logits;  /* and results */
-  char *device_memory;                       /* in the device's memory */
-  size_t device_size, scratch_size;
-  bool measuring;                    /* entries only report the scratch they need */
-  luna_status failed;                /* what the device failed with, */
-  char sentence[320];                /* and its sentence, of LUNA_ERROR_BACKEND */
-#endif
+  char *device_memory;               /* in the device's memory */
+  size_t device_size;
 };
 
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
+LUNAI_FN bool lunai_stream_on_device(const luna_stream *s) { return lunai_on_device(&s->ctx); }
 
+/* copies bytes of the stream, or only counts; false: the device has failed, now or before */
+LUNAI_FN bool lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
+  luna_ctx *ctx = &s->ctx;
+  if (ctx->status == LUNA_OK && lunai_computes(ctx))
+    (void)lunai_backend_result(ctx, "luna_stream", ctx->backend->copy(ctx, to, from, bytes, direction));
+  return ctx->status == LUNA_OK;
+}
+
+/* What changes from step to step, in one place, which a device is sent before the step. */
+typedef struct lunai_inputs {
+  int64_t *position;                 /* rows before these */
+  int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
+  float *angles;                     /* sinusoidal positions [rows, dim] */
+  size_t size;
+} lunai_inputs;
+LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
+  const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
+  lunai_inputs in;
+  in.position = (int64_t *)(void *)at;
+  in.tokens = (int32_t *)(void *)(in.position + 1);
+  in.places = in.tokens + s->batch * rows;
+  in.angles = (float *)(void *)(in.places + rows);
+  in.size = sizeof(int64_t) + (size_t)((s->batch + 1) * rows + angles) * sizeof(float);
+  return in;
+}
+/* the inputs of the next `rows` of each sequence of n */
+LUNAI_FN bool lunai_stream_send(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
+  const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
+  const int64_t first = s->first_position + s->position;
+  int64_t i;
+  *in.position = s->position;
+  for (i = 0; i < s->batch * rows; i++) in.tokens[i] = tokens[i / rows * n + i % rows];
+  for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
+  for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
+    lunai_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
+  return s->inputs == s->host_inputs || lunai_stream_move(s, s->inputs, s->host_inputs, in.size, 1);
+}
+
+/* --- a step: the layers' forward --- */
+/* x = y, and what was made since the mark is gone */
+LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor *x, const luna_tensor *y, lunai_mark mark) {
+  if (!x || !y) return NULL;
+  if (x != y && !lunai_stream_move(s, x->data, y->data, (size_t)luna_count(x) * sizeof(float), 0)) return NULL;
+  lunai_step_rewind(&s->ctx, mark);
+  return x;
+}
+/* `rows` rows of each sequence; `last`: logits after the last of them, [batch, 1, vocab] */
+LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
+  const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
+  const luna_positions positions = (luna_positions)s->sizes.positions;
+  luna_tensor angles, *x, *y;
+  int64_t shape[2], i;
+  lunai_mark mark;
+  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.single = rows == 1;
+  x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+  mark = lunai_step_mark(&s->ctx);
+  if (s->scale != 1) y = luna_scale(y, s->scale);
+  shape[0] = rows;
+  shape[1] = s->sizes.dim;
+  lunai_tensor_set(&angles, &s->ctx, 2, shape);
+  angles.data = in.angles;
+  if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
+  if (positions == LUNA_POSITIONS_LEARNED)
+    y = luna_add(y, luna_reshape(luna_embedding(&s->positions, in.places, 1, rows), 2, shape));
+  x = lunai_stream_keep(s, x, y, mark);
+  for (i = 0; i < s->sizes.layers && x; i++) {
+    lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
-/* --- a stream on a device: the parts of a step as ops on tensors that last for the call. No op is in place: x from
-   x is written to `in`, and the two swap. After a failure nothing more runs --- */
-typedef struct lunai_device_op { luna_op op; luna_tensor tensor[LUNA_MAX_INPUTS + 1]; int tensors; } lunai_device_op;
+    if (s->cross) y = lunai_decoder_layer(&layer->of.decoder, x, NULL, NULL, NULL, NULL, &layer->past);
+    else
+#endif
+      y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
+    x = lunai_stream_keep(s, x, y, mark);
+  }
+  if (!last) return x;
+  s->bump.single = true;
+  if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
+  if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
+  return luna_linear(x, &s->output, NULL);
+}
 
-/* reports what a backend call returned; a sentence that this call gave the context becomes the stream's */
-LUNAI_FN void lunai_device_did(luna_stream *s, luna_status status, luna_status before) {
-  if (status == LUNA_OK || s->failed != LUNA_OK) return;
-  s->failed = status;
-  if (before == LUNA_OK && s->ctx->status != LUNA_OK) memcpy(s->sentence, s->ctx->error, sizeof s->sentence);
-  else
-    lunai_print(s->sentence, sizeof s->sentence, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream",
-                luna_status_text(status));
-  s->error = LUNA_ERROR_BACKEND;
+/* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
+LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
+  luna_tensor table, *y;
+  int64_t shape[2];
+  shape[0] = s->batch;
+  shape[1] = width;
+  lunai_tensor_set(&table, &s->ctx, 2, shape);
+  table.data = (float *)state;
+  s->bump.used[0] = s->bump.used[1] = 0;
+  y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
+  if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
-LUNAI_FN void lunai_device_copy(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
-  const luna_status before = s->ctx->status;
-  if (!s->measuring && s->failed == LUNA_OK) lunai_device_did(s, s->ctx->backend->copy(s->ctx, to, from, bytes, direction), before);
+LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
+  const int64_t means = s->sizes.dim * s->sizes.memory * (int64_t)(sizeof(double) / sizeof(float));
+  int64_t i;
+  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
+    lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means);
+    lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means);
+    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].past.history, (s->sizes.convolution - 1) * s->sizes.dim);
+  }
 }
-LUNAI_FN void lunai_device_zero(luna_stream *s, void *at, size_t bytes) {
-  const luna_status before = s->ctx->status;
-  lunai_device_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
-}
-LUNAI_FN void lunai_device_start(const luna_stream *s, lunai_device_op *f, luna_op_kind kind) {
-  memset(f, 0, sizeof *f);
-  f->op.kind = kind;
-  f->op.ctx = s->ctx;
-}
-LUNAI_FN luna_tensor *lunai_device_tensor(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  luna_tensor *t = &f->tensor[f->tensors++];
+
+LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   int64_t shape[4];
+  luna_tensor t;
   shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
-  lunai_tensor_set(t, f->op.ctx, rank, shape);
-  t->data = (float *)(uintptr_t)data;
+  lunai_tensor_set(&t, &s->ctx, rank, shape);
+  t.data = data;
   return t;
 }
-/* the next input; null: it is absent */
-LUNAI_FN void lunai_device_in(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  f->op.in[f->op.inputs++] = data ? lunai_device_tensor(f, data, rank, a, b, c, d) : NULL;
-}
-/* the result: runs the op, or finds what it needs */
-LUNAI_FN void lunai_device_out(luna_stream *s, lunai_device_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  const luna_op_functions *functions = &s->ctx->backend->op[f->op.kind];
-  const luna_status before = s->ctx->status;
-  if (s->failed != LUNA_OK) return;
-  if (data == s->x && f->op.in[0]->data == s->x) { /* in place of x */
-    data = s->in;
-    s->in = s->x;
-    s->x = data;
-  }
-  f->op.out[f->op.outputs++] = lunai_device_tensor(f, data, rank, a, b, c, d);
-  f->op.workspace = s->scratch;
-  functions->query(&f->op);
-  if (s->measuring && f->op.workspace_size > s->scratch_size) s->scratch_size = f->op.workspace_size;
-  if (s->measuring) return;
-  lunai_device_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : functions->forward(&f->op), before);
-}
-
-LUNAI_FN void lunai_device_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_LINEAR);
-  f.op.activation = (luna_activation)activation;
-  lunai_device_in(&f, x, 2, rows, in, 1, 1);
-  lunai_device_in(&f, weight, 2, out, in, 1, 1);
-  lunai_device_in(&f, bias, 1, out, 1, 1, 1);
-  lunai_device_out(s, &f, y, 2, rows, out, 1, 1);
-}
-/* x [batch, m, k] times w [batch, n, k] transposed */
-LUNAI_FN void lunai_device_matmul(luna_stream *s, const float *x, const float *w, int64_t batch, int64_t m, int64_t n, int64_t k, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_MATMUL);
-  f.op.arg.matmul.outer = 1; f.op.arg.matmul.inner = batch; f.op.arg.matmul.m = m; f.op.arg.matmul.n = n; f.op.arg.matmul.k = k;
-  f.op.arg.matmul.transpose_b = true;
-  lunai_device_in(&f, x, 3, batch, m, k, 1);
-  lunai_device_in(&f, w, 3, batch, n, k, 1);
-  lunai_device_out(s, &f, y, 3, batch, m, n, 1);
-}
-/* [a, b, c, d] -> [a, c, b, d] */
-LUNAI_FN void lunai_device_swap(luna_stream *s, const float *x, int64_t a, int64_t b, int64_t c, int64_t d, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_PERMUTE);
-  f.op.arg.permute.axes[1] = 2; f.op.arg.permute.axes[2] = 1; f.op.arg.permute.axes[3] = 3;
-  lunai_device_in(&f, x, 4, a, b, c, d);
-  lunai_device_out(s, &f, y, 4, a, c, b, d);
-}
-/* b [each] is added to every `each` of a */
-LUNAI_FN void lunai_device_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_ADD);
-  f.op.arg.binary.period = each;
-  lunai_device_in(&f, a, 2, count / each, each, 1, 1);
-  lunai_device_in(&f, b, 1, each, 1, 1, 1);
-  lunai_device_out(s, &f, y, 2, count / each, each, 1, 1);
-}
-LUNAI_FN void lunai_device_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  const int64_t d = s->sizes.dim;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_LAYER_NORM);
-  lunai_device_in(&f, x, 2, rows, d, 1, 1);
-  lunai_device_in(&f, norm->weight, 1, d, 1, 1, 1);
-  lunai_device_in(&f, norm->bias, 1, d, 1, 1, 1);
-  lunai_device_out(s, &f, y, 2, rows, d, 1, 1);
-}
-/* rows of a table [from, width] by the numbers in s->tokens */
-LUNAI_FN void lunai_device_rows(luna_stream *s, const float *table, int64_t from, int64_t width, int64_t rows, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_EMBEDDING);
-  f.op.index = s->tokens;
-  lunai_device_in(&f, table, 2, from, width, 1, 1);
-  lunai_device_out(s, &f, y, 2, rows, width, 1, 1);
-}
-LUNAI_FN void lunai_device_convolve(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_SHORT_CONVOLUTION);
-  f.op.history = layer->history;
-  lunai_device_in(&f, in, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, layer->conv.weight, 2, d, s->sizes.convolution, 1, 1);
-  lunai_device_in(&f, layer->conv.bias, 1, d, 1, 1, 1);
-  lunai_device_out(s, &f, s->conv, 3, s->batch, rows, d, 1);
-}
-LUNAI_FN void lunai_device_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_CAUSAL_LUNA);
-  f.op.arg.causal.heads = h;
-  f.op.arg.causal.scale = (float)(1.0 / sqrt((double)(d / h)));
-  f.op.activation = (luna_activation)s->sizes.omega;
-  f.op.lengths = s->slots;
-  f.op.mean_ka = layer->mean_ka;
-  f.op.mean_av = layer->mean_av;
-  f.op.position = s->position;
-  lunai_device_in(&f, s->q, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, s->k, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, s->v, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, s->s, 3, s->batch, rows, h * s->sizes.memory, 1);
-  lunai_device_out(s, &f, s->y, 3, s->batch, rows, d, 1);
-}
-LUNAI_FN void lunai_device_cross(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, queries = s->batch / s->sources * rows;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_SOFTMAX_ATTENTION);
-  f.op.arg.attention.heads = h; f.op.arg.attention.batch = s->sources; f.op.arg.attention.queries = queries; f.op.arg.attention.keys = l;
-  f.op.arg.attention.scale = (float)(1.0 / sqrt((double)(d / h)));
-  f.op.lengths = s->source_slots;
-  lunai_device_in(&f, s->q, 3, s->sources, queries, d, 1);
-  lunai_device_in(&f, layer->keys, 3, s->sources, l, d, 1);
-  lunai_device_in(&f, layer->values, 3, s->sources, l, d, 1);
-  lunai_device_out(s, &f, s->y, 3, s->sources, queries, d, 1);
-}
-/* with several sources, which only a decoder has, folded_bias has a row for each of the batch's */
-LUNAI_FN void lunai_device_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, n = s->sources, each = rows / n;
-  const bool one = each == 1;        /* then by rows is by heads */
-  if (!lunai_stream_folds(&s->sizes)) {
-    lunai_device_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
-    if (!one) lunai_device_swap(s, s->y, n, each, h, d / h, s->q);
-    lunai_device_matmul(s, one ? s->y : s->q, layer->folded, n * h, each, l, d / h, one ? s->s : s->heads);
-    if (!one) lunai_device_swap(s, s->heads, n, h, each, l, s->s);
-  } else if (n == 1) lunai_device_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_ACTIVATION_NONE, s->s);
-  else {
-    lunai_device_matmul(s, in, layer->folded, n, each, h * l, d, s->heads);
-    lunai_device_add(s, rows * h * l, s->heads, layer->folded_bias, rows * h * l, s->s);
+/* the bias of one source's folded scores, for each of its sequences; queries [heads slots, head_dim] */
+LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, int64_t count, float *out) {
+  const int64_t l = z->memory, hl = z->heads * l, d = z->dim / z->heads;
+  int64_t i, j;
+  for (i = 0; i < count * hl; i++) {
+    const float *q = queries + i % hl * d, *b = key_bias + i % hl / l * d;
+    out[i] = 0;
+    for (j = 0; j < d; j++) out[i] += q[j] * b[j];
   }
 }
-/* x = the last of `rows` rows of each sequence */
-LUNAI_FN void lunai_device_last(luna_stream *s, int64_t rows) {
-  const int64_t d = s->sizes.dim;
-  lunai_device_op f;
-  if (rows == 1) return;
-  lunai_device_start(s, &f, LUNA_OP_SLICE);
-  f.op.arg.slice.axis = 1; f.op.arg.slice.start = rows - 1;
-  lunai_device_in(&f, s->x, 3, s->batch, rows, d, 1);
-  lunai_device_out(s, &f, s->x, 3, s->batch, 1, d, 1);
-}
-/* tokens: the next `rows` of each sequence of n, or null where nothing is computed */
-LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
-  const int64_t d = s->sizes.dim, all = s->batch * rows, first = s->first_position + s->position;
-  const float *positions = s->sizes.positions == LUNA_POSITIONS_LEARNED ? s->positions + first * d : s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? s->angles : NULL;
-  int64_t i;
-  for (i = 0; tokens && i < all; i++) s->host_tokens[i] = tokens[i / rows * n + i % rows];
-  lunai_device_copy(s, s->tokens, s->host_tokens, (size_t)all * sizeof(int32_t), 1);
-  lunai_device_rows(s, s->embedding, s->sizes.vocab, d, all, s->x);
-  if (s->scale != 1) {
-    lunai_device_op f;
-    lunai_device_start(s, &f, LUNA_OP_SCALE);
-    f.op.arg.scale.factor = s->scale;
-    lunai_device_in(&f, s->x, 2, all, d, 1, 1);
-    lunai_device_out(s, &f, s->x, 2, all, d, 1, 1);
-  }
-  if (!positions) return;
-  for (i = 0; positions == s->angles && !s->measuring && i < rows; i++) lunai_sinusoid(first + i, d, s->host_angles + i * d);
-  if (positions == s->angles) lunai_device_copy(s, s->angles, s->host_angles, (size_t)(rows * d) * sizeof(float), 1);
-  lunai_device_add(s, all * d, s->x, positions, rows * d, s->x);
-}
-#define LUNAI_STREAM_ON_DEVICE(s, call) if ((s)->ctx) { call; return; }
-#else
-#define LUNAI_STREAM_ON_DEVICE(s, call)
-#endif
-/* within the stream's memory */
-LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) {
-  (void)s;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, to, from, bytes, 0))
-  if (bytes) memcpy(to, from, bytes);
-}
-
-/* --- the same on the host, by its kernels --- */
-
-/* A matrix product of the stream: y [rows, out] = act(x [rows, in] W^T + b) */
-LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
-  memset(g, 0, sizeof *g);
-  g->a = x; g->b = weight; g->bias = bias; g->c = y;
-  g->m = rows; g->n = out; g->k = in;
-  g->a_row = in; g->a_column = 1; g->b_row = 1; g->b_column = in; g->c_row = out;
-  g->batch[0] = g->batch[1] = 1;
-  g->alpha = 1;
-  g->activation = activation;
-}
-LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
-  lunai_gemm g;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_linear(s, x, rows, in, weight, bias, out, activation, y))
-  lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
-  g.dots = s->single;
-  s->kernels->gemm(&g, NULL, s->scratch);
-}
-LUNAI_FN void lunai_stream_attention_args(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_causal_luna *c) {
-  memset(c, 0, sizeof *c);
-  c->q = s->q; c->k = s->k; c->v = s->v; c->s = s->s; c->out = s->y;
-  c->batch = s->batch; c->rows = rows; c->heads = s->sizes.heads;
-  c->head_dim = s->sizes.dim / s->sizes.heads;
-  c->slots = s->sizes.memory;
-  c->lengths = s->slots;
-  c->scale = (float)(1.0 / sqrt((double)c->head_dim));
-  c->activation = (int)s->sizes.omega;
-  c->position = s->position;
-  c->mean_ka = layer->mean_ka;
-  c->mean_av = layer->mean_av;
-}
-/* scores of one chunk without folding: k_p = x Wpc^T + b, then each head against its part of the scaled pq */
-LUNAI_FN void lunai_stream_head_scores(const luna_stream *s, const float *keys, int64_t rows, const float *pq, float *scores, lunai_gemm *g) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory;
-  lunai_stream_product(g, keys, rows, d / h, pq, NULL, l, LUNA_ACTIVATION_NONE, scores);
-  g->a_row = g->b_column = d;
-  g->c_row = h * l;
-  g->batch[1] = h;
-  g->a_batch[1] = g->b_batch[1] = d / h;
-  g->c_batch[1] = l;
-}
-
-#ifndef LUNA_ONLY_STREAM
-/* a decoder's cross-attention; the sequences of one source are queries side by side */
-LUNAI_FN void lunai_stream_cross_args(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_attention *a) {
-  const int64_t d = s->sizes.dim;
-  memset(a, 0, sizeof *a);
-  a->q = s->q; a->k = layer->keys; a->v = layer->values; a->out = s->y;
-  a->batch = s->sources; a->heads = s->sizes.heads; a->queries = s->batch / s->sources * rows; a->keys = s->sizes.memory;
-  a->head_dim = a->value_dim = a->q_head = a->k_head = a->v_head = a->out_head = d / a->heads;
-  a->q_row = a->k_row = a->v_row = a->out_row = d;
-  a->q_batch = a->out_batch = a->queries * d;
-  a->k_batch = a->v_batch = a->keys * d;
-  a->lengths = s->source_slots;
-  a->scale = (float)(1.0 / sqrt((double)a->head_dim));
-}
-#endif
-
-/* bytes of scratch that any call may need */
-LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
+/* what the scores need of a layer's memory [sources, slots, dim], once: on a device of all sources at a time */
+LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const int64_t widest = lunai_max(z->ffn, z->dim);
-  lunai_stream_layer layer;
-  lunai_causal_luna c;
-  lunai_gemm g;
-  size_t max, need;
-  int64_t rows, i;
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) return s->scratch_size;
-#endif
-  memset(&layer, 0, sizeof layer);
-  lunai_stream_attention_args(s, &layer, s->chunk, &c);
-  c.mean_ka = c.mean_av = (double *)(void *)s->state;
-  max = s->kernels->causal_luna_scratch(&c, 1, false);
-  c.rows = 1;
-  need = s->kernels->causal_luna_scratch(&c, 1, false);
-  if (need > max) max = need;
-  for (i = 0; i < 8; i++) {
-    const int64_t in[4] = { z->dim, widest, z->dim, z->dim }, out[4] = { widest, z->dim, z->heads * z->memory, z->vocab };
-    rows = i < 4 ? s->batch * s->chunk : s->batch;
-    lunai_stream_product(&g, NULL, rows, in[i % 4], NULL, NULL, out[i % 4], LUNA_ACTIVATION_NONE, NULL);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-    lunai_stream_product(&g, NULL, i < 4 ? z->memory : rows, z->dim, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-  }
-  for (i = 0; i < 2; i++) {
-    lunai_stream_head_scores(s, NULL, s->batch / s->sources * (i ? 1 : s->chunk), NULL, NULL, &g);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-    lunai_stream_product(&g, NULL, s->batch / s->sources * (i ? 1 : s->chunk), z->dim, NULL, NULL, z->heads * z->memory, LUNA_ACTIVATION_NONE, NULL);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-#ifndef LUNA_ONLY_STREAM
-    if (s->cross) {
-      lunai_attention a;
-      lunai_stream_cross_args(s, &layer, i ? 1 : s->chunk, &a);
-      need = s->kernels->attention_scratch(&a, 1, false);
-      if (need > max) max = need;
-    }
-#endif
-  }
-  lunai_stream_product(&g, NULL, z->memory, z->dim / z->heads, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
-  g.b_row = z->dim; g.b_column = 1; g.a_row = z->dim; /* the folding itself */
-  need = s->kernels->gemm_scratch(&g, 1);
-  return lunai_round(need > max ? need : max);
-}
-
-LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
-  char *at = base ? base + *used : NULL;
-  *used += lunai_round((size_t)count * size);
-  return at;
-}
-/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
-   s->device_memory (null: only counts), device_size bytes. */
-LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t rows = s->batch * s->chunk, means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
-  size_t used = lunai_round(sizeof(luna_stream)), state;
-  int64_t i;
-#ifndef LUNA_ONLY_STREAM
-  const int64_t angles = z->positions == LUNA_POSITIONS_SINUSOIDAL ? s->chunk * z->dim : 0;
-  size_t host_size;
-#endif
-  s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) {
-    s->host_tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
-    s->host_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
-    s->host_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
-  }
-  host_size = used;
-  if (s->ctx) {
-    base = s->device_memory;
-    used = 0;
-    s->tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
-    s->angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
-    s->heads = (float *)lunai_stream_take(base, &used, s->cross || !lunai_stream_folds(z) ? rows * z->heads * z->memory : 0, sizeof(float));
-  }
-#endif
-  s->state = base ? base + used : NULL;
-  state = used;
-  for (i = 0; i < z->layers; i++) {
-    lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
-    layer->mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-    layer->mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-    layer->history = (float *)lunai_stream_take(base, &used, past, sizeof(float));
-  }
-  s->state_size = used - state;
-  for (i = 0; i < z->layers; i++) {
-    lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
-    layer->folded = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
-    layer->folded_bias = (float *)lunai_stream_take(base, &used, s->sources * z->heads * z->memory, sizeof(float));
-#ifndef LUNA_ONLY_STREAM
-    if (s->ctx && s->cross) layer->folded_bias = (float *)lunai_stream_take(base, &used, s->batch * z->heads * z->memory, sizeof(float));
-#endif
-    layer->keys = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
-    layer->values = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
-  }
-  s->x = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->in = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->conv = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->q = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->k = (float *)lunai_stream_take(base, &used, z->sharing ? rows * z->dim : 0, sizeof(float));
-  s->v = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->s = (float *)lunai_stream_take(base, &used, rows * z->heads * z->memory, sizeof(float));
-  s->y = (float *)lunai_stream_take(base, &used, lunai_max(rows, z->memory) * z->dim, sizeof(float));
-  s->ffn = (float *)lunai_stream_take(base, &used, rows * z->ffn, sizeof(float));
-  s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
-  if (!z->sharing) s->k = s->v;
-  s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
-  s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
-  if (!s->cross) s->slots = NULL;
-  s->reordered = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
-  s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
-#ifndef LUNA_ONLY_STREAM
-  s->device_size = used;                /* that is, of a stream on a device */
-  if (s->ctx) return host_size;
-#endif
-  return used;
-}
-
-/* computed once for a source: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
-LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory, int64_t source) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, hd = d / h;
-  const float scale = (float)(1.0 / sqrt((double)hd));
-  float *folded = layer->folded + source * lunai_stream_fold_size(&s->sizes), *bias = layer->folded_bias + source * h * l;
-  int64_t head, i, j;
-  lunai_gemm g;
-  lunai_stream_linear_run(s, memory, l, d, layer->pq.weight, layer->pq.bias, d, LUNA_ACTIVATION_NONE, s->y);
-  for (i = 0; i < l * d; i++) s->y[i] *= scale;
-  if (!lunai_stream_folds(&s->sizes)) {
-    memcpy(folded, s->y, (size_t)(l * d) * sizeof(float));
-    return;
-  }
-  for (head = 0; head < h; head++) {
-    lunai_stream_product(&g, s->y + head * hd, l, hd, layer->pc.weight + head * hd * d, NULL, d, LUNA_ACTIVATION_NONE, folded + head * l * d);
-    g.a_row = g.b_row = d;
-    g.b_column = 1;
-    s->kernels->gemm(&g, NULL, s->scratch);
-    for (i = 0; i < l; i++) {
-      float sum = 0;
-      for (j = 0; j < hd; j++) sum += s->y[i * d + head * hd + j] * layer->pc.bias[head * hd + j];
-      bias[head * l + i] = sum;
-    }
-  }
-}
-
-/* --- the parts of a step --- */
-/* the convolution of `rows` rows of each sequence, and its history moved on */
-LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
+  const luna_causal_attention_layer *attention = s->cross ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
+  const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
+  const int64_t each = device ? s->sources : 1, beam = s->sources > 1 ? s->batch / s->sources : 1, hl = z->heads * z->memory;
+  luna_tensor p, *queries, *scores, *bias = NULL;
   int64_t b;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_convolve(s, layer, in, rows))
-  for (b = 0; b < s->batch; b++) {
-    const float *x = in + b * rows * d;
-    float *history = layer->history + b * past * d;
-    s->kernels->short_convolution(rows, d, width, x, history, layer->conv.weight, layer->conv.bias, s->conv + b * rows * d);
-    lunai_history_move(history, past, x, rows, d);
+  s->bump.single = false;
+  for (b = 0; b < s->sources; b += each) {
+    float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
+    s->bump.used[0] = s->bump.used[1] = 0;
+    p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory, z->dim, 1);
+    queries = scores = lunai_causal_queries(attention, &p);
+    if (folds) scores = lunai_causal_folded(attention, queries, device ? &bias : NULL);
+    if (folds && device) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, each, hl, 1, 1), beam), 1, 0, 2, 3);
+    if (!scores || (folds && device && !bias)) return false;
+    if (folds && !device && lunai_computes(&s->ctx)) lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, beam, out_bias);
+    if (bias && !lunai_stream_move(s, out_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0)) return false;
+    if (!lunai_stream_move(s, lunai_offset(layer->past.scores.data, b * lunai_stream_fold_size(z)), scores->data, (size_t)luna_count(scores) * sizeof(float), 0)) return false;
   }
-}
-
-LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
-  int64_t i;
-  lunai_gemm g;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_scores(s, layer, in, rows))
-  if (!lunai_stream_folds(&s->sizes)) {
-    lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
-    in = s->y;
-  }
-  for (i = 0; i < s->sources; i++) {
-    const float *x = in + i * each * d, *folded = layer->folded + i * lunai_stream_fold_size(&s->sizes);
-    if (lunai_stream_folds(&s->sizes)) {
-      lunai_stream_linear_run(s, x, each, d, folded, layer->folded_bias + i * hl, hl, LUNA_ACTIVATION_NONE, s->s + i * each * hl);
-      continue;
-    }
-    lunai_stream_head_scores(s, x, each, folded, s->s + i * each * hl, &g);
-    s->kernels->gemm(&g, NULL, s->scratch);
-  }
-}
-
-LUNAI_FN void lunai_stream_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  lunai_causal_luna c;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_attend(s, layer, rows))
-  lunai_stream_attention_args(s, layer, rows, &c);
-  s->kernels->causal_luna(&c, NULL, s->scratch);
-}
-
-LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_norm(s, x, rows, norm, y))
-  s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
-}
-
-LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) { /* to x */
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_add(s, count, s->x, out, count, s->x))
-  s->kernels->add(count, s->x, out, s->x);
-}
-
-/* x + out, normed when post-norm; returns the next half-layer's input, which is normed when pre-norm */
-LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const float *out, const lunai_stream_linear *norm, const lunai_stream_linear *next) {
-  lunai_stream_add(s, rows * s->sizes.dim, out);
-  if (!s->sizes.pre_norm) lunai_stream_norm(s, s->x, rows, norm, s->x);
-  if (!s->sizes.pre_norm || !next) return s->x;
-  lunai_stream_norm(s, s->x, rows, next, s->in);
-  return s->in;
-}
-
-#ifndef LUNA_ONLY_STREAM
-LUNAI_FN void lunai_stream_cross_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  lunai_attention a;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_cross(s, layer, rows))
-  lunai_stream_cross_args(s, layer, rows, &a);
-  s->kernels->attention(&a, NULL, s->scratch);
-}
-LUNAI_FN const float *lunai_stream_cross(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, all = s->batch * rows;
-  lunai_stream_linear_run(s, in, all, d, layer->cross_q.weight, layer->cross_q.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  lunai_stream_cross_attend(s, layer, rows);
-  lunai_stream_linear_run(s, s->y, all, d, layer->cross_out.weight, layer->cross_out.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  return lunai_stream_residual(s, all, s->q, &layer->cross_norm, &layer->final_norm);
-}
-#endif
-
-LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, int64_t rows) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t d = z->dim, all = s->batch * rows;
-  const float *in = s->x;
-  if (z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->attention_norm, s->in);
-  if (z->pre_norm) in = s->in;
-  if (z->convolution) lunai_stream_convolve(s, layer, in, rows);
-  if (z->convolution) in = s->conv;
-  lunai_stream_scores(s, layer, in, all);
-  lunai_stream_linear_run(s, in, all, d, layer->q.weight, layer->q.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  lunai_stream_linear_run(s, in, all, d, layer->v.weight, layer->v.bias, d, LUNA_ACTIVATION_NONE, s->v);
-  if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_ACTIVATION_NONE, s->k);
-  lunai_stream_attend(s, layer, rows);
-  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  in = lunai_stream_residual(s, all, s->q, &layer->attention_norm, s->cross ? &layer->cross_norm : &layer->final_norm);
-#ifndef LUNA_ONLY_STREAM
-  if (s->cross) in = lunai_stream_cross(s, layer, in, rows);
-#endif
-  lunai_stream_linear_run(s, in, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
-  lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_ACTIVATION_NONE, s->y);
-  lunai_stream_residual(s, all, s->y, &layer->final_norm, NULL);
-}
-
-/* x = scale E[token] + position */
-LUNAI_FN void lunai_stream_embed_one(luna_stream *s, int32_t token, int64_t position, float *x) {
-  const int64_t d = s->sizes.dim, row = s->first_position + position;
-  int64_t i;
-  for (i = 0; i < d; i++) x[i] = s->scale * s->embedding[token * d + i];
-  if (s->sizes.positions == LUNA_POSITIONS_LEARNED) s->kernels->add(d, x, s->positions + row * d, x);
-  if (s->sizes.positions != LUNA_POSITIONS_SINUSOIDAL) return;
-  lunai_sinusoid(row, d, s->y);
-  s->kernels->add(d, x, s->y, x);
-}
-/* the same of the next `rows` of each sequence of n */
-LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
-  int64_t b, i;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_embed(s, tokens, n, rows))
-  for (b = 0; b < s->batch; b++)
-    for (i = 0; i < rows; i++) lunai_stream_embed_one(s, tokens[b * n + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
-}
-/* x = the last of `rows` rows of each sequence */
-LUNAI_FN void lunai_stream_last(luna_stream *s, int64_t rows) {
-  const int64_t d = s->sizes.dim;
-  int64_t b;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_last(s, rows))
-  for (b = 0; b < s->batch; b++) memmove(s->x + b * d, s->x + (b * rows + rows - 1) * d, (size_t)d * sizeof(float));
-}
-/* logits after `rows` rows; null when the device failed */
-LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
-  s->single = true;
-  lunai_stream_last(s, rows);
-  if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
-  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_ACTIVATION_NONE, s->logits);
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) lunai_device_copy(s, s->host_logits, s->logits, (size_t)(s->batch * s->sizes.vocab) * sizeof(float), 2);
-  if (s->ctx) return s->failed == LUNA_OK ? s->host_logits : NULL;
-#endif
-  return s->logits;
-}
-
-/* row b of [batch] rows of `size` bytes becomes row from[b]; on a device by the indices in s->tokens */
-LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
-  int64_t b;
-  lunai_stream_move(s, s->reordered, rows, size * (size_t)s->batch);
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_rows(s, (const float *)s->reordered, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
-  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->reordered + (size_t)from[b] * size, size);
-}
-LUNAI_FN void lunai_stream_reorder_all(luna_stream *s, const int32_t *from) {
-  const size_t means = (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double);
-  int64_t i;
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) lunai_device_copy(s, s->tokens, from, (size_t)s->batch * sizeof(int32_t), 1);
-#endif
-  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
-    lunai_stream_reorder_rows(s, s->layers[i].mean_ka, means, from);
-    lunai_stream_reorder_rows(s, s->layers[i].mean_av, means, from);
-    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].history, (size_t)((s->sizes.convolution - 1) * s->sizes.dim) * sizeof(float), from);
-  }
+  return true;
 }
 
 /* --- opening --- */
 /* whether the stream can go on: not after its device has failed */
 LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
-  s->error = LUNA_ERROR_NONE;
-#ifndef LUNA_ONLY_STREAM
-  if (s->failed != LUNA_OK) s->error = LUNA_ERROR_BACKEND;
-  return s->failed == LUNA_OK;
-#else
-  return true;
-#endif
+  s->error = s->ctx.status == LUNA_OK ? LUNA_ERROR_NONE : LUNA_ERROR_BACKEND;
+  return s->ctx.status == LUNA_OK;
 }
 
 LUNA_API void luna_stream_reset(luna_stream *s) {
   if (!s || !lunai_stream_ready(s)) return;
   s->position = 0;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_zero(s, s->state, s->state_size))
-  memset(s->state, 0, s->state_size);
+  (void)lunai_backend_result(&s->ctx, "luna_stream_reset", s->ctx.backend->zero(&s->ctx, s->state, s->state_size));
 }
 
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
@@ -14459,35 +16012,40 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   int64_t rows;
   s->batch = config && config->batch ? config->batch : 1;
   s->chunk = config && config->chunk ? config->chunk : 64;
-  s->kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
+  s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
+  s->ctx.parallel.threads = 1;
   s->sources = 1;
   s->scale = 1;
-  if (!s->kernels) return "config.isa is not available on this machine";
+  if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
+  if (z->features || z->outputs) return "models of features, or with outputs of their own, are not streamed";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
+  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
       lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, z->vocab) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
-/* --- opening from a checkpoint's bytes --- */
-#define LUNAI_STREAM_UNREADABLE \
-  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
-LUNAI_FN bool lunai_stream_weight(const lunai_st *st, const char *prefix, const char *name, int rank, int64_t a, int64_t b, const float **out) {
-  char full[96];
-  lunai_st_tensor t;
-  const size_t np = strlen(prefix), nn = strlen(name);
-  memcpy(full, prefix, np);          /* both are ours: at most 26 and 40 characters */
-  memcpy(full + np, name, nn + 1);
-  if (!lunai_st_find(st, full, &t) || t.rank != rank || t.shape[0] != a || (rank == 2 && t.shape[1] != b)) return false;
-  *out = lunai_st_borrow(&t);
-  return *out != NULL;
-}
-LUNAI_FN bool lunai_stream_pair(const lunai_st *st, const char *prefix, const char *weight, const char *bias, int rank, int64_t out, int64_t in, lunai_stream_linear *pair) {
-  return lunai_stream_weight(st, prefix, weight, rank, out, in, &pair->weight) && lunai_stream_weight(st, prefix, bias, 1, out, 1, &pair->bias);
+/* A parameter of the stream: that of a model, or the file's by that name; neither: its shape alone. False: it is not as it should be. */
+LUNAI_FN bool lunai_stream_parameter(luna_stream *s, luna_tensor *t, const luna_tensor *from, const lunai_st *st, const char *prefix, const char *name, const char *suffix,
+                                     int rank, int64_t rows, int64_t columns) {
+  char full[96];                     /* all three are ours: at most 26, 40 and 7 characters */
+  lunai_st_tensor found;
+  size_t at = strlen(prefix), size = strlen(name);
+  *t = lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+  if (from) {
+    *t = *from;
+    t->ctx = &s->ctx;
+  }
+  if (from || !st) return true;
+  memcpy(full, prefix, at);
+  memcpy(full + at, name, size);
+  memcpy(full + at + size, suffix, strlen(suffix) + 1);
+  if (!lunai_st_find(st, full, &found) || found.rank != rank || found.shape[0] != rows || (rank == 2 && found.shape[1] != columns)) return false;
+  t->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+  return t->data != NULL;
 }
 LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
   char digits[24];
@@ -14499,32 +16057,160 @@ LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
   out[at++] = '.';
   out[at] = 0;
 }
-LUNAI_FN bool lunai_stream_layer_weights(const lunai_st *st, const lunai_lm_sizes *z, int64_t index, lunai_stream_layer *w) {
-  const int64_t d = z->dim;
+/* a layer as that of a model is, or as the file and the sizes say */
+LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
+  lunai_lm_sizes *z = &s->sizes;
+  lunai_stream_layer *layer = &s->layers[index];
+  const int64_t n = s->sources, hl = z->heads * z->memory, d = z->dim;
+  const lunai_slot *slots = lunai_causal_slots;
+  int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
+  luna_lm_config config;
   char prefix[32];
-  bool good;
   lunai_stream_prefix(index, prefix);
-  good = lunai_stream_weight(st, prefix, "projected_embeddings", 2, z->memory, d, &w->memory);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.pq_proj.weight", "self_attn.pq_proj.bias", 2, d, d, &w->pq);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.pc_proj.weight", "self_attn.pc_proj.bias", 2, d, d, &w->pc);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.q_proj.weight", "self_attn.q_proj.bias", 2, d, d, &w->q);
-  if (z->sharing) good = good && lunai_stream_pair(st, prefix, "self_attn.k_proj.weight", "self_attn.k_proj.bias", 2, d, d, &w->k) &&
-                         lunai_stream_pair(st, prefix, "self_attn.v_proj.weight", "self_attn.v_proj.bias", 2, d, d, &w->v);
-  else good = good && lunai_stream_pair(st, prefix, "self_attn.c_proj.weight", "self_attn.c_proj.bias", 2, d, d, &w->v);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.out_proj.weight", "self_attn.out_proj.bias", 2, d, d, &w->out);
-  good = good && lunai_stream_pair(st, prefix, "self_attn_layer_norm.weight", "self_attn_layer_norm.bias", 1, d, 1, &w->attention_norm);
-  good = good && lunai_stream_pair(st, prefix, "final_layer_norm.weight", "final_layer_norm.bias", 1, d, 1, &w->final_norm);
-  good = good && lunai_stream_pair(st, prefix, "fc1.weight", "fc1.bias", 2, z->ffn, d, &w->fc1) && lunai_stream_pair(st, prefix, "fc2.weight", "fc2.bias", 2, d, z->ffn, &w->fc2);
-  if (z->convolution) good = good && lunai_stream_pair(st, prefix, "conv.weight", "conv.bias", 2, d, z->convolution, &w->conv);
+  lunai_lm_from_sizes(z, &config);
+  layer->of.causal.config = config.layer;
+  layer->of.causal.attention.config = lunai_causal_config(&config.layer);
+#ifndef LUNA_ONLY_STREAM
+  if (s->cross) {
+    layer->of.decoder = *(const luna_decoder_layer *)from;
+    slots = lunai_decoder_slots;
+    count = LUNAI_LENGTH(lunai_decoder_slots);
+  }
+#endif
+  for (i = 0; i < count; i++) {
+    const lunai_slot *slot = &slots[i];
+    const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
+    const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
+    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) || (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
+    for (part = 0; part < (matrix ? 1 : 2); part++) {
+      luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
+      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] : NULL;
+      if (!lunai_stream_parameter(s, &layer->parameters[used], model, st, prefix, slot->name, matrix ? "" : part ? ".bias" : ".weight",
+                                  norm || part ? 1 : 2, rows, norm || part ? 1 : *(int64_t *)(void *)((char *)z + slot->columns))) return false;
+      *at = &layer->parameters[used++];
+    }
+  }
+  if (!lunai_stream_folds(z)) layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads, 1) :
+                                                   lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads, z->memory, d / z->heads);
+  else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
+  layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
+                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) : lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+  layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
+  layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+  layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
+  layer->past.sources = n;
+  layer->past.slots = s->slots;
+  layer->past.source_slots = s->source_slots;
+  return true;
+}
+/* the parameters beside the layers'; null, or what is wrong with them */
+#define LUNAI_STREAM_UNREADABLE \
+  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
+LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
+  const lunai_lm_sizes *z = &s->sizes;
+  if (!lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim))
+    return "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
+  s->output = s->embedding;
+  if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "", "embed_positions", ".weight", 2, z->max_length, z->dim))
+    return "embed_positions.weight is missing or of another shape";
+  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim, 1) ||
+                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1))) return "layer_norm is missing or of another shape";
+  s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
+  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
+  return NULL;
+}
+
+/* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
+   without computing. On the host more rows take more. */
+LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
+  const int64_t layers = s->sizes.layers;
+  luna_tensor small[40];
+  lunai_stream_layer layer;
+  int64_t rows;
+  bool good;
+  memset(&layer, 0, sizeof layer);
+  s->ctx.bump = &s->bump;
+  s->layers = &layer;
+  s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
+  layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
+  layer.past.history = (float *)(void *)s;
+  s->bump.start[0] = (char *)small;
+  s->bump.size[0] = sizeof small;
+  s->bump.size[1] = SIZE_MAX / 2;
+  s->sizes.layers = 1;
+  s->ctx.reserving = true;
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_parameters(s, NULL) == NULL;
+  for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1) good = lunai_stream_forward(s, rows, true) != NULL;
+  good = good && lunai_stream_fold(s, &layer, NULL);
+  if (good) lunai_stream_reorder_all(s);
+  s->ctx.reserving = false;
+  s->sizes.layers = layers;
+  s->inputs = NULL;
   return good;
 }
 
+LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  char *at = base ? base + *used : NULL;
+  *used += lunai_round((size_t)count * size);
+  return at;
+}
+/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
+   s->device_memory (null: only counts), device_size bytes. */
+LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const bool device = lunai_stream_on_device(s);
+  const int64_t means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
+  const int64_t beams = s->sources > 1 ? s->batch : 1, cross = s->cross ? s->sources * z->memory * z->dim : 0;
+  const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
+  size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
+  int64_t i;
+  lunai_stream_layer none, *layer = &none;
+  s->ctx.bump = &s->bump;
+  s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
+  s->bump.start[0] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[0], 1);
+  if (device) {
+    s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
+  }
+  s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
+  if (device) base = s->device_memory;
+  host_size = used;
+  if (device) used = 0;
+  s->state = base ? base + used : NULL;
+  state = used;
+  for (i = 0; i < z->layers; i++) {
+    if (base) layer = &s->layers[i];
+    layer->past.mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+    layer->past.mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+    layer->past.history = (float *)lunai_stream_take(base, &used, past, sizeof(float));
+  }
+  s->state_size = used - state;
+  for (i = 0; i < z->layers; i++) {
+    if (base) layer = &s->layers[i];
+    layer->past.scores.data = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
+    layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
+    layer->past.keys.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
+    layer->past.values.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
+  }
+  s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
+  s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
+  if (!s->cross) s->slots = s->source_slots = NULL;
+  s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
+  if (!device) s->host_inputs = s->inputs;
+  for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
+  s->bump.start[1] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[1], 1);
+  s->device_size = used;
+  return device ? host_size : used;
+}
+
+/* --- opening from a checkpoint's bytes --- */
 LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size, const luna_stream_config *config) {
   const char *wrong;
   memset(s, 0, sizeof *s);
+  s->ctx.backend = luna_cpu_backend();
   wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
-  return wrong ? wrong : lunai_stream_config(s, config);
+  if (!wrong) wrong = lunai_stream_config(s, config);
+  return wrong ? wrong : lunai_stream_measure(s, NULL) ? NULL : "a stream of these sizes is too large";
 }
 
 /* offset of a stream's values; while it is opened the index of the file's names is there; then all its bytes */
@@ -14544,26 +16230,8 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
 }
 
-/* reads the weights from the file; null, or what is wrong with them */
-LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  int64_t i;
-  if (!lunai_stream_weight(st, "", "embed_tokens.weight", 2, z->vocab, z->dim, &s->embedding))
-    return "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  s->output = s->embedding;
-  if (z->positions == LUNA_POSITIONS_LEARNED &&
-      !lunai_stream_weight(st, "", "embed_positions.weight", 2, z->max_length, z->dim, &s->positions))
-    return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && !lunai_stream_pair(st, "", "layer_norm.weight", "layer_norm.bias", 1, z->dim, 1, &s->norm))
-    return "layer_norm is missing or of another shape";
-  for (i = 0; i < z->layers; i++)
-    if (!lunai_stream_layer_weights(st, z, i, &s->layers[i]))
-      return "a layer's tensor" LUNAI_STREAM_UNREADABLE;
-  return NULL;
-}
-
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error) {
-  luna_stream first, *s;
+  luna_stream first, *s = NULL;
   lunai_st st;
   const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
   const char *wrong = lunai_stream_describe(&first, &st, bytes, size, config);
@@ -14572,59 +16240,24 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (!wrong) need = lunai_stream_bytes(&first, &st);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
     wrong = "memory_size is less than luna_stream_size";
-  s = wrong ? NULL : (luna_stream *)(void *)((char *)memory + shift);
-  if (s) {
+  if (!wrong) {
+    s = (luna_stream *)(void *)((char *)memory + shift);
     memset(s, 0, need);
-    lunai_stream_lay_out(&first, (char *)s);
-    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(&first)), NULL);
+    *s = first;
+    lunai_stream_lay_out(s, (char *)s);
+    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong) wrong = lunai_stream_weights(&first, &st);
+  if (!wrong) wrong = lunai_stream_parameters(s, &st);
+  for (i = 0; !wrong && i < s->sizes.layers; i++)
+    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
-  *s = first;
-  for (i = 0; i < s->sizes.layers; i++) lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
+  for (i = 0; i < s->sizes.layers; i++) (void)lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
   return s;
 }
 
 #ifndef LUNA_ONLY_STREAM
-LUNAI_FN const float *lunai_stream_values(const luna_tensor *t) { return t ? t->data : NULL; }
-LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_tensor *weight, const luna_tensor *bias) {
-  lunai_stream_linear pair;
-  pair.weight = lunai_stream_values(weight);
-  pair.bias = lunai_stream_values(bias);
-  return pair;
-}
-LUNAI_FN lunai_stream_linear lunai_stream_of_linear(const luna_linear_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
-LUNAI_FN lunai_stream_linear lunai_stream_of_norm(const luna_norm_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
-LUNAI_FN void lunai_stream_from_attention(const luna_causal_attention_layer *a, lunai_stream_layer *w) {
-  w->pq = lunai_stream_of_linear(&a->pq);
-  w->pc = lunai_stream_of_linear(&a->pc);
-  w->q = lunai_stream_of_linear(&a->q);
-  w->k = lunai_stream_of_linear(&a->k);
-  w->v = lunai_stream_of_linear(&a->v);
-  w->out = lunai_stream_of_linear(&a->out);
-}
-LUNAI_FN void lunai_stream_from_causal(const luna_causal_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(&layer->attention, w);
-  w->memory = lunai_stream_values(layer->memory);
-  w->fc1 = lunai_stream_of_linear(&layer->fc1);
-  w->fc2 = lunai_stream_of_linear(&layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(&layer->attention_norm);
-  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
-  w->conv = lunai_stream_of(layer->kernel, layer->kernel_bias);
-}
-LUNAI_FN void lunai_stream_from_decoder(const luna_decoder_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(&layer->self_attention, w);
-  w->fc1 = lunai_stream_of_linear(&layer->fc1);
-  w->fc2 = lunai_stream_of_linear(&layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(&layer->self_norm);
-  w->cross_q = lunai_stream_of_linear(&layer->cross_attention.q);
-  w->cross_out = lunai_stream_of_linear(&layer->cross_attention.out);
-  w->cross_norm = lunai_stream_of_norm(&layer->cross_norm);
-  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
-}
-
 /* the context a stream is opened in, and its defaults; false with a sentence when there can be none */
 LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config, const char *name) {
   luna_stream_config own;
@@ -14632,19 +16265,37 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
+  first->model_ctx = ctx;
   first->allocator = ctx->options.allocator;
-  first->ctx = lunai_on_device(ctx) ? ctx : NULL;
+  lunai_graph_flush(ctx, "a stream was opened");
+  first->ctx.backend = luna_backend_of(ctx);
+  first->ctx.self = ctx->self;
+  first->ctx.options.allocator = ctx->options.allocator;
+  first->ctx.state = ctx->state;
+  first->ctx.options.log = ctx->options.log;
+  first->ctx.options.log_user = ctx->options.log_user;
   if (ctx->options.measure) wrong = "a context that measures has no weights";
   if (!wrong) wrong = lunai_stream_config(first, &own);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong) == LUNA_OK;
-  if (!first->ctx || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
+  if (!lunai_stream_on_device(first) || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
   return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)) == LUNA_OK;
 }
-/* memory from the context's allocator, laid out except for what is on a device */
-LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
-  const size_t size = lunai_stream_lay_out(first, NULL);
+/* the stream's failure becomes its model's context's */
+LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, const char *name) {
+  if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
+  return lunai_backend_result(ctx, name, s->ctx.status);
+}
+/* A stream of one of the model's layers and tables, in memory from the context's allocator, of a model on a device from there */
+LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, const void *layer) {
   luna_stream *s;
   char *raw;
+  size_t size;
+  bool good;
+  if (!lunai_stream_measure(first, layer)) {
+    (void)lunai_stream_report(ctx, first, "luna_stream_open");
+    return NULL;
+  }
+  size = lunai_stream_lay_out(first, NULL);
   first->memory_size = size + LUNAI_ALIGN;
   if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
     if (!ctx->options.block) lunai_fail_memory(ctx, "luna_stream_open", first->memory_size);
@@ -14654,59 +16305,37 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
   memset(s, 0, size);
   *s = *first;
-  lunai_stream_lay_out(s, (char *)s);
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  return s;
-}
-/* On a device, once the weights are known: measures the scratch for any number of rows, in a dry run with the stream
-   as placeholder address, which nothing dereferences, then allocates the memory. */
-LUNAI_FN bool lunai_stream_place(luna_stream *s) {
-  luna_ctx *ctx = s->ctx;
-  int64_t rows;
-  if (!ctx) return true;
-  if ((s->failed = lunai_wait_for_owners(ctx)) != LUNA_OK) return false;
-  s->device_memory = (char *)s;
-  lunai_stream_lay_out(s, (char *)s);
-  s->measuring = true;
-  for (rows = 1; rows <= s->chunk; rows++) {
-    lunai_device_embed(s, NULL, 0, rows);
-    lunai_stream_layer_run(s, &s->layers[0], rows);
-    lunai_stream_output(s, rows);
+  if (lunai_stream_on_device(s)) {
+    s->device_memory = (char *)ctx->backend->allocate(ctx->self, s->device_size);
+    good = s->device_memory ? true : lunai_fail_memory(ctx, "luna_stream_open", s->device_size) == LUNA_OK;
+  } else {
+    s->ctx.state = &s->step_state;
+    good = true;
   }
-  lunai_stream_reorder_all(s, NULL);
-  s->measuring = false;
-  s->device_memory = NULL;
   lunai_stream_lay_out(s, (char *)s);
-  s->device_memory = (char *)ctx->backend->allocate(ctx->self, s->device_size);
-  if (!s->device_memory) return lunai_fail_memory(ctx, "luna_stream_open", s->device_size) == LUNA_OK;
-  lunai_stream_lay_out(s, (char *)s);
-  luna_stream_reset(s);
-  return s->failed == LUNA_OK;
+  if (good) luna_stream_reset(s);
+  if (good) return s;
+  luna_stream_close(s);
+  return NULL;
 }
-/* the stream's tensors derived from its memory p [sources, l, d] or [l, d], by ops of the context, whose step is
-   rewound */
-LUNAI_FN bool lunai_device_fold(luna_stream *s, lunai_stream_layer *w, const luna_causal_attention_layer *layer, luna_tensor *p) {
-  luna_ctx *ctx = s->ctx;
-  const int64_t hl = s->sizes.heads * s->sizes.memory;
-  const bool folds = lunai_stream_folds(&s->sizes), paused = ctx->paused;
-  const lunai_mark mark = lunai_step_mark(ctx);
-  luna_tensor *folded, *bias = NULL;
-  ctx->paused = true;
-  folded = lunai_causal_queries(layer, p);
-  if (folds) folded = lunai_causal_folded(layer, folded, &bias);
-  if (s->cross) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, s->sources, hl, 1, 1), s->batch / s->sources), 1, 0, 2, 3);
-  if (folded) lunai_device_copy(s, w->folded, folded->data, (size_t)luna_count(folded) * sizeof(float), 0);
-  if (bias) lunai_device_copy(s, w->folded_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0);
-  ctx->paused = paused;
-  lunai_step_rewind(ctx, mark);
-  return folded && (bias || !folds) && s->failed == LUNA_OK;
+/* the stream's own tensors of a model's tables */
+LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output, const luna_tensor *positions, const luna_norm_layer *norm) {
+  (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
+  (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
+  if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
+  if (!norm->weight) return;
+  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
+  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
+  s->norm.weight = &s->norm_weight;
+  s->norm.bias = &s->norm_bias;
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
-  const luna_status failed = s->failed;
+  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx); /* of a single token; without memory for it there is none */
   if (good) return s;
+  (void)lunai_stream_report(ctx, s, "luna_stream_open");
   luna_stream_close(s);
-  (void)lunai_backend_result(ctx, "luna_stream_open", failed);
   return NULL;
 }
 
@@ -14718,47 +16347,39 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
-  if (!lunai_is_luna(&model->config.layer))
+  if (!lunai_is_luna(&model->config.layer)) {
     lunai_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
-  else if (lunai_stream_from(ctx, &first, config, "luna_stream_open") && (s = lunai_stream_allocate(ctx, &first)) != NULL) {
-    s->embedding = s->output = lunai_stream_values(model->embedding);
-    s->positions = lunai_stream_values(model->positions);
-    s->norm = lunai_stream_of_norm(&model->norm);
-    for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_causal(&model->layers[i], &s->layers[i]);
-    good = lunai_stream_place(s);
-    for (i = 0; i < s->sizes.layers && good; i++) {
-      if (s->ctx) good = lunai_device_fold(s, &s->layers[i], &model->layers[i].attention, model->layers[i].memory);
-      else lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
-    }
-    return lunai_stream_opened(ctx, s, good);
+    return NULL;
   }
-  return NULL;
+  if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
+  if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
+  if (!s) return NULL;
+  lunai_stream_tables(s, model->embedding, model->embedding, model->positions, &model->norm);
+  for (i = 0, good = true; i < s->sizes.layers && good; i++)
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) && lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
+  return lunai_stream_opened(ctx, s, good);
 }
 
-/* what a decoder layer has of its sources: folded scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
-LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *w, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
+LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
   luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
                                                   lengths), *k, *v;
-  int64_t b;
-  if (s->ctx && !lunai_device_fold(s, w, &layer->self_attention, *p)) return false;
-  for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
+  if (!lunai_stream_fold(s, own, (*p)->data)) return false;
   v = luna_linear_layer_forward(&cross->v, packed_context);
   k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
   *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
-  if (!k || !v || !*p) return false;
-  lunai_stream_move(s, w->keys, k->data, bytes);
-  lunai_stream_move(s, w->values, v->data, bytes);
-  return s->failed == LUNA_OK;
+  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) && lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
-LUNAI_FN void lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
-  int32_t *slots = s->ctx ? s->host_tokens : to;
+LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
+  int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
   int64_t i;
   for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n, s->sizes.memory);
-  if (s->ctx) lunai_device_copy(s, to, slots, (size_t)count * sizeof(int32_t), 1);
+  return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
   const luna_seq2seq_config *c;
@@ -14790,37 +16411,44 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
-  s = lunai_stream_allocate(ctx, &first);
+  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  s->embedding = lunai_stream_values(model->embedding);
-  s->output = lunai_stream_values(model->output);
-  s->positions = lunai_stream_values(model->positions);
-  s->norm = lunai_stream_of_norm(&model->norm);
-  for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_decoder(&model->layers[i], &s->layers[i]);
-  good = lunai_stream_place(s);
-  if (good) lunai_stream_real(s, s->slots, s->batch, source);
-  if (good) lunai_stream_real(s, s->source_slots, source->batch, source);
+  lunai_stream_tables(s, model->embedding, model->output, model->positions, &model->norm);
+  good = lunai_stream_real(s, s->slots, s->batch, source) && lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
+           lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
   return lunai_stream_opened(ctx, s, good);
 }
 #endif
 
 LUNA_API void luna_stream_close(luna_stream *s) {
-#ifndef LUNA_ONLY_STREAM
   if (s && s->memory_size) {
+#ifndef LUNA_ONLY_STREAM
     const luna_allocator allocator = s->allocator;
-    if (s->device_memory) s->ctx->backend->release(s->ctx->self, s->device_memory, s->device_size);
+    while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
+    if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
-  }
-#else
-  (void)s;
 #endif
+  }
 }
 
 /* --- running --- */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_GRAPHED(s, n, call) (void)(call)
+#else
+/* a single token's calls: on a device one launch */
+#define LUNAI_GRAPHED(s, n, call) \
+  do { \
+    luna_graph *graph_ = (n) == 1 ? (s)->ctx.graphs : NULL; \
+    (void)luna_graph_begin(graph_); \
+    (void)(call); \
+    (void)luna_graph_end(graph_); \
+  } while (0)
+#endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
-  int64_t at, i, rows = 0;
+  luna_tensor *y = NULL;
+  int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || !tokens) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
   else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position) s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
@@ -14831,12 +16459,11 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, in
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    s->single = rows == 1;
-    lunai_stream_embed(s, tokens + at, n, rows);
-    for (i = 0; i < s->sizes.layers; i++) lunai_stream_layer_run(s, &s->layers[i], rows);
+    LUNAI_GRAPHED(s, n, y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL);
     s->position += rows;
   }
-  return lunai_stream_output(s, rows);
+  if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
+  return lunai_stream_ready(s) && y ? s->logits : NULL;
 }
 LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return lunai_stream_run(s, tokens, 1); }
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
@@ -14850,7 +16477,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #ifndef LUNA_ONLY_STREAM
-  if (s && s->error == LUNA_ERROR_BACKEND) return s->sentence;
+  if (s && s->error == LUNA_ERROR_BACKEND) return s->ctx.error;
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
@@ -14864,40 +16491,24 @@ LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
 /* ends a call: the device's failure, or no error */
 LUNAI_FN luna_status lunai_stream_status(luna_stream *s) {
   (void)lunai_stream_ready(s);
-#ifndef LUNA_ONLY_STREAM
-  return s->failed;
-#else
-  return LUNA_OK;
-#endif
+  return s->ctx.status;
 }
-/* copies the state to host memory, or from there */
+/* copies the state to host memory */
 LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) return s->failed != LUNA_OK ? s->failed : s->ctx->backend->copy(s->ctx, to, s->state, s->state_size, 2);
-#endif
-  memcpy(to, s->state, s->state_size);
-  return LUNA_OK;
-}
-LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
-  memcpy(s->state, from, s->state_size);
-}
-/* copies another stream's state: both on the host, both on one device, or one on each */
-LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream *from) {
-#ifndef LUNA_ONLY_STREAM
-  if (to->ctx && from->ctx) lunai_device_copy(to, to->state, from->state, to->state_size, 0);
-  else if (to->ctx) lunai_stream_write(to, from->state);
-  if (to->ctx) return LUNA_OK;
-#endif
-  return lunai_stream_read(from, to->state);
+  luna_ctx *ctx = (luna_ctx *)(uintptr_t)&s->ctx;
+  return ctx->status != LUNA_OK ? ctx->status : ctx->backend->copy(ctx, to, s->state, s->state_size, 2);
 }
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
+  int32_t *order;
   int64_t b;
   if (!s || !from) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
+  order = lunai_stream_inputs(s, s->host_inputs, 1).tokens;
   for (b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
-  lunai_stream_reorder_all(s, from);
+  lunai_copy(order, from, (size_t)s->batch * sizeof(int32_t));
+  if (s->inputs != s->host_inputs) (void)lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, (size_t)s->batch * sizeof(int32_t), 1);
+  if (lunai_stream_ready(s)) lunai_stream_reorder_all(s);
   return lunai_stream_status(s);
 }
 
@@ -14906,15 +16517,20 @@ LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
   luna_status status = LUNA_OK;
+  (void)status;
   if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail(to, LUNA_ERROR_STREAM_COPY);
 #ifndef LUNA_ONLY_STREAM
-  if (to->ctx && from->ctx && to->ctx != from->ctx) return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
-  if (to->ctx && from->ctx) status = from->failed;
+  if (lunai_stream_on_device(to) && lunai_stream_on_device(from)) {
+    if (to->model_ctx != from->model_ctx) return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
+    status = from->ctx.status;
+    if (status == LUNA_OK) (void)lunai_stream_move(to, to->state, from->state, to->state_size, 0);
+  } else
 #endif
-  if (to != from && status == LUNA_OK) status = lunai_stream_take_state(to, from);
+  if (lunai_stream_on_device(to)) (void)lunai_stream_move(to, to->state, from->state, to->state_size, 1);
+  else if (to != from) status = lunai_stream_read(from, to->state);
 #ifndef LUNA_ONLY_STREAM
   if (status != LUNA_OK) {
-    lunai_print(to->sentence, sizeof to->sentence, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream_copy",
+    lunai_print(to->ctx.error, sizeof to->ctx.error, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream_copy",
                 luna_status_text(status));
     return lunai_stream_fail(to, LUNA_ERROR_BACKEND), status;
   }
@@ -14944,8 +16560,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
-  lunai_stream_write(s, (const char *)bytes + sizeof head);
-  s->position = head.position;
+  if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
 }
 
@@ -15135,8 +16750,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
     logits = luna_stream_step(stream, s.last);
-    if (!logits && stream->failed != LUNA_OK)
-      status = lunai_backend_result(ctx, "luna_seq2seq_generate", stream->failed);
+    if (!logits && stream->ctx.status != LUNA_OK) status = lunai_stream_report(ctx, stream, "luna_seq2seq_generate");
     else if (!logits)
       status = lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_seq2seq_generate", luna_stream_error(stream));
     for (going = 0, b = 0; b < batch && logits; b++) {
@@ -15159,6 +16773,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 }
 #endif /* !LUNA_ONLY_STREAM */
 
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC diagnostic pop
+#endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif

@@ -443,6 +443,31 @@ static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int6
   e = reach(e, rows, s[1], (double)heads * (double)dim, false, &row);
   return verdict(ragged ? e : reach(e, batch, s[0], (double)rows * row, shared, &one));
 }
+/* one pattern, with lists where the sizes are small */
+static const luna_attention_pattern *patterns_of(int64_t *count, int64_t queries, int64_t keys) {
+  static luna_attention_pattern p;
+  static int32_t starts[3], offsets[3], order[64];
+  static luna_key_run runs[2];
+  memset(&p, 0, sizeof p);
+  p.window = coin(), p.not_self = coin();
+  p.left = size((int64_t)pick(5)), p.right = size((int64_t)pick(5) - 2);
+  *count = size(1);
+  if (coin() || queries < 0 || keys < 1 || queries > 64 || keys > 64) return &p;
+  for (int i = 0; i < 64; i++) order[i] = (int32_t)(queries > 0 ? i % queries : 0);
+  starts[1] = (int32_t)pick((uint64_t)queries + 1), starts[2] = (int32_t)queries;
+  offsets[1] = 1, offsets[2] = 2;
+  for (int i = 0; i < 2; i++) runs[i].first = 0, runs[i].count = (int32_t)pick((uint64_t)keys + 1), runs[i].whole = coin();
+  p.blocks = turn() ? -1 : 2;
+  p.queries = turn() ? NULL : starts, p.offsets = turn() ? NULL : offsets, p.runs = turn() ? NULL : runs;
+  if (coin()) p.query_order = order;
+  if (turn()) starts[1] = number(3);
+  if (turn()) offsets[1] = number(3);
+  if (turn()) runs[1].count = number(100);
+  if (turn()) runs[0].first = -1;
+  if (turn()) order[0] = number(70);
+  if (turn()) p.key_order = order, p.key_count = number(64);
+  return &p;
+}
 static int attention_args(luna_attention_args *a) {
   static int32_t offsets[2][16];
   int64_t queries, keys;
@@ -481,6 +506,11 @@ static int attention_args(luna_attention_args *a) {
   a->q = room, a->k = room, a->v = room, a->out = room + ROOM / 4, a->log_sum_exp = room + ROOM / 2, a->sums = room + ROOM / 2 + ROOM / 8;
   a->grad_out = room, a->grad_sums = coin() ? room : NULL;
   a->grad_q = a->grad_k = a->grad_v = room + 3 * (ROOM / 4);
+  if (!ragged && pick(3) == 0) {
+    a->patterns = patterns_of(&a->pattern_count, queries, keys);
+    a->sums = turn() ? a->sums : NULL, a->grad_sums = NULL;
+    if (coin()) a->grad_log_sum_exp = room;
+  }
   which = turn() ? (int)pick(6) : -1;
   if (which == 0) a->q = NULL;
   if (which == 1) a->k = NULL;
@@ -586,6 +616,11 @@ static void case_luna_begin_inference(void) {
 }
 static void case_luna_ctx_status(void) { expect((luna_ctx_status(turn() ? NULL : w->ctx) == LUNA_OK) == (hostile == 0), "the state"); }
 static void case_luna_error(void) { expect((*luna_error(turn() ? NULL : w->ctx) == 0) == (hostile == 0), "the sentence"); }
+static void case_luna_graph_open(void) { expect(!luna_graph_open(turn() ? NULL : w->ctx), "the CPU has a graph"); }
+static void case_luna_graph_close(void) { luna_graph_close(NULL); }
+static void case_luna_graph_begin(void) { expect(luna_graph_begin(NULL) == LUNA_OK, "no graph is an error"); }
+static void case_luna_graph_end(void) { expect(luna_graph_end(NULL) == LUNA_OK, "no graph is an error"); }
+static void case_luna_graph_reason(void) { expect(*luna_graph_reason(NULL) != 0, "no reason"); }
 static void case_luna_memory(void) { expect((luna_memory(turn() ? NULL : w->ctx).peak > 0) == (hostile == 0), "the memory in use"); }
 
 /* ==== tensors ==== */
@@ -768,6 +803,21 @@ static void case_luna_linear_cross_entropy(void) {
   c.sum = coin();
   got_tensor(luna_linear_cross_entropy(x, weight, optional(1, classes, 1, 1, 1), labels, coin() ? NULL : &c), x && weight);
 }
+/* a target for each of x's elements, NaN among them; null where the array could not be that long */
+static const float *targets_of(const luna_tensor *x) {
+  static float targets[NUMBERS];
+  for (int i = 0; i < NUMBERS; i++) targets[i] = i % 9 == 8 ? NAN : fabsf(numbers[i]);
+  if (turn()) targets[pick(8)] = hostile_real();
+  return turn() || luna_count(x) > NUMBERS ? NULL : targets;
+}
+static void loss_of(int kind) {
+  luna_tensor *x = tensor(3, small(), small(), small(), 1);
+  const float *targets = targets_of(x);
+  got_tensor(kind == 0 ? luna_mse(x, targets) : kind == 1 ? luna_huber(x, targets, real(0.5f)) : luna_binary_cross_entropy(x, targets), x != NULL);
+}
+static void case_luna_mse(void) { loss_of(0); }
+static void case_luna_huber(void) { loss_of(1); }
+static void case_luna_binary_cross_entropy(void) { loss_of(2); }
 static void case_luna_softmax_attention(void) {
   static int32_t offsets[2][4];
   const int64_t b = small(), n = small(), m = small(), h = size(1 + pick(3)), d = product(h, small()), e = product(h, small());
@@ -788,6 +838,11 @@ static void case_luna_softmax_attention(void) {
   } else {
     q = tensor(3, b, n, d, 1), k = tensor(3, coin() ? 1 : b, m, d, 1), v = tensor(3, b, m, e, 1);
     c.sequences = turn() ? -3 : 0;
+    if (coin()) {
+      c.patterns = patterns_of(&c.pattern_count, n, m);
+      c.sums = NULL;
+      c.log_sum_exp = coin() ? &sums : NULL;
+    }
     c.lengths = lengths_of(q && k && v ? NUMBERS < q->shape[0] + k->shape[0] + v->shape[0] ? NUMBERS + 1 : q->shape[0] + k->shape[0] + v->shape[0] : b, m);
   }
   got_tensor(luna_softmax_attention(q, k, v, turn() ? NULL : &c), q || k || v);
@@ -820,6 +875,9 @@ static void case_luna_causal_nested_attention(void) {
   got_tensor(luna_causal_nested_attention(q, k, v, s, h, omega, lengths_of(q ? q->shape[0] : b, l), probability()), q || k || v);
 }
 static void double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const luna_run run = luna_custom_run(out);
+  expect(run.threads >= 1 && (!run.scratch_size || run.scratch), "a custom op has no workspace");
+  if (run.scratch_size) memset(run.scratch, 1, run.scratch_size);
   for (int64_t i = 0; i < luna_count(out); i++) out->data[i] = count > 0 && i < luna_count(in[0]) && *(const char *)state ? 2 * in[0]->data[i] : 0;
 }
 static void double_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
@@ -830,15 +888,19 @@ static void case_luna_custom_op(void) {
   luna_tensor *in[9];
   const int count = number(1 + (int)pick(8));
   const int64_t shape[4] = {small(), small(), small(), small()};
-  luna_custom c = {double_forward, double_backward, "ab", 3};
+  luna_custom c = {double_forward, double_backward, "ab", 3, 0, false};
   for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (turn()) c.forward = NULL;
   if (turn()) c.backward = NULL;
   if (turn()) c.state = NULL;
   if (turn()) c.state = NULL, c.state_size = SIZE_MAX;
+  c.workspace_size = turn() ? SIZE_MAX : pick(300);
   if (count > 9 || shape_count(4, shape) > 100000) return;
   const bool given = !turn();
   got_tensor(luna_custom_op(given ? in : NULL, count, number(1 + (int)pick(4)), turn() ? NULL : shape, turn() ? NULL : &c), given && any_of(in, count < 8 ? count : 8));
+}
+static void case_luna_custom_run(void) {
+  expect(luna_custom_run(turn() ? NULL : any_tensor()).threads == 0, "luna_custom_run outside a custom op");
 }
 static void case_luna_scope_recompute(void) {
   const luna_scope scope = luna_scope_recompute(turn() ? NULL : w->ctx), inner = luna_scope_recompute(w->ctx);
@@ -858,6 +920,10 @@ static luna_init an_init(void) {
   init.kind = ENUM(luna_init_kind, 6);
   init.scale = real(0);
   return init;
+}
+static void case_luna_params_ctx(void) {
+  const luna_params *set = turn() ? NULL : w->set[0];
+  expect(luna_params_ctx(set) == (set ? w->ctx : NULL), "a set's context");
 }
 static void case_luna_params_open(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
@@ -1072,6 +1138,34 @@ static void case_luna_norm_layer_init(void) {
 static void case_luna_norm_layer_forward(void) {
   luna_tensor *x = rows(small(), small(), DIM);
   got_tensor(luna_norm_layer_forward(&w->norm, x), x != NULL);
+}
+enum { FEATURES = 3 };
+static const luna_input *features_input(void) {
+  static luna_input input;
+  input.batch = small(), input.n = small();
+  input.tokens = NULL;
+  input.lengths = lengths_of(input.batch, input.n);
+  input.features = turn() || product(product(input.batch, input.n), FEATURES) > NUMBERS ? NULL : numbers;
+  return turn() ? NULL : &input;
+}
+static void case_luna_input_layer_init(void) {
+  luna_input_layer layer;
+  got_status(luna_input_layer_init(turn() ? NULL : &layer, new_set(), prefix(), size(FEATURES), small(), an_init()), true);
+}
+static luna_input_layer *input_layer(void) {
+  static luna_input_layer layer;
+  const luna_init init = {LUNA_INIT_XAVIER, 0};
+  luna_params *params = luna_params_open(w->ctx);
+  if (luna_input_layer_init(&layer, params, "p.", FEATURES, 5, init) != LUNA_OK) return NULL;
+  return turn() ? NULL : &layer;
+}
+static void case_luna_input_layer_fit(void) {
+  luna_input_layer *layer = input_layer();
+  got_status(luna_input_layer_fit(layer, features_input()), layer != NULL);
+}
+static void case_luna_input_layer_forward(void) {
+  luna_input_layer *layer = input_layer();
+  got_tensor(luna_input_layer_forward(layer, features_input()), layer != NULL);
 }
 static void nested(const luna_nested_attention_layer *layer) {
   const int64_t b = small(), n = small(), m = small(), d = layer->config.dim;
@@ -1633,6 +1727,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_activate) F(luna_relu) F(luna_gelu) F(luna_elu1) F(luna_softplus) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
+  F(luna_custom_run) F(luna_params_ctx) \
   F(luna_scope_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
   F(luna_params_element_count) F(luna_params_zero_grad) F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) \
   F(luna_load_borrowed) F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_load) \
@@ -1650,8 +1745,10 @@ static void case_luna_stream_error_id(void) {
   F(luna_stream_prefill) F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
   F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
+  F(luna_graph_open) F(luna_graph_close) F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) \
   F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep) \
-  F(luna_linear_cross_entropy) F(luna_lm_loss)
+  F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) F(luna_binary_cross_entropy) \
+  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 static row functions[] = {FUNCTIONS(ROW)};

@@ -8,11 +8,6 @@ extern "C" {
 typedef enum cuda_math { CUDA_F32 = 0, CUDA_TF32, CUDA_BF16 } cuda_math;
 const luna_backend *cuda_backend(int device, cuda_math math);
 
-/* Records what is called between the two, and replays it. False, or null: it failed. */
-bool cuda_capture(luna_ctx *ctx);
-void *cuda_captured(luna_ctx *ctx);
-bool cuda_replay(luna_ctx *ctx, void *graph);
-void cuda_forget(void *graph);
 void cuda_poke(luna_ctx *ctx, float *at, float value); /* one number of device memory, in the stream's order */
 
 /* operations of the user's own: y = factor a b^2, forward and backward kernels; and two that are wrong, of one input: a
@@ -37,6 +32,11 @@ void cuda_mend(void);
 const luna_backend *cuda_strict_backend(bool exact);
 void cuda_quiet(bool quiet);               /* findings are counted, not printed */
 size_t cuda_allocated(void);               /* bytes on the device */
+typedef struct cuda_counts {               /* since they were last read */
+  long launches, replays, copies, synchronisations; /* launches: kernels and products; not those of replayed graphs */
+  size_t max_allocated;
+} cuda_counts;
+cuda_counts cuda_counted(void);
 unsigned long long cuda_errors(const char **message); /* what the emulator found wrong with kernels and their launches */
 #ifdef __cplusplus
 }
