@@ -30,9 +30,9 @@
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        about 11 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
-        configure: it holds scalar, SSE2, AVX2 and AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and
-        picks the best at run time.
+        about 7 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        configure: it holds SSE2, AVX2 and AVX-512 kernels (NEON or WASM SIMD128 where the target has them, else scalar
+        ones) and picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
             luna_ctx *ctx = luna_open(NULL);              null: the defaults, here and for every config below
      2. Make a model. Its parameters belong to a set and have names, by which they are trained, saved and loaded.
@@ -399,9 +399,12 @@ typedef enum luna_error_id {
   LUNA_ERROR_COUNT
 } luna_error_id;
 
-/* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). */
+/* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). SCALAR is there
+   where no other is. REFERENCE: plain loops from the equations, slow, on the caller's thread, the same bits on every
+   machine; a context that was opened with it runs whole models. */
 typedef enum luna_isa {
-  LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM
+  LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM,
+  LUNA_ISA_REFERENCE
 } luna_isa;
 LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
@@ -1900,6 +1903,12 @@ typedef struct lunai_epilogue {
   float alpha, lowest;
 } lunai_epilogue;
 
+/* of one number, the same bits on every machine: >>vector, compiled without SIMD */
+LUNAI_FN float lunai_exp1_scalar(float x);
+LUNAI_FN float lunai_log1_scalar(float x);
+LUNAI_FN float lunai_activation_scalar(int kind, float x);
+LUNAI_FN float lunai_slope_scalar(int kind, float x);
+
 #if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
 #define LUNAI_TRAIN(function) NULL
 #else
@@ -1923,11 +1932,6 @@ typedef struct lunai_epilogue {
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
   R(size_t, panels_bytes, (int64_t n, int64_t k)) \
   R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, void *panels)) \
-  K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
-  K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
-                   float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
-  K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
-                     const lunai_target *t)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
@@ -1938,9 +1942,6 @@ typedef struct lunai_epilogue {
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
-  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
-  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
-  R(float, log1, (float x)) \
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
@@ -1953,12 +1954,33 @@ typedef struct lunai_epilogue {
   K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight, const float *bias, float *y)) \
   T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx)) \
   T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
-  R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
   T(void, apollo, (const lunai_update *update)) \
+  R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
+  R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
+  T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
+  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t threads, bool backward)) \
+  R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
+  T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
+  R(size_t, causal_scratch, (const lunai_causal *c, int64_t threads, bool backward)) \
+  R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
+  T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
+  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t threads, bool backward)) \
+  K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
+  T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
+/* the inner loops that the drivers of gemm, cross-entropy, attention and causal products call */
+#define LUNAI_LOOPS(K, R, T) \
+  K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
+  K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
+                   float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
+  K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
+                     const lunai_target *t)) \
+  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
+  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
+  R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
                          float *stats)) \
   T(void, tile_slopes, (bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes, \
@@ -1976,24 +1998,13 @@ typedef struct lunai_epilogue {
   K(void, scale_rows, (int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row, float *y, \
                        int64_t y_row)) \
   K(void, step_state, (int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, \
-                       double *mean, int64_t mean_row, double *result)) \
-  R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
-  R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t threads, bool backward)) \
-  R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, causal_scratch, (const lunai_causal *c, int64_t threads, bool backward)) \
-  R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t threads, bool backward)) \
-  K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
-  T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
+                       double *mean, int64_t mean_row, double *result))
 
 typedef struct lunai_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
 #define LUNAI_FIELD(result, name, arguments) result (*name) arguments;
   LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
+  LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_kernels;
 
@@ -2033,13 +2044,20 @@ LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
 #endif /* !LUNAI_PASS */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>kernels: compiled once for each instruction set
-   luna.h includes itself with LUNAI_PASS set to one of the LUNAI_ISA_ numbers; LUNAI_K(name) is then lunai_name_<isa>.
+   >>kernels: each chapter has the reference, then the inner loops, then the driver
+   Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to one of the
+   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once
+   and call the loops through the table that they are given.
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifdef LUNAI_PASS
+#undef LUNAI_PASS_LOOPS
+#if LUNAI_PASS != LUNAI_ISA_SCALAR || !defined(LUNAI_SIMD) /* else only the vocabulary */
+#define LUNAI_PASS_LOOPS
 #define LUNAI_FIELD(result, name, arguments) LUNAI_FN result LUNAI_K(name) arguments;
 LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
+LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef LUNAI_FIELD
+#endif
 
 /* ......................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
@@ -2531,7 +2549,7 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
   return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(vf_set(1.0f), tail));
 }
 #endif
-LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
+LUNAI_FN float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
 LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
 /* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
@@ -2567,6 +2585,9 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
     default: return one;
   }
 }
+LUNAI_FN float LUNAI_K(activation)(int kind, float x) { return vf_first(LUNAI_K(activation1)(kind, vf_set(x))); }
+LUNAI_FN float LUNAI_K(slope)(int kind, float x) { return vf_first(LUNAI_K(activation1_slope)(kind, vf_set(x))); }
+#endif /* LUNAI_PASS */
 
 /* ......................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
@@ -2575,6 +2596,33 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
    element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
    order. Guarded by tests/gemm.c.
    ...................................................................................................................... */
+#ifndef LUNAI_PASS
+/* The reference: from the definition, sums in double */
+LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
+  double sum = 0;
+  int64_t i;
+  for (i = 0; i < n; i++) sum += (double)a[i * a_step] * (double)b[i * b_step];
+  return sum;
+}
+LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
+  int64_t item, i, j;
+  (void)parallel, (void)scratch;
+  for (item = 0; item < g->batch[0] * g->batch[1]; item++) {
+    const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
+    const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
+    for (i = 0; i < g->m; i++)
+      for (j = 0; j < g->n; j++) {
+        const int64_t at = first + i * g->c_row + j;
+        double sum = (double)g->alpha * lunai_inner(g->k, a + i * g->a_row, g->a_column, b + j * g->b_column, g->b_row);
+        sum += (g->bias ? (double)g->bias[j] : 0) + (g->residual ? (double)g->residual[at] : 0);
+        if (g->pre) g->pre[at] = (float)sum;
+        g->c[at] = lunai_activation_scalar(g->activation, (float)sum) + (g->accumulate ? g->c[at] : 0);
+      }
+  }
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 #undef LUNAI_MR
 #undef LUNAI_NV
 #undef LUNAI_NR
@@ -2897,7 +2945,7 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
     }
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 /* ---- gemm's driver ---- */
 LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int64_t k) {
@@ -3120,7 +3168,269 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
    Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
    not depend on which columns are computed with it. Guarded by tests/elementwise.c
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* ---- the reference ---- */
+#define LUNAI_MAP_REFERENCE(name, arguments, y, value) \
+  LUNAI_FN void lunai_##name##_reference arguments { \
+    int64_t i; \
+    for (i = 0; i < n; i++) (y)[i] = (value); \
+  }
+LUNAI_MAP_REFERENCE(activate, (int kind, int64_t n, const float *x, float *y), y, lunai_activation_scalar(kind, x[i]))
+LUNAI_MAP_REFERENCE(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
+                    dx[i] + dy[i] * lunai_slope_scalar(kind, x[i]))
+LUNAI_MAP_REFERENCE(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
+                    dy[i] * lunai_slope_scalar(kind, x[i]))
+LUNAI_MAP_REFERENCE(add, (int64_t n, const float *a, const float *b, float *y), y, a[i] + b[i])
+LUNAI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), y, a[i] * b[i])
+LUNAI_MAP_REFERENCE(mul_add, (int64_t n, const float *a, const float *b, float *y), y, y[i] + a[i] * b[i])
+LUNAI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
+LUNAI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *y), y, y[i] + factor * x[i])
+#undef LUNAI_MAP_REFERENCE
+
+LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
+  double sum = 0;
+  int64_t i;
+  for (i = 0; i < n; i++) sum += (double)x[i];
+  return sum;
+}
+LUNAI_FN double lunai_sum_squares_reference(int64_t n, const float *x) { return lunai_inner(n, x, 1, x, 1); }
+LUNAI_FN float lunai_dot_reference(int64_t n, const float *a, const float *b) { return (float)lunai_inner(n, a, 1, b,
+                                                                                                          1); }
+
+/* y = exp(x - max) / sum; a row of -Inf alone gives 0 */
+LUNAI_FN void lunai_softmax_reference(int64_t rows, int64_t n, const float *x, float *y) {
+  for (; rows > 0; rows--, x += n, y += n) {
+    float max = -(float)INFINITY;
+    double sum = 0;
+    int64_t i;
+    for (i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
+    if (max == -(float)INFINITY) max = 0;
+    for (i = 0; i < n; i++) sum += (double)(y[i] = lunai_exp1_scalar(x[i] - max));
+    for (i = 0; i < n; i++) y[i] = sum == 0 ? 0 : (float)((double)y[i] / sum);
+  }
+}
+/* dx += y (dy - sum of y dy) */
+LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const float *y, const float *dy, float *dx) {
+  for (; rows > 0; rows--, y += n, dy += n, dx += n) {
+    const double mean = lunai_inner(n, y, 1, dy, 1);
+    int64_t i;
+    for (i = 0; i < n; i++) dx[i] += (float)((double)y[i] * ((double)dy[i] - mean));
+  }
+}
+
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
+LUNAI_FN void lunai_layer_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight,
+                                         const float *bias, float epsilon, float *y, float *mean, float *rstd) {
+  int64_t row, i;
+  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+    const double center = lunai_sum_reference(n, x) / (double)n;
+    double variance = 0, r;
+    for (i = 0; i < n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / (double)n;
+    r = 1 / sqrt(variance + (double)epsilon);
+    for (i = 0; i < n; i++) {
+      const double normal = ((double)x[i] - center) * r;
+      y[i] = (float)(normal * (weight ? (double)weight[i] : 1) + (bias ? (double)bias[i] : 0));
+    }
+    if (mean) mean[row] = (float)center;
+    if (rstd) rstd[row] = (float)r;
+  }
+}
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd */
+LUNAI_FN void lunai_layer_norm_backward_reference(int64_t rows, int64_t n, const float *x, const float *weight,
+                                                  const float *mean, const float *rstd, const float *dy, float *dx,
+                                                  bool add) {
+  int64_t row, i;
+  for (row = 0; row < rows; row++, x += n, dy += n, dx += n) {
+    const double center = (double)mean[row], r = (double)rstd[row];
+    double mean_g = 0, mean_gx = 0;
+    for (i = 0; i < n; i++) {
+      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1);
+      mean_g += g / (double)n;
+      mean_gx += g * ((double)x[i] - center) * r / (double)n;
+    }
+    for (i = 0; i < n; i++) {
+      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1), xhat = ((double)x[i] - center) * r;
+      dx[i] = (float)(r * (g - mean_g - xhat * mean_gx)) + (add ? dx[i] : 0);
+    }
+  }
+}
+/* columns [first, last): dweight += sum over rows of dy xhat, dbias += sum over rows of dy */
+LUNAI_FN void lunai_layer_norm_weights_reference(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
+                                                 const float *mean, const float *rstd, const float *dy, float *dweight,
+                                                 float *dbias) {
+  int64_t row, i;
+  for (i = first; i < last; i++) {
+    double scaled = 0, sum = 0;
+    for (row = 0; row < rows; row++) {
+      const double g = (double)dy[row * n + i];
+      scaled += g * ((double)x[row * n + i] - (double)mean[row]) * (double)rstd[row];
+      sum += g;
+    }
+    if (dweight) dweight[i] += (float)scaled;
+    if (dbias) dbias[i] += (float)sum;
+  }
+}
+LUNAI_FN void lunai_sum_rows_reference(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last,
+                                       float factor, const float *x, float *y) {
+  int64_t row, i;
+  for (i = first; i < lunai_min(last, n); i++) {
+    double sum = 0;
+    for (row = 0; row < rows; row++) sum += (double)x[row * row_stride + i];
+    y[i] += (float)((double)factor * sum);
+  }
+}
+
+/* loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / classes */
+LUNAI_FN void lunai_cross_entropy_reference(const lunai_cross_entropy *a) {
+  int64_t row, j;
+  for (row = 0; row < a->rows; row++) {
+    const float *x = a->logits + row * a->logits_row;
+    const int64_t label = a->labels[row] - a->first;
+    lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
+    double log_sum = 0, target;
+    if (a->first == 0) s->exps = s->logits = s->label = 0, s->shift = -(float)INFINITY;
+    for (j = 0; j < a->columns; j++) {
+      if (x[j] > s->shift) {
+        s->exps *= (double)lunai_exp1_scalar(s->shift - x[j]);
+        s->shift = x[j];
+      }
+      s->exps += x[j] == -(float)INFINITY ? 0 : (double)lunai_exp1_scalar(x[j] - s->shift);
+      s->logits += (double)x[j];
+    }
+    if (label >= 0 && label < a->columns) s->label = x[label];
+    if (a->first + a->columns < a->classes) continue;
+    if (a->labels[row] >= 0) log_sum = (double)s->shift + (double)lunai_log1_scalar((float)s->exps);
+    target = (double)(1 - a->smoothing) * (double)s->label;
+    if (a->smoothing > 0) target += (double)a->smoothing * s->logits / (double)a->classes;
+    a->loss[row] = a->labels[row] < 0 ? 0 : (float)(log_sum - target);
+    if (a->lse) a->lse[row] = (float)log_sum;
+  }
+}
+/* grad = factor (softmax(logits) - target) (+ grad) */
+LUNAI_FN void lunai_cross_entropy_backward_reference(const lunai_cross_entropy *a) {
+  int64_t row, j;
+  for (row = 0; row < a->rows; row++)
+    for (j = 0; j < a->columns; j++) {
+      float *grad = a->grad + row * a->grad_row + j, slope = 0;
+      if (a->labels[row] >= 0) {
+        slope = lunai_exp1_scalar(a->logits[row * a->logits_row + j] - a->lse[row]) - a->smoothing / (float)a->classes;
+        if (a->labels[row] == a->first + j) slope -= 1 - a->smoothing;
+      }
+      *grad = a->factor * slope + (a->add ? *grad : 0);
+    }
+}
+
+/* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
+LUNAI_FN float lunai_tap(int64_t row, int64_t n, int64_t width, int64_t channel, const float *x, const float *history) {
+  return row >= 0 ? x[row * n + channel] : history ? history[(row + width - 1) * n + channel] : 0;
+}
+LUNAI_FN void lunai_short_convolution_reference(int64_t rows, int64_t n, int64_t width, const float *x,
+                                                const float *history, const float *weight, const float *bias,
+                                                float *y) {
+  int64_t t, c, i;
+  for (t = 0; t < rows; t++)
+    for (c = 0; c < n; c++) {
+      float sum = bias ? bias[c] : 0;
+      for (i = 0; i < width; i++)
+        sum += weight[c * width + i] * lunai_tap(t - width + 1 + i, n, width, c, x, history);
+      y[t * n + c] = sum;
+    }
+}
+LUNAI_FN void lunai_short_convolution_backward_reference(int64_t rows, int64_t n, int64_t width, const float *weight,
+                                                         const float *dy, float *dx) {
+  int64_t t, c, i;
+  for (t = 0; t < rows; t++)
+    for (c = 0; c < n; c++)
+      for (i = 0; i < width; i++)
+        if (t + width - 1 - i < rows) dx[t * n + c] += weight[c * width + i] * dy[(t + width - 1 - i) * n + c];
+}
+LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n, int64_t width, int64_t first,
+                                                        int64_t last, const float *x, const float *dy, float *dweight,
+                                                        float *dbias) {
+  int64_t t, c, i;
+  for (c = first; c < last; c++) {
+    for (i = 0; dweight && i < width; i++) {
+      double sum = 0;
+      for (t = lunai_min(rows, width - 1 - i); t < rows; t++) sum += (double)dy[t * n +
+                                                                                c] * (double)x[(t - width + 1 + i) * n +
+                                                                                               c];
+      dweight[c * width + i] += (float)sum;
+    }
+    if (dbias) lunai_sum_rows_reference(rows, n, n, c, c + 1, 1, dy, dbias);
+  }
+}
+
+LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
+  uint32_t counter[4], word[4];
+  if (d->threshold == 0) return 1.0f;
+  counter[0] = (uint32_t)(element / 8);
+  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
+  counter[2] = d->op;
+  counter[3] = d->step;
+  lunai_philox(counter, d->seed, word);
+  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
+}
+LUNAI_FN void lunai_dropout_reference(const lunai_dropout *d, int64_t first, int64_t n, const float *x, float *y,
+                                      bool accumulate) {
+  int64_t i;
+  for (i = 0; i < n; i++) {
+    const float mask = lunai_dropout_at(d, first + i), kept = mask > 0 ? x[i] * mask : 0; /* a dropped NaN is 0 */
+    y[i] = accumulate ? y[i] + kept : kept;
+  }
+}
+
+LUNAI_FN void lunai_sgd_reference(const lunai_update *u) {
+  int64_t i;
+  for (i = 0; i < u->count; i++) {
+    float g = u->grad[i] * u->factor + u->decay * u->value[i];
+    if (u->momentum != 0) {
+      const float m = u->moment[0][i] = u->momentum * u->moment[0][i] + g;
+      g = u->nesterov ? u->momentum * m + g : m;
+    }
+    u->value[i] -= u->lr * g;
+    u->grad[i] = 0;
+  }
+}
+/* m = beta1 m + (1 - beta1) g, s = beta2 s + (1 - beta2) g^2, value -= lr mhat / (sqrt(shat) + epsilon) + lr decay
+   value */
+LUNAI_FN void lunai_adam_reference(const lunai_update *u) {
+  const float decay = u->coupled ? 0 : u->lr * u->decay, step = (float)((double)u->lr / (double)u->correction1);
+  const float root = (float)(1 / sqrt((double)u->correction2));
+  int64_t i;
+  for (i = 0; i < u->count; i++) {
+    const float v = u->value[i], g = u->grad[i] * u->factor + (u->coupled ? u->decay : 0) * v;
+    const float m = u->moment[0][i] = u->beta1 * u->moment[0][i] + (1 - u->beta1) * g;
+    const float s = u->moment[1][i] = u->beta2 * u->moment[1][i] + (1 - u->beta2) * (g * g);
+    u->value[i] = v - decay * v - step * m / ((float)sqrt((double)s) * root + u->epsilon);
+    u->grad[i] = 0;
+  }
+}
+/* Apollo (arXiv 2009.13586, algorithm 1) with m, B, d = moment[0], [1], [2]: sums of d^4, (g - m) d and B d^2 */
+LUNAI_FN void lunai_apollo_sums_reference(const lunai_update *u, double sums[3]) {
+  int64_t i;
+  sums[0] = sums[1] = sums[2] = 0;
+  for (i = 0; i < u->count; i++) {
+    const double g = (double)(u->grad[i] * u->factor + u->decay * u->value[i]), d = (double)u->moment[2][i];
+    sums[0] += d * d * d * d;
+    sums[1] += (g - (double)u->moment[0][i]) * d;
+    sums[2] += (double)u->moment[1][i] * d * d;
+  }
+}
+/* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1), value -= lr d */
+LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
+  int64_t i;
+  for (i = 0; i < u->count; i++) {
+    const float g = u->grad[i] * u->factor + u->decay * u->value[i], d = u->moment[2][i];
+    const float m = u->moment[0][i] += u->alpha * (g - u->moment[0][i]);
+    const float b = u->moment[1][i] += u->curvature * (d * d), size = b < 0 ? -b : b;
+    u->moment[2][i] = m / (size > 1 ? size : 1);
+    u->value[i] -= u->lr * u->moment[2][i];
+    u->grad[i] = 0;
+  }
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 #undef LUNAI_GET
 #undef LUNAI_PUT
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
@@ -3626,7 +3936,7 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #undef LUNAI_GET
 #undef LUNAI_PUT
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 /* ---- cross-entropy, driver ---- */
 LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
@@ -3647,7 +3957,7 @@ LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_
   if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
   if (label >= 0 && label < a->columns) s->label = logits[label];
   if (last) {
-    const double log_sum = s->exps > 0 ? (double)kernels->log1((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
+    const double log_sum = s->exps > 0 ? (double)lunai_log1_scalar((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
                  s->exps;
     const double off = (double)shift - (double)s->label;
     double result = log_sum + off;
@@ -3675,7 +3985,92 @@ LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_
    blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
    Guarded by tests/attention.c
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* The reference. Offsets of row i of batch row b and head h, and how many keys it sees */
+typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
+LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
+  const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
+  const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
+  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
+  if (i >= rows) return false;
+  r->q = (a->query_offsets ? first * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
+  r->out = (a->query_offsets ? first * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
+  r->k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
+  r->v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
+  r->keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
+  if (a->lengths) r->keys = lunai_min(r->keys, lunai_max(a->lengths[b], 0));
+  if (a->causal) r->keys = lunai_min(r->keys, i + 1);
+  r->stat = (first + i) * a->heads + h;
+  r->element = ((b * a->heads + h) * a->queries + i) * a->keys;
+  return true;
+}
+LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_attention_row *r, int64_t j) {
+  return (double)a->scale * lunai_inner(a->head_dim, a->q + r->q, 1, a->k + r->k + j * a->k_row, 1);
+}
+
+/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
+LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  double max = -(double)INFINITY, total = 0, kept = 0;
+  int64_t j, e, first;
+  for (j = 0; j < r->keys; j++) {
+    const double score = lunai_attention_score(a, r, j);
+    if (!(score <= max)) max = score;
+  }
+  for (first = 0; first == 0 || first < a->value_dim; first += 64) {
+    const int64_t n = lunai_min(64, a->value_dim - first);
+    double sum[64] = {0};
+    total = kept = 0;
+    for (j = 0; j < r->keys; j++) {
+      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
+      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      total += p;
+      kept += masked;
+      for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
+    }
+    for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
+  }
+  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
+}
+LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
+  lunai_attention_row r;
+  int64_t b, h, i;
+  for (b = 0; b < a->batch; b++)
+    for (h = 0; h < a->heads; h++)
+      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) lunai_attention_row_reference(a, &r);
+}
+
+/* y += factor x */
+LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
+  int64_t i;
+  for (i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
+}
+/* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
+LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  lunai_attention_row r;
+  int64_t b, h, i, j;
+  for (b = 0; b < a->batch; b++)
+    for (h = 0; h < a->heads; h++)
+      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
+        const float *g = a->grad_out + r.out;
+        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
+                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
+        for (j = 0; j < r.keys; j++) {
+          const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
+          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
+          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
+          const double ds = (double)a->scale * p * (dp - mean);
+          if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
+          if (a->grad_k) lunai_add_scaled(a->head_dim, ds, a->q + r.q, a->grad_k + k);
+          if (a->grad_v) lunai_add_scaled(a->value_dim, p * mask, g, a->grad_v + v);
+        }
+      }
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 /* sums n floats to a vector, halving */
 LUNAI_INLINE vf LUNAI_K(fold)(float *x, int64_t n) {
   int64_t i, half;
@@ -3801,7 +4196,7 @@ LUNAI_FN void LUNAI_K(tile_slopes)(bool across, int64_t lines, int64_t length, i
     }
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
@@ -4402,6 +4797,90 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   }
 }
 
+/* The reference: one query at a time, its keys in parts. */
+#define LUNAI_KEY_PART 64
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
+                                   } lunai_sparse_walk;
+/* the next key that a query of a block sees, or null; the walk starts as zeros */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+  for (;;) {
+    for (; w->i < w->n; w->i++)
+      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+    w->i = 0;
+    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    if (w->n == 0) return NULL;
+  }
+}
+LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
+                                  const lunai_key *key) {
+  const lunai_attention *a = s->a;
+  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+}
+LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(out, 0, (size_t)a->value_dim * sizeof(float));
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float score = lunai_sparse_score(s, query, key);
+    if (!(score <= max)) max = score;
+  }
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
+    total += p;
+    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
+                       a->v + s->v + key->row * a->v_row, out);
+  }
+  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
+}
+LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
+                                        int64_t query) {
+  const lunai_attention *a = s->a;
+  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const float *g = a->grad_out + out;
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
+    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
+    if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
+    if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
+    if (a->grad_v) lunai_scale_add_reference(a->value_dim, p * mask, g, a->grad_v + v);
+  }
+}
+LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
+  int64_t pair, block;
+  for (pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_sparse s = lunai_sparse_at(a, pair);
+    if (!backward) lunai_sparse_clear(a, pair);
+    for (block = 0; block < s.blocks; block++) {
+      int64_t at = lunai_sparse_first(&s, block);
+      int32_t query;
+      while (lunai_sparse_queries(&s, block, &at, 1, &query))
+        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(&s, block, query);
+    }
+  }
+}
+LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  (void)parallel, (void)scratch;
+  if (lunai_is_sparse(a, false)) lunai_sparse_rows(a, false);
+  else lunai_dense_reference(a);
+}
+LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
+                                                 void *scratch) {
+  (void)parallel, (void)scratch;
+  if (lunai_is_sparse(a, true)) lunai_sparse_rows(a, true);
+  else lunai_dense_backward_reference(a);
+}
+
 /* up to LUNAI_RUN queries of a block */
 typedef struct lunai_sparse_run {
   int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
@@ -4859,7 +5338,87 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* The reference. A row's probabilities p [heads, slots] before dropout, from its log-sum-exps once these are known [eq.
+   4] */
+LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
+  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
+}
+LUNAI_FN void lunai_unpack_row(const lunai_unpack *u, int64_t b, int64_t i, bool backward, float *p) {
+  const int64_t slots = lunai_unpack_slots(u, b), row = b * u->rows + i;
+  int64_t h, l;
+  for (h = 0; h < u->heads; h++) {
+    const int64_t at = (b * u->heads + h) * u->slots;
+    float max = -(float)INFINITY, lse;
+    double sum = 0;
+    for (l = 0; l < slots; l++) {
+      float *s = p + h * u->slots + l;
+      *s = (float)(lunai_inner(u->dim, u->x + row * u->dim, 1, u->k + (at + l) * u->dim, 1) + (double)u->bias[at + l]);
+      if (!(*s <= max)) max = *s;
+    }
+    for (l = 0; l < slots; l++) sum += (double)lunai_exp1_scalar(p[h * u->slots + l] - max);
+    lse = backward ? u->lse[row * u->heads + h] : slots > 0 ? max + lunai_log1_scalar((float)sum) : 0;
+    for (l = 0; l < slots; l++) p[h * u->slots + l] = lunai_exp1_scalar(p[h * u->slots + l] - lse);
+    if (!backward && u->lse) u->lse[row * u->heads + h] = lse;
+  }
+}
+LUNAI_FN float lunai_unpack_mask_at(const lunai_unpack *u, int64_t b, int64_t h, int64_t i, int64_t l) {
+  return lunai_dropout_at(&u->dropout, ((b * u->heads + h) * u->rows + i) * u->slots + l);
+}
+LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+  float *p = (float *)scratch;
+  int64_t b, i, h, l, e;
+  (void)parallel;
+  for (b = 0; b < u->batch; b++)
+    for (i = 0; i < u->rows; i++) {
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      lunai_unpack_row(u, b, i, false, p);
+      for (h = 0; h < u->heads; h++)
+        for (l = 0; l < slots; l++) p[h * u->slots + l] *= lunai_unpack_mask_at(u, b, h, i, l);
+      for (e = 0; e < u->dim; e++) {
+        double sum = u->out_bias ? (double)u->out_bias[e] : 0;
+        for (h = 0; h < u->heads; h++)
+          sum += lunai_inner(slots, p + h * u->slots, 1, u->v + (b * u->heads + h) * u->slots * u->dim + e, u->dim);
+        u->out[row + e] = (u->residual ? u->residual[row + e] : 0) + (float)sum * lunai_dropout_at(&u->last, row + e);
+      }
+    }
+}
+/* dP = m (g . v), dS = P (dP - sum of P dP), g = dOut through its dropout */
+LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+  float *p = (float *)scratch, *g = p + u->heads * u->slots;
+  int64_t b, i, h, l, e;
+  (void)parallel;
+  for (b = 0; b < u->batch; b++)
+    for (i = 0; i < u->rows; i++) {
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      lunai_unpack_row(u, b, i, true, p);
+      for (e = 0; e < u->dim; e++) g[e] = u->grad_out[row + e] * lunai_dropout_at(&u->last, row + e);
+      if (u->grad_out_bias) lunai_add_scaled(u->dim, 1, g, u->grad_out_bias);
+      for (h = 0; h < u->heads; h++) {
+        const int64_t at = (b * u->heads + h) * u->slots;
+        double mean = 0;
+        for (l = 0; l < slots; l++)
+          mean += (double)p[h * u->slots + l] * (double)lunai_unpack_mask_at(u, b, h, i, l) *
+                  lunai_inner(u->dim, g, 1, u->v + (at + l) * u->dim, 1);
+        for (l = 0; l < slots; l++) {
+          const int64_t slot = (at + l) * u->dim;
+          const double prob = (double)p[h * u->slots + l], mask = (double)lunai_unpack_mask_at(u, b, h, i, l);
+          const double ds = prob * (mask * lunai_inner(u->dim, g, 1, u->v + slot, 1) - mean);
+          if (u->grad_bias) u->grad_bias[at + l] += (float)ds;
+          if (u->grad_k) lunai_add_scaled(u->dim, ds, u->x + row, u->grad_k + slot);
+          if (u->grad_v) lunai_add_scaled(u->dim, prob * mask, g, u->grad_v + slot);
+          if (u->grad_x) lunai_add_scaled(u->dim, ds, u->k + slot, u->grad_x + row); /* may be grad_out: g is a copy */
+        }
+      }
+    }
+}
+LUNAI_FN size_t lunai_unpack_scratch_reference(const lunai_unpack *u, int64_t threads, bool backward) {
+  (void)threads, (void)backward;
+  return (size_t)lunai_floats(u->heads * u->slots + u->dim);
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 /* a group's scores s (+ bias) become its softmax; returns the log-sum-exp */
 LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   const vf lowest = vf_set(-INFINITY);
@@ -4920,7 +5479,7 @@ LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t rows, int64_t groups, int64_t n, co
     }
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 typedef struct lunai_unpack_work {
   const lunai_kernels *kernels;
   const lunai_unpack *u;
@@ -4936,10 +5495,6 @@ typedef struct lunai_unpack_space {
   float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
 } lunai_unpack_space;
-
-LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
-  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
-}
 
 LUNAI_FN char *lunai_unpack_layout(const lunai_kernels *kernels, const lunai_unpack *u, bool backward, char *scratch,
                                    lunai_unpack_space *m) {
@@ -5147,7 +5702,140 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
    float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* ---- the reference ---- */
+
+/* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in double */
+LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
+  int64_t item, t, j, e, first;
+  (void)parallel, (void)scratch;
+  for (item = 0; item < c->batch * c->heads; item++) {
+    const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head;
+    const int64_t z = item / c->heads * c->z_batch + item % c->heads * c->z_head;
+    for (t = 0; t < c->rows; t++)
+      for (first = 0; first < c->value_dim; first += 64) {
+        const int64_t n = lunai_min(64, c->value_dim - first);
+        double sum[64] = {0};
+        for (j = 0; j <= t; j++) {
+          const double score = lunai_inner(c->dim, c->x + xy + t * c->xy_row, 1, c->y + xy + j * c->xy_row, 1);
+          for (e = 0; e < n; e++) sum[e] += score * (double)c->z[z + j * c->z_row + first + e];
+        }
+        for (e = 0; e < n; e++) c->out[z + t * c->z_row + first + e] = (float)(sum[e] / (double)(t + 1));
+      }
+  }
+}
+LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
+  int64_t item, t, j;
+  (void)parallel, (void)scratch;
+  for (item = 0; item < c->batch * c->heads; item++)
+    for (t = 0; t < c->rows; t++)
+      for (j = 0; j <= t; j++) {
+        const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head, x = xy + t * c->xy_row,
+                      y = xy + j * c->xy_row;
+        const int64_t head = item / c->heads * c->z_batch + item % c->heads * c->z_head, z = head + j * c->z_row;
+        const float *g = c->grad_out + head + t * c->z_row;
+        const double score = lunai_inner(c->dim, c->x + x, 1, c->y + y, 1) / (double)(t + 1);
+        const double slope = lunai_inner(c->value_dim, g, 1, c->z + z, 1) / (double)(t + 1);
+        if (c->grad_x) lunai_add_scaled(c->dim, slope, c->y + y, c->grad_x + x);
+        if (c->grad_y) lunai_add_scaled(c->dim, slope, c->x + x, c->grad_y + y);
+        if (c->grad_z) lunai_add_scaled(c->value_dim, score, g, c->grad_z + z);
+      }
+}
+
+LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
+  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
+}
+/* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
+LUNAI_FN void lunai_mean_step(int64_t t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
+                              double *mean, int64_t mean_row, double factor, float *result) {
+  int64_t i, j;
+  for (j = 0; j < n; j++) {
+    double sum = 0;
+    for (i = 0; i < dim; i++) {
+      double *m = mean + i * mean_row + j;
+      *m += ((double)y[i] * (double)z[j] - *m) / (double)t;
+      sum += (double)x[i] * *m;
+    }
+    result[j] = (float)(factor * sum);
+  }
+}
+/* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
+   3.3] */
+LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
+  const int64_t d = a->head_dim, state = d * a->slots;
+  double *means = (double *)scratch;
+  float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
+  int64_t item, t, l;
+  (void)parallel;
+  for (item = 0; item < a->batch * a->heads; item++) {
+    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    double *ka = a->mean_ka ? a->mean_ka + item * state : means, *av = a->mean_ka ? a->mean_av + item * state : means +
+        state;
+    for (l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
+    for (t = 0; t < a->rows; t++) {
+      const int64_t row = (item / a->heads * a->rows + t) * a->heads + item % a->heads, wide = row * d,
+                    narrow = row * a->slots;
+      lunai_activate_reference(a->activation, real, a->s + narrow, omega);
+      lunai_mean_step(a->position + t + 1, d, real, a->k + wide, omega, a->q + wide, ka, a->slots, (double)a->scale, w);
+      lunai_softmax_reference(1, real, w, w);
+      lunai_mean_step(a->position + t + 1, real, d, omega, a->v + wide, w, av, d, 1, a->out + wide);
+      for (l = 0; a->w && l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
+    }
+  }
+}
+/* With g_t = dOut_t / t and h_t = scale / t dU_t, sums over j <= t:
+   dW_t = sum (g_t . v_j) A_j, dU = softmax's backward; dv_j += (w_t . A_j) g_t, dq_t += (h_t . A_j) k_j,
+       dk_j += (h_t . A_j) q_t,
+   dA_j += (g_t . v_j) w_t + (q_t . k_j) h_t */
+LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t first, int64_t t, int64_t real,
+                                             const float *omega, float *domega, float *dw, float *h) {
+  const int64_t d = a->head_dim, row = first + t * a->heads;
+  const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
+  const double share = 1 / (double)(t + 1);
+  int64_t j, l;
+  for (l = 0; l < real; l++) dw[l] = h[l] = 0;
+  for (j = 0; j <= t; j++)
+    lunai_add_scaled(real, share * lunai_inner(d, g, 1, a->v + (first + j * a->heads) * d, 1), omega + j * a->slots,
+                     dw);
+  lunai_softmax_backward_reference(1, real, w, dw, h);
+  for (l = 0; l < real; l++) h[l] = (float)((double)a->scale * share * (double)h[l]);
+  for (j = 0; j <= t; j++) {
+    const int64_t at = (first + j * a->heads) * d;
+    const double ha = lunai_inner(real, h, 1, omega + j * a->slots, 1),
+                 wa = lunai_inner(real, w, 1, omega + j * a->slots, 1);
+    if (a->grad_q) lunai_add_scaled(d, ha, a->k + at, a->grad_q + row * d);
+    if (a->grad_k) lunai_add_scaled(d, ha, q, a->grad_k + at);
+    if (a->grad_v) lunai_add_scaled(d, share * wa, g, a->grad_v + at);
+    lunai_add_scaled(real, share * lunai_inner(d, g, 1, a->v + at, 1), w, domega + j * a->slots);
+    lunai_add_scaled(real, lunai_inner(d, q, 1, a->k + at, 1), h, domega + j * a->slots);
+  }
+}
+LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, const lunai_parallel *parallel,
+                                                   void *scratch) {
+  float *omega = (float *)scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots,
+      *h = dw + a->slots;
+  int64_t item, t;
+  (void)parallel;
+  for (item = 0; item < a->batch * a->heads; item++) {
+    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    const int64_t first = item / a->heads * a->rows * a->heads + item % a->heads, step = a->heads * a->slots;
+    const float *s = a->s + first * a->slots;
+    memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
+    for (t = 0; t < a->rows; t++) lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
+    for (t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega, domega, dw, h);
+    for (t = 0; a->grad_s && t < a->rows; t++)
+      lunai_activate_backward_reference(a->activation, real, s + t * step, domega + t * a->slots,
+                                        a->grad_s + first * a->slots + t * step);
+  }
+}
+LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, int64_t threads, bool backward) {
+  (void)threads;
+  if (backward) return (size_t)lunai_floats(2 * (a->rows + 1) * a->slots);
+  return lunai_round((size_t)(2 * a->head_dim * a->slots) * sizeof(double)) + (size_t)lunai_floats(2 * a->slots);
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 
 /* The state before the chunk replaces the chunk's sum, which is added to the state. Strips of constant length and
    one operation a loop let compilers vectorise this at -O2. */
@@ -5221,7 +5909,7 @@ LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const fl
   for (; j < n; j++) LUNAI_K(step_block)(1, dim, share, y, z + j, x, mean + j, mean_row, result + j);
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 /* one chunk of one (batch, head), and its buffers */
 typedef struct lunai_causal_chunk {
@@ -5250,10 +5938,6 @@ typedef struct lunai_sweep {
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
 } lunai_sweep;
-
-LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
-  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
-}
 
 /* threads, when the work is worth waking them */
 LUNAI_INLINE const lunai_parallel *lunai_worth(const lunai_parallel *parallel, int64_t products) {
@@ -5838,13 +6522,40 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
 /* ----------------------------------------------------------------------------------------------------------------------
    >>table: the kernels of an instruction set, its loops and the drivers that run on them
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* the reference's: no panels, and scratch only where a row's probabilities or a running mean need it */
+LUNAI_FN size_t lunai_gemm_scratch_reference(const lunai_gemm *g, int64_t threads) { return (void)g, (void)threads, 0; }
+LUNAI_FN size_t lunai_panels_bytes_reference(int64_t n, int64_t k) { return (void)n, (void)k, 0; }
+LUNAI_FN void lunai_make_panels_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *panels) {
+  (void)g, (void)parallel, (void)panels;
+}
+LUNAI_FN size_t lunai_attention_scratch_reference(const lunai_attention *a, int64_t threads, bool backward) {
+  return (void)a, (void)threads, (void)backward, 0;
+}
+LUNAI_FN size_t lunai_causal_scratch_reference(const lunai_causal *c, int64_t threads, bool backward) {
+  return (void)c, (void)threads, (void)backward, 0;
+}
+static LUNAI_UNUSED const lunai_kernels lunai_kernels_reference = {
+  1, 1,
+#define LUNAI_FIELD(result, name, arguments) lunai_##name##_reference,
+#define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(lunai_##name##_reference),
+#define LUNAI_NONE(result, name, arguments) NULL,
+  LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD_TRAIN)
+  LUNAI_LOOPS(LUNAI_NONE, LUNAI_NONE, LUNAI_NONE)
+#undef LUNAI_FIELD
+#undef LUNAI_FIELD_TRAIN
+#undef LUNAI_NONE
+};
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 static const lunai_kernels LUNAI_K(kernels) = {
   LUNAI_MR, LUNAI_NR,
 #define LUNAI_FIELD(result, name, arguments) LUNAI_K(name),
 #define LUNAI_FIELD_REST(result, name, arguments) LUNAI_REST(LUNAI_K(name)),
 #define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(LUNAI_K(name)),
   LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD_REST, LUNAI_FIELD_TRAIN)
+  LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD_REST, LUNAI_FIELD_TRAIN)
 #undef LUNAI_FIELD
 #undef LUNAI_FIELD_REST
 #undef LUNAI_FIELD_TRAIN
@@ -5880,7 +6591,9 @@ LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
 LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
-#else /* !LUNAI_PASS */
+#endif /* LUNAI_PASS_LOOPS */
+
+#ifndef LUNAI_PASS
 #define LUNAI_IMPLEMENTED
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -5904,15 +6617,26 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
   (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
+#define LUNAI_SIMD
 #include <immintrin.h>
+/* what the compiler promises: passes below it are left out */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define LUNAI_BASELINE LUNAI_ISA_AVX512
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LUNAI_BASELINE LUNAI_ISA_AVX2
+#else
+#define LUNAI_BASELINE LUNAI_ISA_SSE2
+#endif
 #ifdef LUNAI_MSVC
 #include <intrin.h>
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define LUNAI_NEON
+#define LUNAI_SIMD
 #include <arm_neon.h>
 #elif defined(__wasm_simd128__)
 #define LUNAI_WASM
+#define LUNAI_SIMD
 #include <wasm_simd128.h>
 #endif
 #endif
@@ -5924,12 +6648,15 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #undef LUNAI_SUFFIX
 
 #ifdef LUNAI_X86
+#if LUNAI_BASELINE == LUNAI_ISA_SSE2
 #define LUNAI_PASS LUNAI_ISA_SSE2
 #define LUNAI_SUFFIX _sse2
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
+#endif
 
+#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
 #if defined(LUNAI_MSVC)
 #elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
@@ -5945,9 +6672,15 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #if defined(LUNAI_MSVC)
 #elif defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
 #pragma GCC pop_options
+#endif
+#endif
+
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #endif
@@ -6001,14 +6734,14 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 LUNAI_FN int lunai_isa_detect(void) {
   uint32_t r[4], low;
   lunai_cpuid(0, 0, r);
-  if (r[0] < 7) return LUNA_ISA_SSE2;
+  if (r[0] < 7) return LUNAI_BASELINE;
   lunai_cpuid(1, 0, r);
-  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNA_ISA_SSE2; /* OSXSAVE, FMA */
+  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_BASELINE; /* OSXSAVE, FMA */
   low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
-  if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNA_ISA_SSE2;
+  if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
   if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
-    return LUNA_ISA_AVX2;
+    return LUNAI_BASELINE > LUNAI_ISA_AVX2 ? LUNAI_BASELINE : LUNA_ISA_AVX2;
   return LUNA_ISA_AVX512;
 }
 #else
@@ -6047,11 +6780,20 @@ LUNA_API luna_isa luna_isa_best(void) {
 LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
   const luna_isa best = luna_isa_best();
   if (isa == LUNA_ISA_BEST) isa = best;
+#ifndef LUNA_ONLY_STREAM
+  if (isa == LUNA_ISA_REFERENCE) return &lunai_kernels_reference;
+#endif
+#ifndef LUNAI_SIMD
   if (isa == LUNA_ISA_SCALAR) return &lunai_kernels_scalar;
+#endif
 #ifdef LUNAI_X86
   if (isa > best) return NULL;
+#if LUNAI_BASELINE == LUNAI_ISA_SSE2
   if (isa == LUNA_ISA_SSE2) return &lunai_kernels_sse2;
+#endif
+#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
   if (isa == LUNA_ISA_AVX2) return &lunai_kernels_avx2;
+#endif
   if (isa == LUNA_ISA_AVX512) return &lunai_kernels_avx512;
 #elif defined(LUNAI_NEON)
   if (isa == LUNA_ISA_NEON) return &lunai_kernels_neon;
@@ -6072,6 +6814,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
     case LUNA_ISA_AVX512: return "AVX-512";
     case LUNA_ISA_NEON: return "NEON";
     case LUNA_ISA_WASM: return "WASM SIMD128";
+    case LUNA_ISA_REFERENCE: return "reference";
   }
   return "unknown";
 }
@@ -6152,7 +6895,7 @@ static const uint8_t lunai_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LUNAI_ER
 #undef LUNAI_ERROR
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the context-free calls
-   Each has a reference of a few loops, which also runs without scratch, and the kernel. Guarded by tests/ops.c.
+   Without scratch they run the reference. Guarded by tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { if (counter && out) lunai_philox(counter, key, out); }
 
@@ -6182,17 +6925,6 @@ LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t give
   if (given != LUNA_SHARED) return lunai_extent(extent, count, given, dense, stride);
   *stride = 0;
   return lunai_checked(count, 1) < 0 ? -1 : extent;
-}
-
-LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
-  uint32_t counter[4], word[4];
-  if (d->threshold == 0) return 1.0f;
-  counter[0] = (uint32_t)(element / 8);
-  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
-  counter[2] = d->op;
-  counter[3] = d->step;
-  lunai_philox(counter, d->seed, word);
-  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
 }
 
 /* --- gemm --- */
@@ -6226,23 +6958,6 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   return LUNA_OK;
 }
 
-LUNAI_FN void lunai_gemm_without_scratch(const lunai_kernels *kernels, const lunai_gemm *g) {
-  int64_t s, i, j, p;
-  for (s = 0; s < g->batch[1]; s++) {
-    const float *a = g->a + s * g->a_batch[1], *b = g->b + s * g->b_batch[1];
-    for (i = 0; i < g->m; i++) {
-      float *c = g->c + s * g->c_batch[1] + i * g->c_row;
-      for (j = 0; j < g->n; j++) {
-        float sum = 0, y;
-        for (p = 0; p < g->k; p++) sum += a[i * g->a_row + p * g->a_column] * b[p * g->b_row + j * g->b_column];
-        sum = g->alpha * sum + (g->bias ? g->bias[j] : 0);
-        kernels->activate(g->activation, 1, &sum, &y);
-        c[j] = g->accumulate ? c[j] + y : y;
-      }
-    }
-  }
-}
-
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   lunai_gemm g;
@@ -6262,8 +6977,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.threads));
-  if (scratch) kernels->gemm(&g, &parallel, scratch);
-  else lunai_gemm_without_scratch(kernels, &g);
+  (scratch ? kernels : &lunai_kernels_reference)->gemm(&g, &parallel, scratch);
   return LUNA_OK;
 }
 
@@ -6329,154 +7043,6 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   return LUNA_OK;
 }
 
-/* offset of row i of batch row b and head h, and how many keys it sees */
-typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
-LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
-  const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
-  const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
-  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
-  if (i >= rows) return false;
-  r->q = (a->query_offsets ? first * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
-  r->out = (a->query_offsets ? first * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
-  r->k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
-  r->v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
-  r->keys = a->lengths ? a->lengths[b] : a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
-  if (a->causal) r->keys = lunai_min(r->keys, i + 1);
-  r->stat = (first + i) * a->heads + h;
-  r->element = ((b * a->heads + h) * a->queries + i) * a->keys;
-  return true;
-}
-
-LUNAI_FN float lunai_score(const lunai_kernels *kernels, const lunai_attention *a, const lunai_attention_row *r, int64_t j) {
-  return a->scale * kernels->dot(a->head_dim, a->q + r->q, a->k + r->k + j * a->k_row);
-}
-
-LUNAI_FN float lunai_exp_one(const lunai_kernels *kernels, float x) { /* elu(x) + 1 is exp(x) for x <= 0 */
-  float y;
-  kernels->activate(LUNA_ACTIVATION_ELU1, 1, &x, &y);
-  return y;
-}
-
-LUNAI_FN void lunai_attention_without_scratch(const lunai_kernels *kernels, const lunai_attention *a) {
-  lunai_attention_row r;
-  int64_t b, h, i, j, e;
-  for (b = 0; b < a->batch; b++)
-    for (h = 0; h < a->heads; h++)
-      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
-        float *out = a->out + r.out, max = -INFINITY, total = 0, kept = 0, natural = 0;
-        for (e = 0; e < a->value_dim; e++) out[e] = 0;
-        for (j = 0; j < r.keys; j++) {
-          const float s = lunai_score(kernels, a, &r, j);
-          if (!(s <= max)) max = s;
-        }
-        for (j = 0; j < r.keys; j++) {
-          const float p = lunai_exp_one(kernels, lunai_score(kernels, a, &r, j) - max), w = p * lunai_dropout_at(&a->dropout, r.element + j);
-          total += p;
-          kept += w;
-          kernels->scale_add(a->value_dim, w, a->v + r.v + j * a->v_row, out);
-        }
-        if (r.keys > 0) {
-          kernels->scale(a->value_dim, 1 / total, out, out);
-          kept = a->dropout.threshold ? kept / total : 1;
-          natural = max + (float)log((double)total);
-        }
-        if (a->lse) a->lse[r.stat] = natural;
-        if (a->sums) a->sums[r.stat] = kept;
-      }
-}
-
-LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kernels, const lunai_attention *a) {
-  lunai_attention_row r;
-  int64_t b, h, i, j;
-  for (b = 0; b < a->batch; b++)
-    for (h = 0; h < a->heads; h++)
-      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
-        const float *g = a->grad_out + r.out, extra = a->grad_sums ? a->grad_sums[r.stat] : 0;
-        const float mean = kernels->dot(a->value_dim, g, a->out + r.out) + (a->grad_sums ? extra * a->sums[r.stat] : 0);
-        for (j = 0; j < r.keys; j++) {
-          const float p = lunai_exp_one(kernels, lunai_score(kernels, a, &r, j) - a->lse[r.stat]);
-          const float mask = lunai_dropout_at(&a->dropout, r.element + j);
-          const float ds = a->scale * p * (mask * (kernels->dot(a->value_dim, g, a->v + r.v + j * a->v_row) + extra) - mean);
-          if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + r.k + j * a->k_row, a->grad_q + r.q);
-          if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + r.q, a->grad_k + r.k + j * a->k_row);
-          if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + r.v + j * a->v_row);
-        }
-      }
-}
-
-/* Without scratch, and the reference: one query at a time, its keys in parts. */
-#define LUNAI_KEY_PART 64
-typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
-                                   } lunai_sparse_walk;
-/* the next key that a query of a block sees, or null; the walk starts as zeros */
-LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
-  for (;;) {
-    for (; w->i < w->n; w->i++)
-      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
-    w->i = 0;
-    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
-    if (w->n == 0) return NULL;
-  }
-}
-LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query,
-                                  const lunai_key *key) {
-  const lunai_attention *a = s->a;
-  return a->scale * kernels->dot(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
-}
-LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
-  const lunai_attention *a = s->a;
-  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
-  const lunai_key *key;
-  lunai_sparse_walk w;
-  memset(out, 0, (size_t)a->value_dim * sizeof(float));
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
-    const float score = lunai_sparse_score(kernels, s, query, key);
-    if (!(score <= max)) max = score;
-  }
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
-    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - max);
-    total += p;
-    kernels->scale_add(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
-  }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
-  if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
-}
-LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block,
-                                        int64_t query) {
-  const lunai_attention *a = s->a;
-  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
-  const float *g = a->grad_out + out;
-  const float mean = kernels->dot(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
-  const lunai_key *key;
-  lunai_sparse_walk w;
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
-    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
-    const float ds = a->scale * p * (mask * kernels->dot(a->value_dim, g, a->v + v) - mean);
-    if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + k, a->grad_q + q);
-    if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + q, a->grad_k + k);
-    if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + v);
-  }
-}
-LUNAI_FN void lunai_sparse_rows(const lunai_kernels *kernels, const lunai_attention *a, bool backward) {
-  int64_t pair, block;
-  for (pair = 0; pair < a->batch * a->heads; pair++) {
-    const lunai_sparse s = lunai_sparse_at(a, pair);
-    if (!backward) lunai_sparse_clear(a, pair);
-    for (block = 0; block < s.blocks; block++) {
-      int64_t at = lunai_sparse_first(&s, block);
-      int32_t query;
-      while (lunai_sparse_queries(&s, block, &at, 1, &query))
-        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(kernels, &s, block, query);
-    }
-  }
-}
-
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   int64_t threads;
@@ -6505,9 +7071,8 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
-  if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
-  else if (lunai_is_sparse(&a, backward)) lunai_sparse_rows(kernels, &a, backward);
-  else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
+  if (!scratch) kernels = &lunai_kernels_reference;
+  (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) { return lunai_attention_call(args, false); }
@@ -6534,28 +7099,6 @@ LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal 
   return LUNA_OK;
 }
 
-/* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, and its three derivatives */
-LUNAI_FN void lunai_causal_without_scratch(const lunai_kernels *kernels, const lunai_causal *c, bool backward) {
-  int64_t b, h, t, j;
-  for (b = 0; b < c->batch; b++)
-    for (h = 0; h < c->heads; h++)
-      for (t = 0; t < c->rows; t++) {
-        const int64_t xy = b * c->xy_batch + h * c->xy_head, z = b * c->z_batch + h * c->z_head, row = z + t * c->z_row;
-        if (!backward) memset(c->out + row, 0, (size_t)c->value_dim * sizeof(float));
-        for (j = 0; j <= t; j++) {
-          const int64_t y = xy + j * c->xy_row, x = xy + t * c->xy_row, zj = z + j * c->z_row;
-          const float score = kernels->dot(c->dim, c->x + x, c->y + y) / (float)(t + 1);
-          if (!backward) kernels->scale_add(c->value_dim, score, c->z + zj, c->out + row);
-          else {
-            const float slope = kernels->dot(c->value_dim, c->grad_out + row, c->z + zj) / (float)(t + 1);
-            if (c->grad_x) kernels->scale_add(c->dim, slope, c->y + y, c->grad_x + x);
-            if (c->grad_y) kernels->scale_add(c->dim, slope, c->x + x, c->grad_y + y);
-            if (c->grad_z) kernels->scale_add(c->value_dim, score, c->grad_out + row, c->grad_z + zj);
-          }
-        }
-      }
-}
-
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   int64_t threads;
@@ -6579,8 +7122,8 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.threads, backward));
-  if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
-  else lunai_causal_without_scratch(kernels, &c, backward);
+  if (!scratch) kernels = &lunai_kernels_reference;
+  (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
