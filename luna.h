@@ -259,7 +259,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
   X(CONCAT_SHAPES, BAD_ARGUMENT, "luna_concat: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(SUFFIX, BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first") \
+  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
+  X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
@@ -377,8 +378,35 @@ LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
 
-/* Maps applied to single numbers. SOFTPLUS is ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), ELU1 elu(x) + 1, GELU the exact (erf) form. */
-typedef enum luna_activation { LUNA_ACTIVATION_NONE = 0, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2 } luna_activation;
+/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and its
+   derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). NaN stays NaN. The
+   first are a layer's activations; the others are for luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU
+   the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
+#define LUNA_ACTIVATIONS(M) \
+  M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
+  M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), vf_fma(vf_mul(x, vf_of(0.39894228040143267794)), vf_half_gauss(x), vf_normal_cdf(x))) \
+  M(ELU1, elu1, vf_select(vf_gt(x, vf_zero()), vf_add(x, vf_of(1)), vf_exp(x)), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_exp(x))) \
+  M(SOFTPLUS, softplus, vf_add(vf_max(vf_zero(), x), vf_log1p(vf_exp(vf_neg(vf_abs(x))))), vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
+  M(SOFTPLUS2, softplus2, vf_fma(vf_log1p(vf_exp2(vf_neg(vf_abs(x)))), vf_of(1.44269504088896340736), vf_max(vf_zero(), x)), \
+    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp2(vf_neg(x))))) \
+  M(SIGMOID, sigmoid, vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x)))), vf_fnma(y, y, y)) \
+  M(SILU, silu, vf_div(x, vf_add(vf_of(1), vf_exp(vf_neg(x)))), \
+    vf_div(vf_add(vf_of(1), vf_div(x, vf_add(vf_of(1), vf_exp(x)))), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
+  M(TANH, tanh, vf_tanh(x), vf_fnma(y, y, vf_of(1)))
+#define LUNA_MAPS(M) \
+  LUNA_ACTIVATIONS(M) \
+  M(EXP, exp, vf_exp(x), y) \
+  M(LOG, log, vf_select(vf_lt(x, vf_zero()), vf_sqrt(x), vf_log(x)), vf_div(vf_of(1), x)) \
+  M(SQRT, sqrt, vf_sqrt(x), vf_div(vf_of(0.5), y)) \
+  M(RSQRT, rsqrt, vf_div(vf_of(1), vf_sqrt(x)), vf_div(vf_mul(vf_of(-0.5), y), x)) \
+  M(ABS, abs, vf_abs(x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_select(vf_lt(x, vf_zero()), vf_of(-1), x)))
+typedef enum luna_activation {
+  LUNA_ACTIVATION_NONE = 0,
+#define LUNAI_MAP(NAME, name, value, slope) LUNA_ACTIVATION_##NAME,
+  LUNA_MAPS(LUNAI_MAP)
+#undef LUNAI_MAP
+  LUNA_ACTIVATION_COUNT
+} luna_activation;
 
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
@@ -605,8 +633,46 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);                      /* out axis i is x's axes[i]; copy */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
-LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
-LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
+#define LUNA_READS_IN(i) (1 << (i))
+#define LUNA_READS_OUT(i) (256 << (i))
+/* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
+   function, differentiable inputs, value, and its gradient for each of them) in a, b and c, of the inputs, and g, of
+   the result, by the kernels' vector functions (>>vector). */
+#define LUNA_BINARIES(E) \
+  E(ADD, 1, 0, true, add, 3, vf_add(a, b), g, g, g) \
+  E(SUB, 1, 0, true, sub, 3, vf_sub(a, b), g, vf_neg(g), g) \
+  E(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, mul, 3, vf_mul(a, b), vf_mul(g, b), vf_mul(g, a), g) \
+  E(DIV, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, div, 3, vf_div(a, b), vf_div(g, b), \
+    vf_neg(vf_mul(vf_div(g, b), vf_div(a, b))), g) \
+  E(MINIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, minimum, 3, \
+    vf_select(vf_le(a, b), a, vf_select(vf_lt(b, a), b, vf_add(a, b))), vf_select(vf_lt(b, a), vf_zero(), g), \
+    vf_select(vf_lt(b, a), g, vf_zero()), g) \
+  E(MAXIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, maximum, 3, \
+    vf_select(vf_le(b, a), a, vf_select(vf_lt(a, b), b, vf_add(a, b))), vf_select(vf_lt(a, b), vf_zero(), g), \
+    vf_select(vf_lt(a, b), g, vf_zero()), g) \
+  E(LESS, 1, 0, false, less, 0, vf_select(vf_lt(a, b), vf_of(1), vf_zero()), g, g, g) \
+  E(LESS_EQUAL, 1, 0, false, less_equal, 0, vf_select(vf_le(a, b), vf_of(1), vf_zero()), g, g, g) \
+  E(EQUAL, 1, 0, false, equal, 0, vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_of(1), vf_zero()), vf_zero()), g, g, g) \
+  E(NOT_EQUAL, 1, 0, false, not_equal, 0, vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_zero(), vf_of(1)), vf_of(1)), g, g, g)
+#define LUNA_ELEMENTWISE(E) \
+  LUNA_BINARIES(E) \
+  E(WHERE, 1, LUNA_READS_IN(0), false, where, 6, vf_select(vf_le(vf_abs(a), vf_zero()), c, b), g, \
+    vf_select(vf_le(vf_abs(a), vf_zero()), vf_zero(), g), vf_select(vf_le(vf_abs(a), vf_zero()), g, vf_zero())) \
+  E(CLAMP, 1, LUNA_READS_IN(0), false, clamp, 1, vf_select(vf_lt(a, b), b, vf_select(vf_lt(c, a), c, a)), \
+    vf_select(vf_lt(a, b), vf_zero(), vf_select(vf_lt(c, a), vf_zero(), g)), g, g)
+/* luna_add(a, b), luna_sub, luna_mul, luna_div, luna_minimum, luna_maximum, luna_less, luna_less_equal, luna_equal,
+   luna_not_equal: one for each row of LUNA_BINARIES. They broadcast as in NumPy: aligned at the last axis, sizes are
+   equal or one of them is 1 or missing, and repeats; so do all inputs of luna_where. A comparison's result is 1 or 0,
+   without gradient. Of equal numbers minimum and maximum give the gradient to a; NaN in either is the result. */
+#define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
+  LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b);
+LUNA_BINARIES(LUNAI_BINARY)
+#undef LUNAI_BINARY
+LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b); /* a where condition is not 0 (NaN is not), b elsewhere */
+LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high); /* low and high may be infinite; NaN stays; gradient from low to high, both included */
+LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise */
@@ -621,11 +687,12 @@ typedef struct luna_feed_forward_config {
   bool recompute;                    /* the hidden layer is computed again in backward, to the same bits, instead of kept */
 } luna_feed_forward_config;
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config);
-LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
-LUNA_API luna_tensor *luna_relu(luna_tensor *x);
-LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) */
-LUNA_API luna_tensor *luna_elu1(luna_tensor *x);                    /* elu(x) + 1 [arXiv 2006.16236] */
-LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
+/* luna_relu(x), luna_gelu, luna_elu1, luna_softplus, luna_softplus2, luna_sigmoid, luna_silu, luna_tanh, luna_exp,
+   luna_log, luna_sqrt, luna_rsqrt, luna_abs: one for each row of LUNA_MAPS */
+#define LUNAI_MAP(NAME, name, value, slope) LUNA_API luna_tensor *luna_##name(luna_tensor *x);
+LUNA_MAPS(LUNAI_MAP)
+#undef LUNAI_MAP
+LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
@@ -1255,18 +1322,15 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
    returns no host value that changes from step to step: those are in luna_step_state, in backend memory. Entries of tier 2 may be null: the
    op is then composed from tier 1.
    ---------------------------------------------------------------------------------------------------------------------- */
-#define LUNA_READS_IN(i) (1 << (i))
-#define LUNA_READS_OUT(i) (256 << (i))
-/* R(name, tier, reads, cheap). reads: the data that backward reads, of inputs and results; parameters are always there.
-   cheap: backward reads no result, and forward takes so little time that a result which backward needs elsewhere is
-   computed again instead of kept. */
-#define LUNA_OPS(R) \
+/* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
+   parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
+   backward needs elsewhere is computed again instead of kept. */
+#define LUNA_OPS(R, E) \
   R(PERMUTE, 1, 0, false) \
   R(SLICE, 1, 0, false) \
   R(CONCAT, 1, 0, false) \
   R(EXPAND, 1, 0, false) \
-  R(ADD, 1, 0, true) \
-  R(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  LUNA_ELEMENTWISE(E) \
   R(SCALE, 1, 0, true) \
   R(REDUCE, 1, 0, false) \
   R(MAX, 1, LUNA_READS_IN(0), false) \
@@ -1291,7 +1355,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
-  LUNA_OPS(LUNAI_OP_KIND)
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) LUNA_OP_##name,
+  LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
   LUNA_OP_COUNT
 } luna_op_kind;
@@ -1309,7 +1375,11 @@ typedef struct luna_op {
     struct { int64_t axis, start; } slice;
     struct { int64_t axis; } concat;
     struct { int64_t count; } expand;
-    struct { int64_t period; } binary; /* add, mul: elements of the second input, which repeats along the first */
+    struct {                         /* LUNA_ELEMENTWISE: the result as [shape], axes joined where that is possible; */
+      int64_t shape[LUNA_MAX_RANK], stride[3][LUNA_MAX_RANK]; /* each input's strides in it, 0 where it repeats; */
+      float scalar[3];               /* a number in place of an input that is null; */
+      int input;                     /* backward: the input whose gradient is being computed */
+    } elementwise;
     struct { float factor; } scale;
     struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
@@ -1349,6 +1419,7 @@ typedef struct luna_op {
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
+#define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0) /* of LUNA_ELEMENTWISE */
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
 
 typedef struct luna_op_functions {
@@ -1456,7 +1527,7 @@ LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) 
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
-LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_SOFTPLUS2; }
+LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_TANH; } /* of a layer */
 
 /* Max elements of an array, so that bytes and sums never wrap; and of a matrix in each thread's scratch. */
 #define LUNAI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
@@ -1648,8 +1719,8 @@ typedef struct lunai_update {
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, mul_add, (int64_t n, const float *a, const float *b, float *y)) \
+  R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
+  T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, const float *dy, float *y, bool add)) \
   R(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
@@ -1748,6 +1819,20 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 #undef vf_exp
 #undef vf_log
 #undef vf_erf
+#undef vf_of
+#undef vf_neg
+#undef vf_exp2
+#undef vf_log1p
+#undef vf_tanh
+#undef vf_half_gauss
+#undef vf_normal_cdf
+#define vf_of(number) vf_set((float)(number))
+#define vf_neg(x) vf_sub(vf_zero(), x)
+#define vf_exp2(x) LUNAI_K(exp2)(x)
+#define vf_log1p(x) LUNAI_K(log1p)(x)
+#define vf_tanh(x) LUNAI_K(tanh)(x)
+#define vf_half_gauss(x) LUNAI_K(half_gauss)(x)
+#define vf_normal_cdf(x) LUNAI_K(normal_cdf)(x, LUNAI_K(half_gauss)(x))
 #define vf_gt(a, b) vf_lt(b, a)
 #define vf_load_part(p, n) LUNAI_K(load_part)(p, n)
 #define vf_store_part(p, v, n) LUNAI_K(store_part)(p, v, n)
@@ -2125,6 +2210,7 @@ LUNAI_INLINE vf vf_log(vf x) { return log(x); }
 LUNAI_INLINE vf vf_erf(vf x) { return erf(x); }
 LUNAI_INLINE vf LUNAI_K(exp2)(vf x) { return exp2(x); }
 LUNAI_INLINE vf LUNAI_K(log1p)(vf x) { return log1p(x); }
+LUNAI_INLINE vf LUNAI_K(tanh)(vf x) { return tanh(x); }
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
 /* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
@@ -2198,6 +2284,17 @@ LUNAI_INLINE vf vf_erf(vf x) {
   p = vf_mul(vf_fma(p, square, vf_set(1.128379166e+00f)), x);
   return vf_select(vf_lt(a, vf_set(1.0f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
+/* x + x^3 P(x^2) to 0.625 (Cephes' tanhf), then 1 - 2 / (e^(2 x) + 1) */
+LUNAI_INLINE vf LUNAI_K(tanh)(vf x) {
+  const vf a = vf_abs(x), square = vf_mul(x, x), one = vf_set(1.0f);
+  const vf large = vf_sub(one, vf_div(vf_set(2.0f), vf_add(vf_exp(vf_add(a, a)), one)));
+  vf p = vf_fma(vf_set(-5.70498872745e-3f), square, vf_set(2.06390887954e-2f));
+  p = vf_fma(p, square, vf_set(-5.37397155531e-2f));
+  p = vf_fma(p, square, vf_set(1.33314422036e-1f));
+  p = vf_fma(p, square, vf_set(-3.33332819422e-1f));
+  p = vf_mul(vf_fma(p, square, one), x);
+  return vf_select(vf_lt(a, vf_set(0.625f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
+}
 /* P(X <= x) of a standard normal X with e = exp(-x^2/2): the smaller tail is computed, so that neither loses digits */
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
   const vf tail = vf_mul(vf_set(0.5f), LUNAI_K(erfc_of)(vf_mul(vf_abs(x), vf_set(0.707106781f)), e));
@@ -2207,35 +2304,22 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
 LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
 LUNAI_INLINE float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
-/* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
-   2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
-LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
-LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
-  const vf zero = vf_zero(), one = vf_set((float)1);
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return vf_max(zero, x);
-    case LUNA_ACTIVATION_GELU: return vf_mul(x, LUNAI_K(normal_cdf)(x, LUNAI_K(half_gauss)(x)));
-    case LUNA_ACTIVATION_ELU1: return vf_select(vf_gt(x, zero), vf_add(x, one), vf_exp(x));
-    case LUNA_ACTIVATION_SOFTPLUS: return vf_add(vf_max(zero, x), LUNAI_K(log1p)(vf_exp(vf_sub(zero, vf_abs(x)))));
-    case LUNA_ACTIVATION_SOFTPLUS2:
-      return vf_fma(LUNAI_K(log1p)(LUNAI_K(exp2)(vf_sub(zero, vf_abs(x)))), vf_set((float)1.44269504088896340736), vf_max(zero, x));
-    default: return x;
-  }
-}
-LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
-  const vf zero = vf_zero(), one = vf_set((float)1);
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return vf_select(vf_gt(x, zero), one, vf_select(vf_le(x, zero), zero, x));
-    case LUNA_ACTIVATION_GELU: {
-      const vf e = LUNAI_K(half_gauss)(x);
-      return vf_fma(vf_mul(x, vf_set((float)0.39894228040143267794)), e, LUNAI_K(normal_cdf)(x, e));
-    }
-    case LUNA_ACTIVATION_ELU1: return vf_select(vf_gt(x, zero), one, vf_exp(x));
-    case LUNA_ACTIVATION_SOFTPLUS: return vf_div(one, vf_add(one, vf_exp(vf_sub(zero, x))));
-    case LUNA_ACTIVATION_SOFTPLUS2: return vf_div(one, vf_add(one, LUNAI_K(exp2)(vf_sub(zero, x))));
-    default: return one;
-  }
-}
+/* e^(-x^2 / 2) */
+LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)), x)); }
+
+#undef LUNAI_VALUE
+#undef LUNAI_SLOPE
+#define LUNAI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
+#define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; return slope; }
+/* of a layer: what a product's epilogue applies */
+#ifdef LUNA_ONLY_STREAM /* small: one copy, of these alone */
+LUNAI_FN vf LUNAI_K(activation1)(int kind, vf x) { switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; } }
+LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
+#else
+LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) { switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; } }
+LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_VALUE) default: return x; } }
+#endif
+LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_SLOPE) default: return vf_of(1); } }
 
 /* ......................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
@@ -2800,17 +2884,52 @@ LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel,
     int64_t i; \
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
   }
-LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(activation1)(kind, LUNAI_GET(x)))
+LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
-          vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), LUNAI_GET(dx)))
+          vf_fma(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x)), LUNAI_GET(dx)))
 LUNAI_MAP(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
-          vf_mul(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x))))
+          vf_mul(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x))))
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(mul_add, (int64_t n, const float *a, const float *b, float *y), y, vf_fma(LUNAI_GET(a), LUNAI_GET(b), LUNAI_GET(y)))
 LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
 LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
+
+/* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
+#ifndef LUNA_ONLY_STREAM
+#undef LUNAI_EACH
+#undef LUNAI_INPUT
+#define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
+#define LUNAI_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
+LUNAI_INLINE vf LUNAI_K(elementwise1)(int kind, vf a, vf b, vf c) {
+  switch (kind) { LUNA_ELEMENTWISE(LUNAI_EACH) default: return c; }
+}
+#undef LUNAI_EACH
+#define LUNAI_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
+  case LUNA_OP_##NAME: \
+    if (input == 0) return da; \
+    if (input == 1) return db; \
+    return dc;
+LUNAI_INLINE vf LUNAI_K(elementwise1_slope)(int kind, int input, vf a, vf b, vf c, vf g) {
+  (void)c;
+  switch (kind) { LUNA_ELEMENTWISE(LUNAI_EACH) default: return g; }
+}
+LUNAI_FN void LUNAI_K(elementwise)(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
+    LUNAI_PUT(y, LUNAI_K(elementwise1)(kind, a, b, c));
+  }
+}
+LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const *x, const int64_t *step, int64_t n, const float *dy,
+                                         float *y, bool add) {
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
+    const vf v = LUNAI_K(elementwise1_slope)(kind, input, a, b, c, LUNAI_GET(dy));
+    LUNAI_PUT(y, add ? vf_add(LUNAI_GET(y), v) : v);
+  }
+}
+#endif
 
 /* ---- sums along a row ---- */
 #undef LUNAI_SUM
@@ -6951,6 +7070,18 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
    >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the scalar reference) and tests/gradients.c (finite differences).
    ---------------------------------------------------------------------------------------------------------------------- */
+/* columns of the table of ops */
+#define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) reads,
+static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+#define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) cheap,
+static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
@@ -7068,61 +7199,140 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- elementwise: add, mul, scale, activation, dropout --- */
-LUNAI_FN void lunai_add_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->arg.binary.period;
-  int64_t r;
-  for (r = first; r < last; r++) {
-    float *y = op->out[0]->data + r * n;
-    const float *a = op->in[0]->data + r * n;
-    if (op->kind == LUNA_OP_ADD) lunai_k(op)->add(n, a, op->in[1]->data, y);
-    else lunai_k(op)->mul(n, a, op->in[1]->data, y);
+/* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
+typedef struct lunai_sum_work { const lunai_kernels *kernels; int64_t outer, axis, inner; float factor; const float *x; float *y; } lunai_sum_work;
+LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sum_work *w = (const lunai_sum_work *)work;
+  const int64_t count = w->inner > 1 ? w->inner : w->outer;
+  const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
+  int64_t o;
+  for (o = 0; w->inner > 1 && o < w->outer; o++)
+    w->kernels->sum_rows(w->axis, w->inner, w->inner, first, last, w->factor, w->x + o * w->axis * w->inner, w->y + o * w->inner);
+  for (o = first; w->inner == 1 && o < last; o++) w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
+}
+LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int64_t inner, float factor, const float *x, float *y) {
+  lunai_sum_work w;
+  w.kernels = lunai_k(op);
+  w.outer = outer; w.axis = axis; w.inner = inner;
+  w.factor = factor;
+  w.x = x;
+  w.y = y;
+  lunai_run(outer * axis * inner > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
+}
+
+/* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
+/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides */
+LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
+  int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
+  int rank = 0, to = LUNA_MAX_RANK, a, k;
+  bool joins;
+  for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
+  for (a = 0; a < LUNA_MAX_RANK; a++) {
+    op->arg.elementwise.shape[a] = 1;
+    for (k = 0; k < 3; k++) op->arg.elementwise.stride[k][a] = 0;
+  }
+  for (a = rank - 1; a >= 0; a--) {
+    for (shape[a] = 1, k = 0; k < 3; k++) {
+      const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
+      size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
+      if (size[k] == 1) continue;
+      if (shape[a] != 1 && shape[a] != size[k]) return -1;
+      shape[a] = size[k];
+    }
+    if (total >= 0) total = lunai_checked(total, shape[a]);
+    if (shape[a] == 1 || total < 0) continue; /* too large: lunai_finish says so */
+    for (joins = to < LUNA_MAX_RANK, k = 0; k < 3; k++) {
+      stride[k] = size[k] == 1 ? 0 : count[k];
+      count[k] *= size[k];
+      if (joins) joins = stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
+    }
+    if (!joins) to--;
+    op->arg.elementwise.shape[to] *= shape[a];
+    for (k = 0; k < 3 && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
+  }
+  return rank;
+}
+/* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
+LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
+  const int64_t *shape = op->arg.elementwise.shape;
+  int64_t step[3], at, n;
+  int k;
+  for (at = first; at < last; at += n) {
+    const int64_t i = at % shape[3], row = at / shape[3];
+    const float *x[3];
+    n = lunai_min(shape[3] - i, last - at);
+    for (k = 0; k < 3; k++) {
+      const int64_t *stride = op->arg.elementwise.stride[k];
+      const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
+      step[k] = there ? stride[3] : 0;
+      x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
+                     row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
+    }
+    if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at, add);
+    else if (op->kind == LUNA_OP_ADD && step[0] && step[1]) lunai_k(op)->add(n, x[0], x[1], y + at);
+    else lunai_k(op)->elementwise((int)op->kind, x, step, n, y + at);
   }
 }
+LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) { lunai_elementwise_part(op, -1, first, last, op->out[0]->data, false); }
+LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body); return LUNA_OK; }
+/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is that
+   of the result but for its sign, there already), then the sums over each axis along which it repeats. */
+LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->kind] == 0; }
+LUNAI_FN void lunai_elementwise_query(luna_op *op) {
+  const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
+  int k;
+  if (!op->training) return;
+  for (k = 0; k < op->inputs; k++)
+    if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes : 2 * bytes;
+}
+LUNAI_FN void lunai_elementwise_back(luna_op *op, int64_t first, int64_t last) {
+  const int k = op->arg.elementwise.input;
+  const bool repeated = lunai_is_repeated(op, k);
+  lunai_elementwise_part(op, k, first, last, repeated ? (float *)op->workspace : op->in[k]->grad, !repeated && !(op->sets >> k & 1));
+}
+LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
+  const int64_t *stride = op->arg.elementwise.stride[k];
+  const float *from = lunai_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
+  float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
+  float *next = (float *)op->workspace + (lunai_gives_grad(op) ? 0 : luna_count(op->out[0]));
+  int64_t shape[LUNA_MAX_RANK], outer, inner, left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  int a, b;
+  memcpy(shape, op->arg.elementwise.shape, sizeof shape);
+  for (a = 0; a < LUNA_MAX_RANK; a++) {
+    float *to;
+    if (stride[a] != 0 || shape[a] == 1) continue;
+    for (outer = inner = 1, b = 0; b < LUNA_MAX_RANK; b++) *(b < a ? &outer : &inner) *= b == a ? 1 : shape[b];
+    left /= shape[a];
+    to = left == 1 ? op->in[k]->grad : next;
+    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(outer * inner) * sizeof(float));
+    lunai_sum_axis(op, outer, shape[a], inner, factor, from, to);
+    shape[a] = 1;
+    factor = 1;
+    from = to;
+    next += outer * inner;
+  }
+}
+LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
+  int k;
+  for (k = 0; k < op->inputs; k++) {
+    const bool repeated = lunai_is_repeated(op, k);
+    if (!lunai_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
+    op->arg.elementwise.input = k;
+    if (!repeated || !lunai_gives_grad(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_back);
+    if (repeated) lunai_unbroadcast(op, k);
+  }
+  return LUNA_OK;
+}
+
+/* --- scale, activation, dropout --- */
 LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   const float *x = op->in[0]->data + first;
   float *y = op->out[0]->data + first;
-  switch (op->kind) {
-    case LUNA_OP_ADD: lunai_k(op)->add(last - first, x, op->in[1]->data + first, y); break;
-    case LUNA_OP_MUL: lunai_k(op)->mul(last - first, x, op->in[1]->data + first, y); break;
-    case LUNA_OP_SCALE: lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y); break;
-    default: lunai_k(op)->activate((int)op->activation, last - first, x, y); break;
-  }
+  if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y);
+  else lunai_k(op)->activate((int)op->activation, last - first, x, y);
 }
 LUNAI_FN luna_status lunai_same_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_binary_forward(luna_op *op) {
-  if (op->arg.binary.period == luna_count(op->in[0])) return lunai_same_forward(op);
-  lunai_split(op, op->arg.binary.period ? luna_count(op->in[0]) / op->arg.binary.period : 0, op->arg.binary.period, lunai_add_body);
-  return LUNA_OK;
-}
-LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->arg.binary.period;
-  lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
-}
-LUNAI_FN void lunai_add_to(luna_op *op, int i, int64_t first, int64_t last) {
-  lunai_k(op)->add(last - first, op->in[i]->grad + first, op->out[0]->grad + first, op->in[i]->grad + first);
-}
-LUNAI_FN void lunai_add_to_first(luna_op *op, int64_t first, int64_t last) { lunai_add_to(op, 0, first, last); }
-LUNAI_FN void lunai_add_to_second(luna_op *op, int64_t first, int64_t last) { lunai_add_to(op, 1, first, last); }
-LUNAI_FN luna_status lunai_add_backward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  if (n == 0) return LUNA_OK;
-  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, n, 1, lunai_add_to_first);
-  if (!op->in[1]->grad) return LUNA_OK;
-  if (op->arg.binary.period == n) lunai_split(op, n, 1, lunai_add_to_second);
-  else lunai_split(op, op->arg.binary.period, n / op->arg.binary.period, lunai_add_columns);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_mul_backward(luna_op *op) {
-  const int64_t n = op->arg.binary.period, rows = n ? luna_count(op->in[0]) / n : 0;
-  int64_t r;
-  for (r = 0; r < rows; r++) {
-    const float *dy = op->out[0]->grad + r * n;
-    if (op->in[0]->grad) lunai_k(op)->mul_add(n, dy, op->in[1]->data, op->in[0]->grad + r * n);
-    if (op->in[1]->grad) lunai_k(op)->mul_add(n, dy, op->in[0]->data + r * n, op->in[1]->grad);
-  }
-  return LUNA_OK;
-}
 LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
@@ -7152,18 +7362,10 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_c
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
 
 /* --- reduce --- */
-LUNAI_FN void lunai_reduce_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  int64_t o;
-  for (o = 0; o < op->arg.reduce.outer; o++) lunai_k(op)->sum_rows(axis, inner, inner, first, last, op->arg.reduce.factor, op->in[0]->data + o * axis * inner, op->out[0]->data + o * inner);
-}
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
-  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  float *y = op->out[0]->data;
-  int64_t o;
-  memset(y, 0, (size_t)(outer * inner) * sizeof(float));
-  if (inner > 1) lunai_split(op, inner, outer * axis, lunai_reduce_columns);
-  for (o = 0; inner == 1 && o < outer; o++) y[o] = (float)(lunai_k(op)->sum(axis, op->in[0]->data + o * axis) * (double)op->arg.reduce.factor);
+  const int64_t outer = op->arg.reduce.outer, inner = op->arg.reduce.inner;
+  memset(op->out[0]->data, 0, (size_t)(outer * inner) * sizeof(float));
+  lunai_sum_axis(op, outer, op->arg.reduce.axis, inner, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
 /* rows [first, last) of outer * axis: each gets its group's gradient */
@@ -8179,6 +8381,8 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
 
 #define LUNAI_CPU_OP(query, forward, backward, can) \
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
@@ -8186,8 +8390,7 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
     LUNAI_CPU_OP(query_nothing, concat_forward, concat_backward, 0),
     LUNAI_CPU_OP(query_nothing, expand_forward, expand_backward, 0),
-    LUNAI_CPU_OP(query_nothing, binary_forward, add_backward, LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, binary_forward, mul_backward, 0),
+    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
     LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
     LUNAI_CPU_OP(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_OP(query_nothing, max_forward, max_backward, 0),
@@ -8215,13 +8418,16 @@ static const luna_backend lunai_cpu = {
                  LUNA_SETS_GRAD(0))
   }
 };
+#undef LUNAI_CPU_EACH
 #undef LUNAI_CPU_OP
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
-    LUNA_OPS(LUNAI_OP_KIND)
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) #name,
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
   };
   return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
@@ -8292,13 +8498,6 @@ LUNAI_FN void lunai_release(luna_tensor *t) {
   t->data = NULL;
   t->released = true;
 }
-
-#define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
-static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND) };
-#undef LUNAI_OP_KIND
-#define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
-static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND) };
-#undef LUNAI_OP_KIND
 
 /* What an op of the tape will read in backward. A cheap op's small inputs, such as the positions of a whole batch, are
    among it, so that its result can be computed again. */
@@ -8797,6 +8996,7 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
 LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
   const int can = lunai_op_can(op), others = lunai_same_inputs(op, i) & ~(1 << i);
   return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i]) &&
+         luna_count(op->in[i]) == luna_count(op->out[0]) &&
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
@@ -9504,22 +9704,52 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 }
 
 /* --- elementwise --- */
-/* whether b's shape is the last axes of a's, from axis `skip_last` before the end on */
-LUNAI_FN bool lunai_suffix(const luna_tensor *a, const luna_tensor *b) {
-  int i;
-  if (b->rank > a->rank) return false;
-  for (i = 1; i <= b->rank; i++) if (a->shape[a->rank - i] != b->shape[b->rank - i]) return false;
-  return true;
+LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
+  int64_t shape[LUNA_MAX_RANK];
+  const int rank = lunai_broadcast(&s->op, shape);
+  luna_op pair = s->op;
+  int k;
+  if (rank >= 0) return lunai_finish(s, rank, shape);
+  for (k = 0; k < 2; k++) {          /* which two do not fit: all but k */
+    pair.in[k] = NULL;
+    if (lunai_broadcast(&pair, shape) < 0) break;
+    pair.in[k] = s->op.in[k];
+  }
+  return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
-LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
+LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, int differentiable, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 2, a, b, NULL)) return NULL;
-  if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_ERROR_SUFFIX, name, a, b);
-  s.op.arg.binary.period = luna_count(b);
-  return lunai_finish_like(&s, a);
+  if (!differentiable && a && b) {
+    a = luna_detach(a);
+    b = luna_detach(b);
+  }
+  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
 }
-LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_ADD, "luna_add", a, b); }
-LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_MUL, "luna_mul", a, b); }
+#define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
+  LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_##NAME, "luna_" #name, inputs, a, b); }
+LUNA_BINARIES(LUNAI_BINARY)
+#undef LUNAI_BINARY
+LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS, "luna_greater", 0, b, a); }
+LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", 0, b, a); }
+LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  lunai_build s;
+  if (condition && condition->needs_grad) condition = luna_detach(condition);
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+}
+LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
+  s.op.arg.elementwise.scalar[1] = low;
+  s.op.arg.elementwise.scalar[2] = high;
+  return lunai_elementwise(&s);
+}
+LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  s.op.arg.elementwise.scalar[1] = number;
+  return lunai_elementwise(&s);
+}
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
@@ -9528,21 +9758,23 @@ LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   return lunai_finish_like(&s, x);
 }
 
-LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, luna_activation activation) {
-  return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "activation", (int64_t)activation, (int64_t)0,
-                    (int64_t)LUNA_ACTIVATION_SOFTPLUS2);
+LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, luna_activation activation, int64_t last) {
+  return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "activation", (int64_t)activation, (int64_t)0, last);
 }
-LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
+LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, "luna_activate", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_activate", activation);
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
-LUNA_API luna_tensor *luna_relu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_RELU); }
-LUNA_API luna_tensor *luna_gelu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_GELU); }
-LUNA_API luna_tensor *luna_elu1(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_ELU1); }
-LUNA_API luna_tensor *luna_softplus(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_SOFTPLUS); }
+#define LUNAI_MAP(NAME, name, value, slope) \
+  LUNA_API luna_tensor *luna_##name(luna_tensor *x) { return lunai_map(x, LUNA_ACTIVATION_##NAME, "luna_" #name); }
+LUNA_MAPS(LUNAI_MAP)
+#undef LUNAI_MAP
+LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
+  if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT) return lunai_fail_activation(x->ctx, "luna_activate", activation, LUNA_ACTIVATION_COUNT - 1);
+  return lunai_map(x, activation, "luna_activate");
+}
 
 LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
   if (probability >= 0 && probability < 1) return false;
@@ -9653,7 +9885,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_fail_null(x->ctx, "luna_feed_forward", "w2");
-  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation);
+  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation, LUNA_ACTIVATION_TANH);
   if (!lunai_has_rank("luna_feed_forward", x, 1) ||
       !lunai_is_weight(x->ctx, "luna_feed_forward", "w1", w1, lunai_last(x)) ||
       !lunai_is_weight(x->ctx, "luna_feed_forward", "w2", w2, w1->shape[0]) ||
@@ -10638,7 +10870,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
          lunai_is_probability(ctx, ctx->call, "layer.dropout", c->dropout) &&
          lunai_is_probability(ctx, ctx->call, "layer.attention_dropout", c->attention_dropout) &&
          lunai_is_probability(ctx, ctx->call, "layer.activation_dropout", c->activation_dropout) &&
-         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_SOFTPLUS2) &&
+         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_TANH) &&
          lunai_in(ctx, ctx->call, "layer.attention", (int64_t)c->attention, 0, LUNA_ATTENTION_LINFORMER) &&
          lunai_in(ctx, ctx->call, "layer.recompute", (int64_t)c->recompute, 0, LUNA_RECOMPUTE_LAYER) &&
          lunai_in(ctx, ctx->call, "layer.own_memory", c->own_memory, 0, 1 << 20) &&
@@ -10918,7 +11150,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
+  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
@@ -11240,7 +11472,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* --- the fields of models with an encoder --- */
 #define LUNAI_MODEL_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, 1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, 5) F(omega, 0, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
+  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(omega, 0, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
   F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
@@ -13175,11 +13407,12 @@ LUNAI_FN void lunai_device_swap(luna_stream *s, const float *x, int64_t a, int64
 }
 /* b [each] is added to every `each` of a */
 LUNAI_FN void lunai_device_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
+  int64_t shape[LUNA_MAX_RANK];
   lunai_device_op f;
   lunai_device_start(s, &f, LUNA_OP_ADD);
-  f.op.arg.binary.period = each;
   lunai_device_in(&f, a, 2, count / each, each, 1, 1);
   lunai_device_in(&f, b, 1, each, 1, 1, 1);
+  (void)lunai_broadcast(&f.op, shape);
   lunai_device_out(s, &f, y, 2, count / each, each, 1, 1);
 }
 LUNAI_FN void lunai_device_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {

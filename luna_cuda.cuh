@@ -295,27 +295,69 @@ __device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t bl
 /* x times its factor, where a dropped NaN is 0 */
 __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return factor > 0 ? x * factor : 0.0f; }
 
-/* --- activations, and their slopes: a NaN stays one --- */
-__device__ __forceinline__ float lunacu_activation(int kind, float x) {
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return x <= 0 ? 0.0f : x;
-    case LUNA_ACTIVATION_GELU: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
-    case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : expf(x);
-    case LUNA_ACTIVATION_SOFTPLUS: return (x <= 0 ? 0.0f : x) + log1pf(expf(-fabsf(x)));
-    case LUNA_ACTIVATION_SOFTPLUS2: return (x <= 0 ? 0.0f : x) + 1.44269504088896341f * log1pf(exp2f(-fabsf(x)));
-    default: return x;
-  }
+/* --- LUNA_MAPS and LUNA_ELEMENTWISE of single numbers, whose vectors these are --- */
+#undef vf_zero
+#undef vf_of
+#undef vf_neg
+#undef vf_add
+#undef vf_sub
+#undef vf_mul
+#undef vf_div
+#undef vf_fma
+#undef vf_fnma
+#undef vf_max
+#undef vf_lt
+#undef vf_le
+#undef vf_gt
+#undef vf_select
+#undef vf_abs
+#undef vf_sqrt
+#undef vf_exp
+#undef vf_exp2
+#undef vf_log
+#undef vf_log1p
+#undef vf_tanh
+#undef vf_half_gauss
+#undef vf_normal_cdf
+#define vf_zero() 0.0f
+#define vf_of(number) ((float)(number))
+#define vf_neg(x) (-(x))
+#define vf_add(a, b) ((a) + (b))
+#define vf_sub(a, b) ((a) - (b))
+#define vf_mul(a, b) ((a) * (b))
+#define vf_div(a, b) ((a) / (b))
+#define vf_fma(a, b, c) ((a) * (b) + (c))
+#define vf_fnma(a, b, c) ((c) - (a) * (b))
+#define vf_max(a, b) ((a) > (b) ? (a) : (b))
+#define vf_lt(a, b) ((a) < (b))
+#define vf_le(a, b) ((a) <= (b))
+#define vf_gt(a, b) ((a) > (b))
+#define vf_select(m, a, b) ((m) ? (a) : (b))
+#define vf_abs(x) fabsf(x)
+#define vf_sqrt(x) sqrtf(x)
+#define vf_exp(x) expf(x)
+#define vf_exp2(x) exp2f(x)
+#define vf_log(x) logf(x)
+#define vf_log1p(x) log1pf(x)
+#define vf_tanh(x) tanhf(x)
+#define vf_half_gauss(x) expf(-0.5f * (x) * (x))
+#define vf_normal_cdf(x) (0.5f * (1 + erff((x) * 0.70710678118654752f)))
+#define LUNACU_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
+#define LUNACU_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const float y = value; (void)y; return slope; }
+__device__ __forceinline__ float lunacu_activation(int kind, float x) { switch (kind) { LUNA_MAPS(LUNACU_VALUE) default: return x; } }
+__device__ __forceinline__ float lunacu_slope(int kind, float x) { switch (kind) { LUNA_MAPS(LUNACU_SLOPE) default: return 1.0f; } }
+#undef LUNACU_VALUE
+#undef LUNACU_SLOPE
+#define LUNACU_VALUE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
+#define LUNACU_SLOPE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return input == 0 ? (da) : input == 1 ? (db) : (dc);
+__device__ __forceinline__ float lunacu_combine(int kind, float a, float b, float c) { switch (kind) { LUNA_ELEMENTWISE(LUNACU_VALUE) default: return c; } }
+/* input's gradient, for g of the result */
+__device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float a, float b, float c, float g) {
+  (void)c;
+  switch (kind) { LUNA_ELEMENTWISE(LUNACU_SLOPE) default: return g; }
 }
-__device__ __forceinline__ float lunacu_slope(int kind, float x) {
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return x > 0 ? 1.0f : x <= 0 ? 0.0f : x;
-    case LUNA_ACTIVATION_GELU: return 0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * expf(-0.5f * x * x);
-    case LUNA_ACTIVATION_ELU1: return x > 0 ? 1.0f : expf(x);
-    case LUNA_ACTIVATION_SOFTPLUS: return 1 / (1 + expf(-x));
-    case LUNA_ACTIVATION_SOFTPLUS2: return 1 / (1 + exp2f(-x));
-    default: return 1.0f;
-  }
-}
+#undef LUNACU_VALUE
+#undef LUNACU_SLOPE
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>context: one device, its memory, copies
@@ -654,11 +696,6 @@ struct lunacu_column {               /* f: x[o, r, j] */
   int64_t rows, n;
   __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += x[(o * rows + r) * n + j]; }
 };
-struct lunacu_column_product {       /* f: a[r, j] b[r, j] */
-  const float *a, *b;
-  int64_t n;
-  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += a[r * n + j] * b[r * n + j]; }
-};
 /* parts [splits, count], added in order */
 static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial, const lunacu_sums_to &to) {
   const lunacu_sums s = lunacu_sums_of(1, splits, count, false);
@@ -814,18 +851,103 @@ static luna_status lunacu_permute_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- add, mul, scale --- */
-struct lunacu_binary {
-  const float *a, *b;
-  int64_t n;
-  bool product;
+/* --- LUNA_ELEMENTWISE: the result (input -1), or the gradient of an input for each element of it --- */
+struct lunacu_each {
+  const float *x[3], *dy;            /* x: null where it is a single number, or not read */
+  float scalar[3];
+  int64_t shape[4], stride[3][4];
+  int kind, input;
   template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
-    float other[W];
-    lunacu_get(a + i, v);
-    lunacu_get(b + (i < n ? i : i % n), other);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = product ? v[k] * other[k] : v[k] + other[k];
+    const int64_t row = i < shape[3] ? 0 : i / shape[3], j = i - row * shape[3], upper = row < shape[2] ? 0 : row / shape[2];
+    float in[3][W];
+    LUNACU_UNROLL for (int k = 0; k < 3; k++) {
+      const float *from = x[k];
+      if (from && row > 0) from += upper / shape[1] * stride[k][0] + upper % shape[1] * stride[k][1] + (row - upper * shape[2]) * stride[k][2];
+      if (from && stride[k][3]) lunacu_get(from + j, in[k]);
+      else
+        LUNACU_UNROLL for (int w = 0; w < W; w++) in[k][w] = from ? *from : scalar[k];
+    }
+    if (input >= 0) lunacu_get(dy + i, v);
+    LUNACU_UNROLL for (int w = 0; w < W; w++)
+      v[w] = input < 0 ? lunacu_combine(kind, in[0][w], in[1][w], in[2][w]) : lunacu_combine_slope(kind, input, in[0][w], in[1][w], in[2][w], v[w]);
   }
 };
+struct lunacu_each_column {          /* as lunacu_column */
+  lunacu_each f;
+  int64_t rows, n;
+  __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const {
+    float v[1];
+    f.at((o * rows + r) * n + j, v);
+    sum[0] += v[0];
+  }
+};
+#define LUNACU_READS(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return reads;
+static int lunacu_each_reads(const luna_op *op) { switch ((int)op->kind) { LUNA_ELEMENTWISE(LUNACU_READS) default: return 0; } }
+#undef LUNACU_READS
+static lunacu_each lunacu_each_of(const luna_op *op, int input) {
+  lunacu_each f;
+  for (int k = 0; k < 3; k++) {
+    f.x[k] = op->in[k] && (input < 0 || (lunacu_each_reads(op) & LUNA_READS_IN(k))) ? op->in[k]->data : NULL;
+    f.scalar[k] = op->arg.elementwise.scalar[k];
+  }
+  f.dy = input < 0 ? NULL : op->out[0]->grad;
+  memcpy(f.shape, op->arg.elementwise.shape, sizeof f.shape);
+  memcpy(f.stride, op->arg.elementwise.stride, sizeof f.stride);
+  f.kind = (int)op->kind;
+  f.input = input;
+  return f;
+}
+static void lunacu_each_run(const luna_op *op, int input, float *y, bool add) {
+  const lunacu_each f = lunacu_each_of(op, input);
+  const int64_t count = luna_count(op->out[0]);
+  const float *rows[3];
+  for (int k = 0; k < 3; k++) rows[k] = f.stride[k][3] ? f.x[k] : NULL;
+  lunacu_map(op, count, y, add, lunacu_wide(f.shape[3] == count ? 0 : f.shape[3], rows[0], rows[1], rows[2], f.dy), f);
+}
+static bool lunacu_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+/* the gradient of an input that repeats: sums over each axis along which it does. Bytes of workspace; `run`: the work
+   as well */
+static size_t lunacu_unbroadcast(const luna_op *op, int k, char *workspace, bool run) {
+  const float *from = op->kind == LUNA_OP_ADD ? op->out[0]->grad : NULL;
+  int64_t shape[4], left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  char *at = workspace;
+  memcpy(shape, op->arg.elementwise.shape, sizeof shape);
+  for (int a = 0; a < 4; a++) {
+    int64_t outer = 1, inner = 1;
+    if (op->arg.elementwise.stride[k][a] != 0 || shape[a] == 1) continue;
+    for (int b = 0; b < 4; b++) if (b != a) *(b < a ? &outer : &inner) *= shape[b];
+    left /= shape[a];
+    const lunacu_sums s = lunacu_sums_of(outer, shape[a], inner, true);
+    float *sums = left == 1 ? op->in[k]->grad : lunacu_take(&at, outer * inner), *partial = lunacu_take(&at, lunacu_sums_floats(s, 1));
+    const lunacu_sums_to to = {{sums}, {1}, inner, 1, 1.0f, left == 1 && !lunacu_sets(op, k)};
+    if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from, shape[a], inner}, to, partial);
+    else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k), shape[a], inner}, to, partial);
+    shape[a] = 1;
+    from = sums;
+  }
+  return (size_t)(at - workspace);
+}
+static void lunacu_elementwise_query(luna_op *op) {
+  for (int k = 0; k < op->inputs; k++) {
+    const size_t bytes = op->training && op->in[k]->needs_grad && lunacu_is_repeated(op, k) ? lunacu_unbroadcast(op, k, NULL, false) : 0;
+    if (bytes > op->backward_workspace_size) op->backward_workspace_size = bytes;
+  }
+}
+static luna_status lunacu_elementwise_forward(luna_op *op) {
+  lunacu_each_run(op, -1, op->out[0]->data, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_elementwise_backward(luna_op *op) {
+  for (int k = 0; k < op->inputs; k++) {
+    float *grad = op->in[k]->grad;
+    if (!grad || (k == 0 && grad == op->out[0]->grad)) continue; /* in place */
+    if (lunacu_is_repeated(op, k)) lunacu_unbroadcast(op, k, (char *)op->workspace, true);
+    else lunacu_each_run(op, k, grad, !lunacu_sets(op, k));
+  }
+  return lunacu_row_done(op);
+}
+
+/* --- scale --- */
 struct lunacu_scaled {
   const float *x;
   float factor;
@@ -834,54 +956,9 @@ struct lunacu_scaled {
     LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= factor;
   }
 };
-static void lunacu_binary_run(const luna_op *op, const float *a, const float *b, int64_t n, bool product, float *y, bool add) {
-  const int64_t count = luna_count(op->in[0]);
-  const lunacu_binary f = {a, b, n, product};
-  lunacu_map(op, count, y, add, lunacu_wide(n == count ? 0 : n, a, b), f);
-}
 static void lunacu_scaled_run(const luna_op *op, const float *x, float factor, float *y, bool add) {
   const lunacu_scaled f = {x, factor};
   lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
-}
-/* of the gradient of a b that repeats */
-static lunacu_sums lunacu_repeated(const luna_op *op) { return lunacu_sums_of(1, op->arg.binary.period ? luna_count(op->in[0]) / op->arg.binary.period : 0, op->arg.binary.period, true); }
-static void lunacu_binary_query(luna_op *op) {
-  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_repeated(op), 1) * sizeof(float);
-}
-static luna_status lunacu_add_forward(luna_op *op) {
-  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, false, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_add_backward(luna_op *op) {
-  const int64_t n = op->arg.binary.period;
-  const float *dy = op->out[0]->grad;
-  float *da = op->in[0]->grad, *db = op->in[1]->grad;
-  if (da && da != dy) lunacu_scaled_run(op, dy, 1, da, !lunacu_sets(op, 0));
-  if (db && n == luna_count(op->in[0])) lunacu_scaled_run(op, dy, 1, db, !lunacu_sets(op, 1));
-  else if (db) {
-    const lunacu_sums s = lunacu_repeated(op);
-    const lunacu_column f = {dy, s.rows, n};
-    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_sets(op, 1)};
-    lunacu_sums_run<1>(op, s, f, to, (float *)op->workspace);
-  }
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_mul_forward(luna_op *op) {
-  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, true, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_mul_backward(luna_op *op) {
-  const int64_t n = op->arg.binary.period;
-  const float *a = op->in[0]->data, *b = op->in[1]->data, *dy = op->out[0]->grad;
-  float *da = op->in[0]->grad, *db = op->in[1]->grad;
-  if (da) lunacu_binary_run(op, dy, b, n, true, da, !lunacu_sets(op, 0));
-  if (db && n == luna_count(op->in[0])) lunacu_binary_run(op, dy, a, n, true, db, !lunacu_sets(op, 1));
-  else if (db) {
-    const lunacu_column_product f = {dy, a, n};
-    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_sets(op, 1)};
-    lunacu_sums_run<1>(op, lunacu_repeated(op), f, to, (float *)op->workspace);
-  }
-  return lunacu_row_done(op);
 }
 static luna_status lunacu_scale_forward(luna_op *op) {
   lunacu_scaled_run(op, op->in[0]->data, op->arg.scale.factor, op->out[0]->data, false);
@@ -3953,9 +4030,10 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(SLICE, nothing, slice, 0)
         LUNACU_OP(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
         LUNACU_OP(EXPAND, expand, expand, LUNA_SETS_GRAD(0))
-        LUNACU_OP(ADD, binary, add,
-                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE)
-        LUNACU_OP(MUL, binary, mul, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1))
+#define LUNACU_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
+  LUNACU_OP(NAME, elementwise, elementwise, (inputs) | LUNA_EACH_IN_PLACE(cheap))
+        LUNA_ELEMENTWISE(LUNACU_EACH)
+#undef LUNACU_EACH
         LUNACU_OP(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
         LUNACU_OP(MAX, max, max, 0)

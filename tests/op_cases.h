@@ -164,20 +164,37 @@ static void op_concat(trial *t, int v) {
 static void op_repeat(trial *t, int v) { give(t, luna_expand(v ? in3(t, 2, 3, 4) : in1(t, 5), 3)); }
 
 /* ---- arithmetic ---- */
-static luna_tensor *op_partner(trial *t, int v) {
+/* pairs of shapes that broadcast, and one tensor twice */
+#define OP_PAIRS 9
+static void op_pair(trial *t, int v, luna_tensor **x, luna_tensor **y) {
   const int64_t a = SIZE(2, 7), b = SIZE(3, 33), c = SIZE(4, 37);
-  return v == 0 ? in3(t, a, b, c) : v == 1 ? in1(t, c) : v == 2 ? in2(t, b, c) : NULL;
+  *x = v == 7 ? in1(t, b) : v == 6 ? in3(t, a, 1, c) : v == 8 ? in4(t, a, 1, b, 1) : in3(t, a, b, c);
+  *y = v == 0 ? in3(t, a, b, c) : v == 1 ? in1(t, c) : v == 2 ? in2(t, b, c) : v == 4 ? in3(t, a, b, 1) : v == 5 ? in3(t, 1, b, 1) :
+       v == 6 ? in2(t, b, 1) : v == 7 ? in3(t, a, c, b) : v == 8 ? in3(t, a, 1, c) : *x;
 }
-static void op_add(trial *t, int v) {
-  luna_tensor *x = in3(t, SIZE(2, 7), SIZE(3, 33), SIZE(4, 37));
-  luna_tensor *y = op_partner(t, v);
-  give(t, luna_add(x, v == 3 ? x : y));
+typedef luna_tensor *op_binary_op(luna_tensor *a, luna_tensor *b);
+static op_binary_op *const op_binaries[] = {
+#define OP_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) luna_##name,
+  LUNA_BINARIES(OP_BINARY)
+#undef OP_BINARY
+  luna_greater, luna_greater_equal
+};
+#define OP_BINARIES ((int)(sizeof op_binaries / sizeof op_binaries[0]))
+static void op_binary(trial *t, int v) {
+  luna_tensor *x, *y, *z;
+  op_pair(t, v % OP_PAIRS, &x, &y);
+  if (op_binaries[v / OP_PAIRS] == luna_div) y = luna_add_scalar(luna_mul(y, y), 1);
+  z = op_binaries[v / OP_PAIRS](x, y);
+  give(t, z && z->needs_grad ? z : luna_mul(luna_add(x, y), z)); /* comparisons */
 }
-static void op_mul(trial *t, int v) {
-  luna_tensor *x = in3(t, SIZE(2, 7), SIZE(3, 33), SIZE(4, 37));
-  luna_tensor *y = op_partner(t, v);
-  give(t, luna_mul(x, v == 3 ? x : y));
+static void op_where(trial *t, int v) {
+  const int64_t a = SIZE(2, 7), b = SIZE(3, 33), c = SIZE(4, 37);
+  luna_tensor *x = in3(t, a, v == 1 ? 1 : b, c), *y = v == 2 ? in1(t, 1) : in2(t, b, v == 3 ? 1 : c);
+  luna_tensor *condition = v == 3 ? luna_less(luna_slice(x, 2, 0, 1), luna_slice(y, 1, 0, 1)) : luna_less(x, y);
+  give(t, luna_where(condition, x, v == 4 ? luna_add_scalar(x, 2) : y));
 }
+static void op_clamp(trial *t, int v) { give(t, luna_clamp(in2(t, 3, SIZE(5, 101)), v ? -(float)INFINITY : (float)-0.3, (float)0.4)); }
+static void op_add_scalar(trial *t, int v) { give(t, luna_gelu(luna_add_scalar(luna_scale(in2(t, 3, SIZE(5, 101)), 2), (float)v - (float)0.5))); }
 /* One result of an op as two inputs of another: its gradient has two parts; its data, computed again, two readers */
 static void op_one_tensor_twice(trial *t, int v) {
   const int64_t n = SIZE(4, 33);
@@ -218,10 +235,18 @@ static void op_linear(trial *t, int v) {
 }
 
 /* ---- maps and rows ---- */
-static void op_activate(trial *t, int v) {
-  static const luna_activation kinds[6] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2};
+static void op_activate(trial *t, int v) { /* by number, then by name */
+  typedef luna_tensor *op_map(luna_tensor *x);
+  static op_map *const maps[] = {
+#define OP_MAP(NAME, name, value, slope) luna_##name,
+    LUNA_MAPS(OP_MAP)
+#undef OP_MAP
+  };
+  const bool by_name = v >= LUNA_ACTIVATION_COUNT;
+  const luna_activation kind = (luna_activation)(by_name ? v - LUNA_ACTIVATION_COUNT + 1 : v);
   luna_tensor *x = trial_input(t, 4, 2, 3, SIZE(8, 133), 1, 1);
-  give(t, v < 6 ? luna_activate(x, kinds[v]) : v == 6 ? luna_relu(x) : v == 7 ? luna_gelu(x) : v == 8 ? luna_elu1(x) : luna_softplus(x));
+  if (kind == LUNA_ACTIVATION_LOG || kind == LUNA_ACTIVATION_SQRT || kind == LUNA_ACTIVATION_RSQRT) x = luna_add_scalar(luna_mul(x, x), 1);
+  give(t, by_name ? maps[kind - 1](x) : luna_activate(x, kind));
 }
 static void op_softmax(trial *t, int v) {
   const int32_t lengths[3] = {2, 5, 1}, some[3] = {1, 0, 3};
@@ -652,15 +677,17 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"permute", op_permute, 9},
                                    {"concat", op_concat, 4},
                                    {"repeat", op_repeat, 2},
-                                   {"add", op_add, 4},
-                                   {"mul", op_mul, 4},
+                                   {"binary", op_binary, OP_PAIRS * OP_BINARIES},
+                                   {"where", op_where, 5},
+                                   {"clamp", op_clamp, 2},
+                                   {"add_scalar", op_add_scalar, 2},
                                    {"one_tensor_twice", op_one_tensor_twice, 6},
                                    {"scale", op_scale, 2},
                                    {"sum", op_sum, 4},
                                    {"mean", op_mean, 4},
                                    {"matmul", op_matmul, 20},
                                    {"linear", op_linear, 6},
-                                   {"activate", op_activate, 10},
+                                   {"activate", op_activate, 2 * LUNA_ACTIVATION_COUNT - 1},
                                    {"softmax", op_softmax, 5},
                                    {"dropout", op_dropout, 2},
                                    {"layer_norm", op_layer_norm, 6},

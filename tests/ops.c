@@ -664,9 +664,11 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_concat(many + 2, 2, 2), AXIS);
   REFUSED(luna_expand(a, -3), VALUE_RANGE);
   REFUSED(luna_expand(a, (int64_t)1 << 60), SHAPE);
-  REFUSED(luna_add(a, b), SUFFIX);
-  REFUSED(luna_add(v, a), SUFFIX);
-  REFUSED(luna_mul(a, v), SUFFIX);
+  REFUSED(luna_add(a, b), BROADCAST);
+  REFUSED(luna_sub(v, a), BROADCAST);
+  REFUSED(luna_less(a, v), BROADCAST);
+  REFUSED(luna_where(a, a, v), BROADCAST);
+  REFUSED(luna_clamp(a, 1, (float)NAN), CLAMP);
   REFUSED(luna_sum(a, 2), AXIS);
   REFUSED(luna_mean(a, -1), AXIS);
   REFUSED(luna_matmul(a, b, false, false), MATMUL_INNER);
@@ -841,7 +843,7 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_tensor *bad = luna_add(a, b);
   snprintf(first, sizeof first, "%s", luna_error(ctx));
   CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_SUFFIX,
+      luna_ctx_error_id(ctx) == LUNA_ERROR_BROADCAST,
         "a later error replaced the first: \"%s\"", luna_error(ctx));
   CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
   CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) && !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&
