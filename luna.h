@@ -257,7 +257,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
-  X(CONCAT_SHAPES, BAD_ARGUMENT, "luna_concat: %t and %t differ in an axis other than %d") \
+  X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
   X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
   X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
@@ -619,6 +619,12 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a t
 LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values; fails when they were released: luna_keep */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
+/* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
+   indices [...,k], and values [...,k] or null. luna_argmax: indices [...] of the largest. */
+LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
+LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
+/* The values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6 */
+LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user);
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
 
 #ifndef LUNA_NO_TRAIN
@@ -631,6 +637,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);       /* view; one axis may be -1 */
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count); /* axis 0: view; others: copy */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);                      /* out axis i is x's axes[i]; copy */
+LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);                /* swaps two axes; copy */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
 #define LUNA_READS_IN(i) (1 << (i))
@@ -676,6 +683,9 @@ LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise */
+LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);                 /* of all elements -> [1] */
+LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);                /* likewise */
+LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);        /* y_i = x_0 + ... + x_i along the axis */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
@@ -705,6 +715,10 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same 
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
+/* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
+LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count);
+/* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...] */
+LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows);
 
 typedef struct luna_cross_entropy_config {
   float smoothing;                   /* label smoothing, 0..1 */
@@ -1334,6 +1348,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(SCALE, 1, 0, true) \
   R(REDUCE, 1, 0, false) \
   R(MAX, 1, LUNA_READS_IN(0), false) \
+  R(CUMSUM, 1, 0, false) \
   R(MATMUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
@@ -1343,6 +1358,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(DROPOUT, 1, 0, true) \
   R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
   R(EMBEDDING, 1, 0, true) \
+  R(SCATTER_ADD, 1, 0, false) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
   R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
@@ -1381,7 +1397,7 @@ typedef struct luna_op {
       int input;                     /* backward: the input whose gradient is being computed */
     } elementwise;
     struct { float factor; } scale;
-    struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
@@ -7418,6 +7434,35 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   return LUNA_OK;
 }
 
+/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
+#define LUNAI_CUMSUM_COLUMNS 64
+LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t last) {
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner, panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
+  const float *x = back ? op->out[0]->grad : op->in[0]->data;
+  float *y = back ? op->in[0]->grad : op->out[0]->data;
+  int64_t p, r, i;
+  for (p = first; p < last; p++) {
+    const int64_t start = p % panels * LUNAI_CUMSUM_COLUMNS, n = lunai_min(LUNAI_CUMSUM_COLUMNS, inner - start);
+    double sum[LUNAI_CUMSUM_COLUMNS] = { 0 };
+    for (r = 0; r < axis; r++) {
+      const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
+      for (i = 0; i < n; i++) {
+        sum[i] += (double)x[at + i];
+        y[at + i] = back ? y[at + i] + (float)sum[i] : (float)sum[i];
+      }
+    }
+  }
+}
+LUNAI_FN void lunai_cumsum_body(luna_op *op, int64_t first, int64_t last) { lunai_cumsum_panels(op, false, first, last); }
+LUNAI_FN void lunai_cumsum_back(luna_op *op, int64_t first, int64_t last) { lunai_cumsum_panels(op, true, first, last); }
+LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int64_t first, int64_t last)) {
+  const int64_t panels = lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS);
+  lunai_split(op, op->arg.reduce.outer * panels, op->arg.reduce.axis * lunai_min(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS), body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
+LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) { return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]]; }
 LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
@@ -7907,21 +7952,48 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 }
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
+/* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
+LUNAI_FN void lunai_add_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last, const float *rows, float *table) {
+  int64_t i;
+  for (i = 0; i < count; i++) {
+    float *row = table + op->index[i] * d + first;
+    lunai_k(op)->add(last - first, row, rows + i * d + first, row);
+  }
+}
 LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
   int64_t i;
   for (i = first; i < last; i++) memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t d = lunai_last(op->in[0]), tokens = lunai_rows(op->out[0]);
-  int64_t i;
-  for (i = 0; i < tokens; i++) {
-    float *row = op->in[0]->grad + op->index[i] * d + first;
-    lunai_k(op)->add(last - first, row, op->out[0]->grad + i * d + first, row);
-  }
+  lunai_add_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
+
+/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
+LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
+  lunai_add_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], first, last, op->in[1]->data, op->out[0]->data);
+}
+LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
+  const int64_t d = op->in[1]->shape[1];
+  int64_t i;
+  for (i = first; i < last; i++)
+    lunai_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
+}
+LUNAI_FN void lunai_scatter_through(luna_op *op, int64_t first, int64_t last) {
+  lunai_k(op)->add(last - first, op->in[0]->grad + first, op->out[0]->grad + first, op->in[0]->grad + first);
+}
+LUNAI_FN luna_status lunai_scatter_add_forward(luna_op *op) {
+  memcpy(op->out[0]->data, op->in[0]->data, (size_t)luna_count(op->in[0]) * sizeof(float));
+  lunai_split(op, op->in[1]->shape[1], op->in[1]->shape[0], lunai_scatter_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
+  if (op->in[1]->grad) lunai_split(op, op->in[1]->shape[0], op->in[1]->shape[1], lunai_scatter_back);
+  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->in[0]), 1, lunai_scatter_through);
+  return LUNA_OK;
+}
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
@@ -8394,6 +8466,7 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
     LUNAI_CPU_OP(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_OP(query_nothing, max_forward, max_backward, 0),
+    LUNAI_CPU_OP(query_nothing, cumsum_forward, cumsum_backward, 0),
     LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
     LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
@@ -8404,6 +8477,7 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
     LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
+    LUNAI_CPU_OP(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
     LUNAI_CPU_OP(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
     LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
@@ -8657,6 +8731,119 @@ LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
   return lunai_read_floats(t, grad, out, "luna_read_grad", true);
+}
+/* A tensor's values on the host, in memory of the step where they are not there already, which the caller gives back by
+   `mark`; null where the context measures. */
+LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, lunai_mark *mark, const float **values) {
+  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  void *memory = NULL;
+  luna_status status;
+  *mark = lunai_step_mark(t->ctx);
+  *values = t->data;
+  if (lunai_owner(t)->released || (lunai_computes(t->ctx) && !t->data && bytes)) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
+  if (!lunai_on_device(t->ctx)) return LUNA_OK;
+  if (!lunai_step(t->ctx, bytes, false, &memory)) return lunai_fail_memory(t->ctx, name, bytes);
+  *values = (const float *)memory;
+  status = lunai_computes(t->ctx) && bytes ? lunai_read_data(t, (float *)memory, name) : LUNA_OK;
+  if (status != LUNA_OK || !lunai_computes(t->ctx)) *values = NULL;
+  return status;
+}
+LUNAI_FN luna_status lunai_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values, const char *name) {
+  const int64_t n = x ? lunai_last(x) : 0, rows = x ? lunai_rows(x) : 0;
+  const float *from;
+  lunai_mark mark;
+  luna_status status;
+  int64_t r, i, at;
+  if (!x) return LUNA_BAD_ARGUMENT;
+  if (!lunai_in(x->ctx, name, "k", k, 1, n <= INT32_MAX ? n : 0)) return x->ctx->last_status;
+  if (!indices && rows > 0) return lunai_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
+  status = lunai_host_values(x, name, &mark, &from);
+  for (r = 0; r < rows && status == LUNA_OK; r++) {
+    int32_t *best = indices + r * k;
+    const float *row = from ? from + r * n : NULL;
+    int64_t count = 0;
+    for (i = 0; i < n && row; i++) { /* best: the largest so far in falling order */
+      for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] && row[best[at - 1]] == row[best[at - 1]])); at--)
+        if (at < k) best[at] = best[at - 1];
+      if (at < k) best[at] = (int32_t)i;
+      count = lunai_min(count + 1, k);
+    }
+    for (i = 0; i < k; i++) {
+      if (!row) best[i] = 0;
+      if (values) values[r * k + i] = row ? row[best[i]] : 0;
+    }
+  }
+  lunai_step_rewind(x->ctx, mark);
+  return status;
+}
+LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values) {
+  return lunai_top_k(x, k, indices, values, "luna_top_k");
+}
+LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) { return lunai_top_k(x, 1, indices, NULL, "luna_argmax"); }
+
+/* write: null measures the widest number */
+typedef struct lunai_printing {
+  const luna_tensor *t;
+  const float *values;
+  void (*write)(void *user, const char *text);
+  void *user;
+  int64_t width, edge;               /* of a number; of each axis longer than 2 edge so many at both ends; 0 = all */
+} lunai_printing;
+LUNAI_FN void lunai_print_number(lunai_printing *p, float value) {
+  char room[64];
+  int64_t i, n;
+  lunai_text text;
+  text.at = room;
+  text.end = room + sizeof room - 1;
+  lunai_put_real(&text, (double)value);
+  *text.at = 0;
+  n = text.at - room;
+  if (!p->write) p->width = lunai_max(p->width, n);
+  for (i = n; p->write && i < p->width; i++) p->write(p->user, " ");
+  if (p->write) p->write(p->user, room);
+}
+LUNAI_FN void lunai_print_axis(lunai_printing *p, int axis, int64_t offset) {
+  const int rank = p->t->rank;
+  int64_t size, i, inner = 1;
+  int a;
+  if (axis == rank) {
+    lunai_print_number(p, p->values[offset]);
+    return;
+  }
+  size = p->t->shape[axis];
+  for (a = axis + 1; a < rank; a++) inner *= p->t->shape[a];
+  if (p->write) p->write(p->user, "[");
+  for (i = 0; i < size; i++) {
+    const bool gap = p->edge > 0 && size > 2 * p->edge && i == p->edge;
+    for (a = axis + 1; a < rank && p->write && i > 0; a++) p->write(p->user, "\n"); /* one empty line an axis */
+    for (a = 0; a <= axis && axis + 1 < rank && p->write && i > 0; a++) p->write(p->user, " ");
+    if (axis + 1 == rank && p->write && i > 0) p->write(p->user, " ");
+    if (gap) {
+      if (p->write) p->write(p->user, "...");
+      i = size - p->edge - 1;
+    } else lunai_print_axis(p, axis + 1, offset + i * inner);
+  }
+  if (p->write) p->write(p->user, "]");
+}
+LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user) {
+  lunai_printing p;
+  lunai_mark mark;
+  luna_status status;
+  if (!t) return LUNA_BAD_ARGUMENT;
+  if (!write) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_print", "write");
+  memset(&p, 0, sizeof p);
+  p.t = t;
+  p.edge = luna_count(t) > 1000 ? 3 : 0;
+  status = lunai_host_values(t, "luna_print", &mark, &p.values);
+  if (status == LUNA_OK && luna_count(t) > 0 && p.values) {
+    lunai_print_axis(&p, 0, 0);
+    p.write = write;
+    p.user = user;
+    lunai_print_axis(&p, 0, 0);
+  } else if (status == LUNA_OK) write(user, "[]");
+  if (status == LUNA_OK) write(user, "\n");
+  lunai_step_rewind(t->ctx, mark);
+  return status;
 }
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
@@ -9671,6 +9858,15 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   return lunai_finish(&s, x->rank, shape);
 }
 
+LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
+  int axes[LUNA_MAX_RANK], a;
+  if (!x) return NULL;
+  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)axis);
+  if (other < 0 || other >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)other);
+  for (a = 0; a < x->rank; a++) axes[a] = a == axis ? other : a == other ? axis : a;
+  return luna_permute(x, axes);
+}
+
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
@@ -9681,7 +9877,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   for (i = 1; i < count; i++) {
     for (a = 0; a < LUNA_MAX_RANK; a++)
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
-        return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, x[0], x[i], (int64_t)axis);
+        return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
     lunai_input(&s, x[i]);
   }
@@ -9803,10 +9999,18 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   }
   s.op.arg.reduce.axis = x->shape[axis];
   s.op.arg.reduce.factor = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
+  if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
   return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum"); }
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean"); }
+LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) {
+  const int64_t count = luna_count(x);
+  return x ? luna_reshape(x, 1, &count) : NULL;
+}
+LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) { return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, false, "luna_sum_all"); }
+LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) { return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all"); }
+LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum"); }
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
 
 /* --- products --- */
@@ -9973,6 +10177,46 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens", &failed);
   shape[2] = table->shape[1];
   return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
+}
+
+/* x [n, ...] as [n, d] */
+LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
+  int64_t shape[2];
+  if (!x || x->rank == 2) return x;
+  if (!lunai_has_rank(name, x, 1)) return NULL;
+  shape[0] = x->shape[0];
+  shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
+  return luna_reshape(x, 2, shape);
+}
+/* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
+LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count, int64_t rows) {
+  int64_t shape[LUNA_MAX_RANK], flat[2];
+  bool failed = false;
+  luna_tensor *y;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[0] = flat[0] = rows;
+  flat[1] = s->op.in[0]->shape[1];
+  if (lunai_shape_count(x->rank, shape) < 0) return lunai_fail_shape(x->ctx, s->name, x->rank, shape);
+  if (!indices && count > 0) return lunai_fail_null(x->ctx, s->name, "indices");
+  s->op.index = lunai_integers(s, indices, count, 0, x->shape[0] - 1, "indices", &failed);
+  y = failed ? lunai_abandon(s) : lunai_finish(s, 2, flat);
+  return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
+}
+LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
+  luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
+  lunai_build s;
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices, count, count) : NULL;
+}
+LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
+  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows, "luna_scatter_add_rows") : NULL;
+  lunai_build s;
+  int a;
+  if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  for (a = 1; a < LUNA_MAX_RANK; a++)
+    if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
+      return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
+  return lunai_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
 }
 
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */

@@ -191,7 +191,7 @@ template <luna_status (*entry)(luna_op *)> struct lunacu_entered<entry> {
     return error == cudaSuccess ? entry(op) : lunacu_check(op->ctx, error, "cudaSetDevice");
   }
 };
-static luna_status lunacu_row_done(luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
+static luna_status lunacu_row_done(const luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
 
 static inline int64_t lunacu_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /* blocks along x for `count` units of work, a block doing `unit` of them: kernels stride by gridDim.x, so it may be fewer */
@@ -1128,6 +1128,54 @@ static luna_status lunacu_max_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
+/* --- cumsum, in double: a block a line, by chunks of as many as it has threads, or a thread a line where there are many
+   side by side. back: from the end, added --- */
+struct lunacu_line { int64_t lines, axis, inner; bool back; };
+__global__ void lunacu_cumsum_block_kernel(lunacu_line l, const float *x, float *y) {
+  LUNACU_SHARED(double, part, 2 * LUNACU_BLOCK);
+  const int me = threadIdx.x;
+  for (int64_t line = blockIdx.x; line < l.lines; line += gridDim.x) {
+    const int64_t start = line / l.inner * l.axis * l.inner + line % l.inner;
+    double before = 0;
+    for (int64_t first = 0; first < l.axis; first += LUNACU_BLOCK) {
+      const int64_t r = first + me, at = start + (l.back ? l.axis - 1 - r : r) * l.inner;
+      int side = 0;
+      part[me] = r < l.axis ? (double)x[at] : 0;
+      __syncthreads();
+      for (int step = 1; step < LUNACU_BLOCK; step *= 2) {
+        double sum = part[side * LUNACU_BLOCK + me];
+        if (me >= step) sum += part[side * LUNACU_BLOCK + me - step];
+        side = 1 - side;
+        part[side * LUNACU_BLOCK + me] = sum;
+        __syncthreads();
+      }
+      if (r < l.axis) y[at] = (l.back ? y[at] : 0) + (float)(before + part[side * LUNACU_BLOCK + me]);
+      before += part[side * LUNACU_BLOCK + LUNACU_BLOCK - 1];
+      __syncthreads();
+    }
+  }
+}
+__global__ void lunacu_cumsum_kernel(lunacu_line l, const float *x, float *y) {
+  for (int64_t line = lunacu_index(); line < l.lines; line += lunacu_stride()) {
+    const int64_t start = line / l.inner * l.axis * l.inner + line % l.inner;
+    double sum = 0;
+    for (int64_t r = 0; r < l.axis; r++) {
+      const int64_t at = start + (l.back ? l.axis - 1 - r : r) * l.inner;
+      sum += (double)x[at];
+      y[at] = (l.back ? y[at] : 0) + (float)sum;
+    }
+  }
+}
+static luna_status lunacu_cumsum_run(const luna_op *op, const float *x, float *y, bool back) {
+  const lunacu_line l = {op->arg.reduce.outer * op->arg.reduce.inner, op->arg.reduce.axis, op->arg.reduce.inner, back};
+  const cudaStream_t stream = lunacu_stream(op);
+  if (l.inner >= LUNACU_WARP) LUNACU_LAUNCH(lunacu_cumsum_kernel, lunacu_blocks(l.lines, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, l, x, y);
+  else LUNACU_LAUNCH(lunacu_cumsum_block_kernel, lunacu_blocks(l.lines, 1), LUNACU_BLOCK, 0, stream, l, x, y);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_cumsum_forward(luna_op *op) { return lunacu_cumsum_run(op, op->in[0]->data, op->out[0]->data, false); }
+static luna_status lunacu_cumsum_backward(luna_op *op) { return lunacu_cumsum_run(op, op->out[0]->grad, op->in[0]->grad, true); }
+
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 struct lunacu_ratios {
   const float *x;
@@ -1839,12 +1887,14 @@ template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, 
     }
   }
 }
-/* Where the keys and the levels lie in the workspace, and its bytes; `run`: the work as well */
-static size_t lunacu_embedding_gradient(const luna_op *op, int64_t count, int64_t d, char *workspace, bool run) {
-  char *at = workspace;
+/* Adds rows [count, d] to the table's rows of index. Where the keys and the levels lie in the workspace, and its bytes;
+   table null: these alone, no work */
+static size_t lunacu_add_rows(const luna_op *op, int64_t count, int64_t d, const float *rows, float *table, void *workspace) {
+  const bool run = table != NULL;
+  char *at = (char *)workspace;
   uint64_t *keys = (uint64_t *)lunacu_take(&at, 2 * count), *other = (uint64_t *)lunacu_take(&at, 2 * count);
-  lunacu_level l = {count, NULL, NULL, op->out[0]->grad, NULL, NULL};
-  const bool wide = run && lunacu_wide(d, op->out[0]->grad, op->in[0]->grad);
+  lunacu_level l = {count, NULL, NULL, rows, NULL, NULL};
+  const bool wide = run && lunacu_wide(d, rows, table);
   int team = 8;
   if (run) LUNACU_LAUNCH(lunacu_sort_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), op->index, count, keys);
   for (int64_t length = LUNACU_BLOCK; length < count && run; length *= 4) {
@@ -1861,18 +1911,36 @@ static size_t lunacu_embedding_gradient(const luna_op *op, int64_t count, int64_
     more = tiles > 1;
     l.next_rows = more ? lunacu_take(&at, 2 * tiles * d) : NULL;
     l.next_tokens = more ? (int32_t *)lunacu_take(&at, 2 * tiles) : NULL;
-    if (wide) LUNACU_LAUNCH((lunacu_level_kernel<4>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, op->in[0]->grad);
-    else if (run) LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, op->in[0]->grad);
+    if (wide) LUNACU_LAUNCH((lunacu_level_kernel<4>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
+    else if (run) LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
     l = {2 * tiles, NULL, l.next_tokens, l.next_rows, NULL, NULL};
   }
-  return (size_t)(at - workspace);
+  return (size_t)(at - (char *)workspace);
 }
 static void lunacu_embedding_query(luna_op *op) {
-  op->backward_workspace_size = lunacu_embedding_gradient(op, lunacu_rows(op->out[0]), lunacu_last(op->in[0]), NULL, false);
+  op->backward_workspace_size = lunacu_add_rows(op, lunacu_rows(op->out[0]), lunacu_last(op->in[0]), NULL, NULL, NULL);
 }
 static luna_status lunacu_embedding_backward(luna_op *op) {
   const int64_t count = lunacu_rows(op->out[0]), d = lunacu_last(op->in[0]);
-  if (count > 0) lunacu_embedding_gradient(op, count, d, (char *)op->workspace, true);
+  if (count > 0) lunacu_add_rows(op, count, d, op->out[0]->grad, op->in[0]->grad, op->workspace);
+  return lunacu_row_done(op);
+}
+
+/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
+static void lunacu_scatter_add_query(luna_op *op) {
+  op->workspace_size = lunacu_add_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], NULL, NULL, NULL);
+}
+static luna_status lunacu_scatter_add_forward(luna_op *op) {
+  const luna_tensor *rows = op->in[1];
+  lunacu_scaled_run(op, op->in[0]->data, 1, op->out[0]->data, false);
+  if (luna_count(rows) > 0) lunacu_add_rows(op, rows->shape[0], rows->shape[1], rows->data, op->out[0]->data, op->workspace);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_scatter_add_backward(luna_op *op) {
+  const lunacu_embedded f = {op->out[0]->grad, op->index, op->in[1]->shape[1]};
+  float *dx = op->in[0]->grad, *drows = op->in[1]->grad;
+  if (drows) lunacu_map(op, luna_count(op->in[1]), drows, !lunacu_sets(op, 1), lunacu_wide(f.d, f.table), f);
+  if (dx && dx != op->out[0]->grad) lunacu_scaled_run(op, op->out[0]->grad, 1, dx, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
@@ -4037,6 +4105,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
         LUNACU_OP(MAX, max, max, 0)
+        LUNACU_OP(CUMSUM, nothing, cumsum, 0)
         LUNACU_OP(MATMUL, nothing, matmul, 0)
         LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
         LUNACU_OP(ACTIVATION, nothing, activation, LUNA_SETS_GRAD(0))
@@ -4046,6 +4115,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(DROPOUT, nothing, dropout, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
+        LUNACU_OP(SCATTER_ADD, scatter_add, scatter_add, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0))
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)
         LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product,

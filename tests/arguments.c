@@ -701,6 +701,47 @@ static void reduction(luna_tensor *(*op)(luna_tensor *x, int axis)) {
 static void case_luna_sum(void) { reduction(luna_sum); }
 static void case_luna_mean(void) { reduction(luna_mean); }
 static void case_luna_max(void) { reduction(luna_max); }
+static void case_luna_cumsum(void) { reduction(luna_cumsum); }
+static void map(luna_tensor *(*op)(luna_tensor *x));
+static void case_luna_sum_all(void) { map(luna_sum_all); }
+static void case_luna_mean_all(void) { map(luna_mean_all); }
+static void case_luna_transpose(void) {
+  luna_tensor *x = any_tensor();
+  got_tensor(luna_transpose(x, number((int)pick(3)), number((int)pick(3))), x != NULL);
+}
+static const int32_t *some_indices(int64_t n) { /* 16, each below n */
+  static int32_t indices[16];
+  for (int i = 0; i < 16; i++) indices[i] = turn() ? number(-1) : (int32_t)pick(n > 0 && n < 6 ? n : 1);
+  return turn() ? NULL : indices;
+}
+static void case_luna_gather_rows(void) {
+  luna_tensor *x = tensor(1 + (int)pick(3), small(), small(), small(), 1);
+  const int64_t count = pick(6);
+  got_tensor(luna_gather_rows(x, some_indices(x ? x->shape[0] : 0), turn() ? -2 : count), x != NULL);
+}
+static void case_luna_scatter_add_rows(void) {
+  const int rank = 1 + (int)pick(3);
+  const int64_t b = small(), c = small();
+  luna_tensor *x = tensor(rank, small(), b, c, 1), *rows = tensor(rank, pick(6), turn() ? b + 1 : b, c, 1);
+  got_tensor(luna_scatter_add_rows(x, some_indices(x ? x->shape[0] : 0), luna_count(rows) < 1000 ? rows : NULL), x || rows);
+}
+static void case_luna_top_k(void) {
+  static int32_t indices[ROOM];
+  luna_tensor *x = any_tensor();
+  const int64_t k = size(1);
+  if (k < 1 || k > 5 || luna_count(x) * k <= ROOM) got_status(luna_top_k(x, k, turn() ? NULL : indices, coin() ? room : NULL), x != NULL);
+}
+static void case_luna_argmax(void) {
+  static int32_t indices[ROOM];
+  luna_tensor *x = any_tensor();
+  if (luna_count(x) <= ROOM) got_status(luna_argmax(x, turn() ? NULL : indices), x != NULL);
+}
+static void printed(void *user, const char *text) { *(size_t *)user += strlen(text); }
+static void case_luna_print(void) {
+  luna_tensor *x = any_tensor();
+  size_t length = 0;
+  got_status(luna_print(x, turn() ? NULL : printed, &length), x != NULL);
+}
 static void case_luna_matmul(void) {
   const int64_t s[2] = {small(), small()}, m = small(), n = small(), k = small();
   const bool ta = coin(), tb = coin(), shared = coin();
@@ -1643,7 +1684,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_causal_product_backward_f32) F(luna_causal_product_scratch) F(luna_philox) F(luna_open) F(luna_close) F(luna_begin_step) \
   F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
-  F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
+  F(luna_cumsum) F(luna_sum_all) F(luna_mean_all) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
+  F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
   F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \

@@ -218,6 +218,14 @@ static void op_sum(trial *t, int v) {
 static void op_mean(trial *t, int v) {
   give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
 }
+static void op_sum_all(trial *t, int v) {
+  luna_tensor *x = in3(t, SIZE(2, 9), 3, SIZE(4, 67));
+  give(t, v ? luna_mean_all(x) : luna_sum_all(x));
+}
+static void op_cumsum(trial *t, int v) {
+  give(t, luna_cumsum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 530), SIZE(4, 67)) : in1(t, SIZE(7, 1200)), v % 3));
+}
+static void op_transpose(trial *t, int v) { give(t, luna_transpose(in3(t, SIZE(2, 17), 3, SIZE(4, 19)), v, v < 2 ? 2 : 0)); }
 static void op_matmul(trial *t, int v) { /* four transpositions, times the batch shapes; 16..: long sums and single rows */
   const bool ta = (v & 1) != 0, tb = (v & 2) != 0;
   const int form = v / 4;
@@ -263,6 +271,18 @@ static void op_layer_norm(trial *t, int v) {
 static void op_embedding(trial *t, int v) {
   const int32_t tokens[6] = {4, 0, 4, 2, 4, 1};
   give(t, luna_embedding(in2(t, 5, SIZE(3, 67)), tokens, v ? 1 : 2, v ? 6 : 3));
+}
+static void op_gather_rows(trial *t, int v) {
+  const int32_t indices[6] = {4, 0, 4, 2, 4, 1};
+  luna_tensor *x = v == 0 ? in3(t, 5, SIZE(3, 11), 2) : v == 1 ? in1(t, 5) : in2(t, 5, SIZE(3, 67));
+  give(t, luna_gelu(luna_gather_rows(v ? luna_scale(x, 2) : x, indices, 6)));
+}
+static void op_scatter_add_rows(trial *t, int v) {
+  static const int32_t indices[6] = {4, 0, 4, 2, 4, 1};
+  const int64_t d = SIZE(3, 67);
+  luna_tensor *x = v == 0 ? in3(t, 5, d, 2) : v == 1 ? in1(t, 5) : in2(t, 5, d);
+  luna_tensor *rows = v == 0 ? in3(t, 6, d, 2) : v == 1 ? in1(t, 6) : in2(t, 6, d);
+  give(t, luna_scatter_add_rows(v == 2 ? luna_scale(x, 2) : x, indices, v == 2 ? luna_scale(rows, 2) : rows));
 }
 static void op_cross_entropy(trial *t, int v) {
   const int32_t labels[6] = {4, 0, -1, 2, 4, 1};
@@ -685,6 +705,9 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"scale", op_scale, 2},
                                    {"sum", op_sum, 4},
                                    {"mean", op_mean, 4},
+                                   {"sum_all", op_sum_all, 2},
+                                   {"cumsum", op_cumsum, 4},
+                                   {"transpose", op_transpose, 3},
                                    {"matmul", op_matmul, 20},
                                    {"linear", op_linear, 6},
                                    {"activate", op_activate, 2 * LUNA_ACTIVATION_COUNT - 1},
@@ -692,6 +715,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"dropout", op_dropout, 2},
                                    {"layer_norm", op_layer_norm, 6},
                                    {"embedding", op_embedding, 2},
+                                   {"gather_rows", op_gather_rows, 3},
+                                   {"scatter_add_rows", op_scatter_add_rows, 3},
                                    {"cross_entropy", op_cross_entropy, 6},
                                    {"linear_cross_entropy", op_linear_cross_entropy, 7},
                                    {"logits", op_logits, 8},
