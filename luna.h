@@ -331,6 +331,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
     "max_rank %d (0 = any)") \
+  X(FREEZE_EMPTY, MISMATCH, "luna_params_freeze: no parameter's name has '%s' in it") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
@@ -784,11 +785,15 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
 /* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
-LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name); /* null when there is none */
+/* null when there is none; luna_read and luna_read_grad give its values and gradient */
+LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name);
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params);        /* number of tensors */
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
 LUNA_API int64_t luna_params_element_count(const luna_params *params);       /* number of floats */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
+/* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
+   optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
+LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
 /* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with "luna." belong to luna.h. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
@@ -1251,6 +1256,7 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
+LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);        /* of the last step, with its schedule; before any, of the first */
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
@@ -1308,10 +1314,11 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 typedef struct luna_sampling {
   float temperature;                 /* logits are divided by it; 0 = 1: for greedy choice set top_k = 1 */
   int32_t top_k;                     /* 0 = all; 1 = greedy */
+  float top_p;                       /* of these the likeliest whose probabilities reach it; 0 = 1, all [arXiv 1904.09751] */
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
-/* -1 for null logits or NaN, and where temperature or top_k is negative or not finite */
+/* -1 for null logits or NaN, where temperature or top_k is negative or not finite, and top_p outside 0..1 */
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
 #ifndef LUNA_ONLY_STREAM
@@ -9354,6 +9361,8 @@ typedef struct lunai_param {
   const char *name;
   uint64_t hash;
   luna_tensor tensor;
+  float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen */
+  bool had_grad;
 } lunai_param;
 typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } lunai_meta;
 
@@ -9473,6 +9482,31 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
+}
+
+LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen) {
+  luna_ctx *ctx = lunai_ctx_of(params);
+  lunai_param *p;
+  int64_t matched = 0;
+  luna_status status = LUNA_OK;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_params_freeze");
+  for (p = params->first; p && status == LUNA_OK; p = p->next) {
+    luna_tensor *t = &p->tensor;
+    if (name && !strstr(p->name, name)) continue;
+    matched++;
+    if (t->needs_grad != frozen) continue;
+    if (frozen && t->grad) status = lunai_backend_result(ctx, "luna_params_freeze", ctx->backend->zero(ctx, t->grad, (size_t)luna_count(t) * sizeof(float)));
+    if (status != LUNA_OK) continue;
+    t->needs_grad = !frozen;
+    if (frozen) {
+      p->frozen_grad = t->grad;
+      p->had_grad = t->has_grad;
+    }
+    t->grad = frozen ? NULL : p->frozen_grad;
+    t->has_grad = !frozen && p->had_grad;
+  }
+  return status == LUNA_OK && !matched ? lunai_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "") : status;
 }
 
 /* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every machine --- */
@@ -12468,18 +12502,19 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
     if (skipped || o->skipped_in_row > 0) o->skipped_in_row = lunai_state_of(ctx, o->state).skipped_in_row;
 }
 
+LUNAI_FN float lunai_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
+  return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
+}
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   luna_ctx *ctx;
   luna_status status;
   float lr;
-  int64_t at;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
-  at = o->attempts++ + (o->kind != LUNA_OPTIMIZER_APOLLO);
-  lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
+  lr = lunai_scheduled_lr(o, o->attempts++);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
@@ -12535,6 +12570,7 @@ LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   o->config.lr = lr;
   return LUNA_OK;
 }
+LUNA_API float luna_optimizer_lr(const luna_optimizer *o) { return o ? lunai_scheduled_lr(o, lunai_max(o->attempts, 1) - 1) : 0; }
 LUNAI_FN luna_step_state lunai_optimizer_state(const luna_optimizer *o) {
   luna_step_state none;
   memset(&none, 0, sizeof none);
@@ -14668,21 +14704,52 @@ LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   return limit;
 }
 
+/* The smallest of the largest logits, of those from `limit` on, whose share of the probability reaches p, by bisection.
+   above: the sum, of exp(logit - max), over what is `high` or more */
+LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
+  float low = max, high = (float)INFINITY, middle;
+  double total = 0, above = 0;
+  int64_t i;
+  for (i = 0; i < n; i++) {
+    if (!(logits[i] >= limit && logits[i] > -(float)INFINITY)) continue;
+    if (logits[i] < low) low = logits[i];
+    total += (double)lunai_exp1_scalar((logits[i] - max) / temperature);
+  }
+  for (middle = max; middle > low && middle < high; middle = low * 0.5f + (high < max ? high : max) * 0.5f) {
+    double sum = above;
+    for (i = 0; i < n; i++)
+      if (logits[i] >= middle && logits[i] < high) sum += (double)lunai_exp1_scalar((logits[i] - max) / temperature);
+    if (sum >= (double)p * total) low = middle;
+    else {
+      above = sum;
+      high = middle;
+    }
+  }
+  return low;
+}
+
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
-  const int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
+  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
   if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
+  if (!(top_p > 0 && top_p <= 1)) return -1;
   for (i = 0; i < vocab; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
   if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
   if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  if (top_p < 1) {
+    const float nucleus = lunai_nucleus(logits, vocab, limit, max, temperature, top_p);
+    if (nucleus > limit) k = vocab;    /* all that are equal to it */
+    limit = nucleus;
+  }
   counter[0] = (uint32_t)sampling->drawn;
   counter[1] = (uint32_t)(sampling->drawn >> 32);
   counter[2] = 0x53616D70u;          /* distinct from other uses of the seed */

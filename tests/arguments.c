@@ -946,6 +946,12 @@ static void case_luna_params_at(void) {
 }
 static void case_luna_params_element_count(void) { expect((luna_params_element_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the count"); }
 static void case_luna_params_zero_grad(void) { got_status(luna_params_zero_grad(turn() ? NULL : w->set[0]), false); }
+static void case_luna_params_freeze(void) {
+  luna_params *set = turn() ? NULL : w->set[0];
+  const char *name = turn() ? "no such name" : coin() ? NULL : "weight";
+  got_status(luna_params_freeze(set, name, true), set != NULL);
+  got_status(luna_params_freeze(set, name, false), set != NULL);
+}
 static void case_luna_params_set(void) {
   luna_params *set = turn() ? NULL : w->set[7];
   got_status(luna_params_set(set, turn() ? (coin() ? NULL : "luna.key") : "key", turn() ? (coin() ? NULL : "\xff") : "value"), set != NULL);
@@ -1494,6 +1500,7 @@ static void case_luna_optimizer_set_lr(void) {
 static void case_luna_optimizer_steps(void) { expect(luna_optimizer_steps(an_optimizer()) == 0, "steps before the first"); }
 static void case_luna_optimizer_skipped(void) { expect(luna_optimizer_skipped(an_optimizer()) == 0, "skipped steps before the first"); }
 static void case_luna_optimizer_norm(void) { luna_optimizer_norm(an_optimizer()); }
+static void case_luna_optimizer_lr(void) { luna_optimizer_lr(an_optimizer()); }
 static void case_luna_save_training_io(void) {
   static uint8_t kept[FILE_ROOM];
   size_t used;
@@ -1606,6 +1613,7 @@ static void case_luna_sample(void) {
   const int64_t vocab = size(VOCAB);
   s.temperature = real(coin() ? 0 : 0.5f);
   s.top_k = number((int)pick(5));
+  s.top_p = real(coin() ? 0 : 0.5f);
   common_fill(room, NUMBERS, case_seed, 1);
   if (turn()) room[pick(VOCAB)] = hostile_real();
   const int32_t token = luna_sample(vocab > NUMBERS || turn() ? NULL : room, vocab, turn() ? NULL : &s);
@@ -1685,7 +1693,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
   F(luna_cumsum) F(luna_sum_all) F(luna_mean_all) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
-  F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
+  F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
   F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
