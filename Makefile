@@ -22,7 +22,8 @@ CLANG ?= clang
 FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-WARN = -Wall -Wextra
+# configs and inputs grow: members that an initialiser leaves out are 0
+WARN = -Wall -Wextra -Wno-missing-field-initializers
 NAMES = $(filter-out bench_% cuda,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
@@ -62,6 +63,8 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
+$(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
+
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -I. $< -o $@ $(LIBS)
@@ -70,7 +73,7 @@ $(BUILD)/tests/cuda_device.o: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cu
 	@mkdir -p $(BUILD)/tests
 	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -I. -x c++ -c $< -o $@
 
-$(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c
+$(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c tests/features.c
 	@mkdir -p $(BUILD)/tests
 	$(CC) $(CFLAGS) $(WARN) -I. -c $< -o $@
 
@@ -84,7 +87,7 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/compile.sh
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'

@@ -42,7 +42,7 @@
      3. Train it.
             luna_optimizer *adam = luna_adamw(params, NULL);
             for (...) {
-              luna_input input = { tokens, NULL, batch, n };     null: every sequence has n tokens
+              luna_input input = { tokens, NULL, batch, n, NULL };   null lengths: every sequence has n tokens
               luna_begin_step(ctx);                              releases every tensor of the step before
               luna_tensor *loss = luna_lm_loss(&model, &input, labels);
               luna_backward(loss);                               adds to the gradients; luna_item(loss) is its value
@@ -79,8 +79,9 @@
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
-     two. In training some inner tensors therefore stay readable, but only luna_keep promises it: call it for hidden
-     values to look at, or to hand out of an attention hook. Functions of your own: luna_scope_begin, luna_scope_end.
+     two. In training some inner tensors therefore stay readable until luna_backward, but only luna_keep promises it:
+     call it for hidden values to look at, or to hand out of an attention hook. Functions of your own:
+     luna_scope_begin, luna_scope_end.
      luna_backward takes all the memory it needs before it changes any gradient, and releases the gradient of an op's
      result after its last use unless luna_require_grad asked for it. The gradient of the logits of more than 1024
      classes is made and used by parts where luna_cross_entropy alone reads them; luna_lm_loss does not store the
@@ -271,6 +272,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
+  X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
@@ -412,11 +414,13 @@ typedef enum luna_activation {
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
 
-/* Sequences of tokens: what every model reads. The arrays are copied into the step. */
+/* Sequences of tokens or, where a model's config has features, of features: what every model reads. The arrays are
+   copied into the step. */
 typedef struct luna_input {
   const int32_t *tokens;             /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
-  const int32_t *lengths;            /* [batch] real tokens of each sequence, 0..n; null = n of each */
+  const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
+  const float *features;             /* [batch,n,features]; NaN is a missing number; the padding may hold anything */
 } luna_input;
 
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
@@ -587,8 +591,10 @@ typedef struct luna_tensor {
   struct luna_op *last_reader;       /* the newest op of the tape that reads it, */
   struct luna_tensor *older;         /* the tensor made before this one in the step, */
   struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends; */
+  struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free; */
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
+  bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
 } luna_tensor;
 
@@ -734,6 +740,14 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
    than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config);
 
+/* Losses of numbers: values of any shape and a target for each, in the same order -> [1], the mean over the targets that
+   are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
+   delta (|x - t| - delta / 2) beyond; and -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic
+   function and t is in 0..1. */
+LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
+LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta);
+LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets);
+
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
   const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
@@ -764,8 +778,12 @@ typedef struct luna_custom {
   void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
   const void *state;
   size_t state_size;
+  size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
+/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
+   parallel_for is null where there is one thread. */
+LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -778,6 +796,7 @@ typedef enum luna_init_kind { LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAV
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its context; null for null */
 /* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread, run one model. `from` must
    outlive it and not be trained meanwhile. On a device, where work is queued, luna_params_share, each begin and
    luna_stream_open order what this context then does after what `from`'s context has queued until then; before `from`
@@ -863,6 +882,20 @@ typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
+/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN) counts as
+   its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
+   luna_input_layer_fit, or luna_write. */
+typedef struct luna_input_layer {
+  luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
+  luna_linear_layer projection;      /* "input_proj" [dim,features] */
+} luna_input_layer;
+LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
+                                           int64_t features, int64_t dim, luna_init init);
+/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A feature
+   that never changes gets scale 1. */
+LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input); /* [batch,n,dim] */
+
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
 typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
 
@@ -937,14 +970,27 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
 
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
-   returns what forward will get as `layer`, null on failure; it belongs to the user. forward: x [batch,n,d] ->
-   [batch,n,d]; dropout inside it is its own business (config has the probabilities). p is the one given to
-   luna_encoder_layer_forward; in the library's models it is null. A hook is not saved: the file of such a model has no
-   luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then luna_load. */
+   returns what forward will get as `layer` (later the layer's hook_state), null on failure; it belongs to the user.
+   forward: call->x [batch,n,d] -> [batch,n,d]; dropout inside it is its own business (config has the probabilities).
+   Either says what failed by luna_backend_fail. Examples: examples/attentions. A hook is not saved: the file of such a
+   model has no luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then
+   luna_load. */
 typedef struct luna_layer_config luna_layer_config;
+typedef struct luna_attention_call {
+  luna_tensor *x;                    /* [batch,n,d], after the layer's norm when pre-norm */
+  luna_tensor *input;                /* what the layer was given: x itself when post-norm; */
+  const luna_norm_layer *norm;       /* and the norm between both, or null */
+  luna_tensor *p;                    /* the one given to luna_encoder_layer_forward; in the library's models null, or
+                                        the layer before's next_p */
+  const int32_t *lengths;            /* [batch] or null */
+  bool causal;
+  luna_tensor *next_p;               /* to hand out: the next layer's p; null leaves p as it is; */
+  luna_tensor *kept[4];              /* and what else shall stay until the next begin, as the next segment's memory or
+                                        a loss to be added to the model's: the hook's `layer` says where they are */
+} luna_attention_call;
 typedef struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
-  luna_tensor *(*forward)(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal);
+  luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
 } luna_attention_hook;
 
@@ -1017,9 +1063,12 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do.
    ---------------------------------------------------------------------------------------------------------------------- */
-/* Causal language model: embedding, causal layers, logits tied to the embedding */
+/* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
+   it finds classes or values at each step: a detector, a forecaster. */
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
+  int64_t outputs;                   /* a step, by a matrix of their own; 0 = logits of the next token; of features: 0 = features */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
@@ -1030,13 +1079,16 @@ typedef struct luna_lm_config {
 typedef struct luna_lm {
   luna_lm_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_input_layer input;            /* "input_norm", "input_proj" */
   luna_tensor *positions;            /* "embed_positions.weight" [max_length,d], learned only */
   luna_causal_layer *layers;         /* "layers.N." */
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
+  luna_linear_layer output;          /* "output_projection" [outputs,d], with outputs only */
 } luna_lm;
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
-/* Logits [batch,n,vocab]. No place reads a later one, so lengths have no effect: leave them null. */
+/* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths have no effect: leave them null
+   (with features they say what is padding, which then counts as missing). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
 /* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts); negative labels
    are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
@@ -1046,13 +1098,14 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* Encoder: embeddings and encoder layers; part of the models below */
 typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
 typedef struct luna_encoder_config {
+  int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16. A batch of shorter sequences uses the first min(l, longest) slots */
   luna_positions positions;          /* 0 = sinusoidal */
   int64_t max_length;                /* learned positions, Linformer: the longest sequence; 0 = 512 */
   int64_t first_position;            /* of the first token; the authors' is padding index + 1 */
-  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position */
+  luna_embedding_scale embedding_scale; /* s in x = s E[token] + position; features are not scaled, P is */
   bool norm_embedding;               /* layer norm on both embeddings */
   bool tied_layers;                  /* one layer, applied `layers` times */
   bool own_memory;                   /* each layer has its own learned P (the paper's non-contextual P) */
@@ -1064,7 +1117,8 @@ typedef struct luna_encoder_config {
 typedef struct luna_encoder {
   luna_encoder_config config;
   luna_params *params;
-  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d] */
+  luna_tensor *embedding;            /* "embed_tokens.weight" [vocab,d], or, of features, null and */
+  luna_input_layer input;            /* "input_norm", "input_proj" */
   luna_tensor *positions;            /* "embed_positions.weight" [first_position + max_length,d], learned only */
   luna_tensor *memory;               /* "projected_embeddings" [l,d], Luna only */
   luna_norm_layer embedding_norm, memory_embedding_norm; /* "emb_layer_norm", "proj_emb_layer_norm" */
@@ -1072,14 +1126,14 @@ typedef struct luna_encoder {
   luna_norm_layer norm, memory_norm; /* "layer_norm", "proj_layer_norm", pre-norm only */
 } luna_encoder;
 LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *params, const char *prefix, int64_t vocab,
-                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes */
+                                       const luna_encoder_config *config); /* vocab 0 = 256, bytes; not of features */
 /* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 /* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
    it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be null. */
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
-/* Classifier */
+/* Classifier, also of each step, and with another loss (luna_mse) regression: then a class is a value */
 typedef enum luna_pooling {
   LUNA_POOLING_DEFAULT = 0,          /* the memory, or without one the mean */
   LUNA_POOLING_CLS,                  /* X[0] */
@@ -1089,10 +1143,12 @@ typedef enum luna_pooling {
 } luna_pooling;
 typedef struct luna_classifier_config {
   int64_t vocab;                     /* 0 = 256, bytes */
+  int64_t features;                  /* or encoder.features; 0 = tokens */
   int64_t classes;                   /* 0 = 2 */
   luna_pooling pooling;
   int64_t pre_logits;                /* width of a GELU layer before the logits; 0 = none */
   bool pair;                         /* two sequences: features a, b, ab, a - b */
+  bool per_step;                     /* logits of every step, from X; nothing is pooled */
   luna_encoder_config encoder;
 } luna_classifier_config;
 typedef struct luna_classifier {
@@ -1103,7 +1159,8 @@ typedef struct luna_classifier {
   luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
-/* -> logits [batch,classes]; they do not depend on the batch (but by LUNA_POOLING_MEMORY_BATCH) */
+/* -> logits [batch,classes], or of every step [batch,n,classes]; they do not depend on the batch (but by
+   LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
@@ -1112,7 +1169,8 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
 
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
 typedef struct luna_masked_lm_config {
-  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask */
+  int64_t vocab;                     /* 0 = 257: bytes, and 256 for the mask; of features: the classes that are found */
+  int64_t features;                  /* or encoder.features; 0 = tokens */
   luna_encoder_config encoder;
 } luna_masked_lm_config;
 typedef struct luna_masked_lm {
@@ -1121,6 +1179,7 @@ typedef struct luna_masked_lm {
   luna_encoder encoder;              /* "encoder." */
   luna_linear_layer dense;           /* "lm_head.dense" */
   luna_norm_layer norm;              /* "lm_head.layer_norm" */
+  luna_tensor *output;               /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
   luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config);
@@ -1140,6 +1199,7 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
 /* Encoder-decoder */
 typedef struct luna_seq2seq_config {
   int64_t vocab;                     /* of the source; 0 = 256, bytes */
+  int64_t features;                  /* of the source, or encoder.features; 0 = tokens. The target is of tokens */
   int64_t target_vocab;              /* 0 = vocab */
   bool share_embeddings;             /* one embedding for source, target and output; vocab = target_vocab */
   bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
@@ -1366,6 +1426,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
   R(EMBEDDING, 1, 0, true) \
   R(SCATTER_ADD, 1, 0, false) \
+  R(SINUSOIDS, 1, 0, true) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
   R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
@@ -1405,6 +1466,7 @@ typedef struct luna_op {
     } elementwise;
     struct { float factor; } scale;
     struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
@@ -1444,6 +1506,7 @@ typedef struct luna_op {
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0) /* of LUNA_ELEMENTWISE */
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
+#define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
@@ -1474,12 +1537,13 @@ typedef struct luna_update {         /* one parameter's optimiser step; reads an
 struct luna_backend {
   uint32_t version, size;            /* 1, sizeof(luna_backend) */
   int device;
+  size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
   luna_status (*open)(luna_ctx *ctx, int device, void **self); /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail
                                         says why) the context exists and every call in it fails with that sentence */
   void (*close)(void *self);
   void *(*allocate)(void *self, size_t bytes); /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
   void (*release)(void *self, void *pointer, size_t bytes);
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (may overlap), 1 to the device, 2 to the host */
+  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (never overlapping), 1 to the device, 2 to the host */
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
   luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
                                         what `other` has queued; null: work is done when a call returns */
@@ -1494,7 +1558,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind);
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx);
 LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open made */
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
-/* for an entry's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
+/* for an entry's or a hook's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
 #endif /* !LUNA_ONLY_STREAM */
 
@@ -1521,13 +1585,21 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
 #endif
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wold-style-cast"
+#endif
 
 #include <math.h>
 #include <string.h>
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
+#ifdef __OPTIMIZE__
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
+#else
+#define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
+#endif
 #else
 #define LUNAI_UNUSED
 #define LUNAI_INLINE static inline
@@ -1540,7 +1612,14 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 
 #define LUNAI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
+#define LUNAI_TILE 64              /* queries of an attention tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_CHUNK 64             /* rows of a causal chunk */
+#define LUNAI_KC 512               /* a gemm's terms in registers at a time */
+#define LUNAI_KA (LUNAI_KC + 16)   /* between gathered rows of A: no power of two, or they would share cache sets */
+#define LUNAI_FLOAT_ROWS 64        /* rows summed in float before double takes over */
+#define LUNAI_NC 1024              /* columns of B in panels at a time */
+#define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
+#define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
@@ -1565,6 +1644,8 @@ LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b
 
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
+
+#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 
 /* null stays null, where memory is only counted */
 LUNAI_INLINE float *lunai_offset(float *at, int64_t floats) { return at ? at + floats : NULL; }
@@ -1599,6 +1680,9 @@ LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *w
   call.threads = parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
   if (call.threads == 1) task(work, 0, 1);
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
+}
+LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
+  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
 /* thread's contiguous share of `count` items */
 LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads) {
@@ -1720,6 +1804,25 @@ typedef struct lunai_update {
   bool nesterov, coupled;            /* coupled: decay goes into the gradient */
 } lunai_update;
 
+/* Where a block of columns is written: partial sums over k to `sum` (C itself where that is safe), finished ones to
+   C */
+typedef struct lunai_target {
+  float *sum, *c, *pre;
+  const float *bias, *from;          /* from: added, rows from_row apart; null: none */
+  int64_t sum_row, c_row, from_row;
+  float alpha;
+  int activation;
+  bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
+} lunai_target;
+
+/* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; from, bias null: none */
+typedef struct lunai_epilogue {
+  const float *bias, *from;
+  float *c;
+  int64_t from_row, c_row;
+  float alpha, lowest;
+} lunai_epilogue;
+
 #if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
 #define LUNAI_TRAIN(function) NULL
 #else
@@ -1737,11 +1840,17 @@ typedef struct lunai_update {
   K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
   R(size_t, panels_bytes, (int64_t n, int64_t k)) \
-  R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, float *panels)) \
+  R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, void *panels)) \
+  K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
+  K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
+                   float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
+  K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
+                     const lunai_target *t)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
+  R(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
   T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, const float *dy, float *y, bool add)) \
   R(void, scale, (int64_t n, float factor, const float *x, float *y)) \
@@ -1749,7 +1858,7 @@ typedef struct lunai_update {
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
   R(float, dot, (int64_t n, const float *a, const float *b)) \
-  R(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
+  K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
   T(void, layer_norm_backward, (int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
@@ -1760,11 +1869,30 @@ typedef struct lunai_update {
   K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight, const float *bias, float *y)) \
   T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx)) \
   T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
+  R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
   T(void, apollo, (const lunai_update *update)) \
+  R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
+                         float *stats)) \
+  T(void, tile_slopes, (bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes, \
+                        const float *mask, const float *lse, const float *delta, const float *add)) \
+  R(bool, finite_copy, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y)) \
+  R(void, attention_merge, (int64_t width, int64_t dim, const float *stats, const float *part, float *state, \
+                            float *out, int64_t out_row)) \
+  R(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
+  R(void, unpack_softmax, (int64_t rows, int64_t groups, int64_t n, const float *bias, float *s, float *lse)) \
+  T(void, unpack_slopes, (int64_t rows, int64_t groups, int64_t n, const float *bias, const float *mask, \
+                          const float *lse, float *s, float *slopes)) \
+  K(void, scan, (int64_t n, double joins, double leaves, float *state, double *carried)) \
+  K(bool, all_finite, (int64_t rows, int64_t n, const float *x, int64_t x_row)) \
+  K(void, copy_rows, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row)) \
+  K(void, scale_rows, (int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row, float *y, \
+                       int64_t y_row)) \
+  K(void, step_state, (int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, \
+                       double *mean, int64_t mean_row, double *result)) \
   R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
   R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
   T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
@@ -1779,6 +1907,7 @@ typedef struct lunai_update {
   T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
 
 typedef struct lunai_kernels {
+  int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
 #define LUNAI_FIELD(result, name, arguments) result (*name) arguments;
   LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef LUNAI_FIELD
@@ -1800,6 +1929,23 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
   }
   out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
 }
+
+/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
+LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
+  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
+  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
+  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
+  const int quarter = (int)((int64_t)turns & 3);
+  *sine = quarter & 1 ? c : s;
+  *cosine = quarter & 1 ? s : c;
+  if (quarter & 2) *sine = -*sine;
+  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
+}
+/* Sinusoidal positions in tensor2tensor's form: position t has sin(t w_i) in the first half, cos(t w_i) in the second,
+   w_i = 10000^(-i / (d/2 - 1)) rounded to float; an odd last is 0 */
+LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
+  return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0));
+}
 #endif /* !LUNAI_PASS */
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -1807,6 +1953,9 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
    luna.h includes itself with LUNAI_PASS set to one of the LUNAI_ISA_ numbers; LUNAI_K(name) is then lunai_name_<isa>.
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifdef LUNAI_PASS
+#define LUNAI_FIELD(result, name, arguments) LUNAI_FN result LUNAI_K(name) arguments;
+LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
+#undef LUNAI_FIELD
 
 /* ......................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
@@ -2352,12 +2501,8 @@ LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) { switch (kind) { LUNA_MAPS(
    order. Guarded by tests/gemm.c.
    ...................................................................................................................... */
 #undef LUNAI_MR
-#undef LUNAI_TILES_ABREAST
 #undef LUNAI_NV
 #undef LUNAI_NR
-#undef LUNAI_KC
-#undef LUNAI_NC
-#undef LUNAI_SUM_ROWS
 #if LUNAI_PASS == LUNAI_ISA_AVX512
 #define LUNAI_MR 14
 #define LUNAI_NV 2
@@ -2375,12 +2520,6 @@ LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) { switch (kind) { LUNA_MAPS(
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
-#define LUNAI_KC 512
-#define LUNAI_KA (LUNAI_KC + 16)               /* between gathered rows of A: no power of two, or they would share cache sets */
-#define LUNAI_NC (1024 / LUNAI_NR * LUNAI_NR) /* columns of B in panels at a time */
-#define LUNAI_SUM_ROWS 256                     /* rows of C whose partial sums are kept apart */
-
-LUNAI_FN int64_t LUNAI_K(panels_size)(int64_t n, int64_t k) { return lunai_divide_up(n, LUNAI_NR) * LUNAI_NR * k; }
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
@@ -2432,7 +2571,6 @@ LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int6
 }
 /* Copies several tiles of a column-major A, at rows first[0], first[1], ..., reading each cache line once. A tile
    with fewer rows than MR leaves the rest unset; they are never read. */
-#define LUNAI_TILES_ABREAST 4
 LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a,
                                       int64_t a_column, float *to) {
   int64_t t, p;
@@ -2443,14 +2581,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
   for (p = 0; p < k; p++, a += a_column)
     for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
 }
-
-/* Epilogue of a tile: c = max(lowest, alpha A B + from + bias), columns contiguous; from, bias null: none */
-typedef struct LUNAI_K(epilogue) {
-  const float *bias, *from;
-  float *c;
-  int64_t from_row, c_row;
-  float alpha, lowest;
-} LUNAI_K(epilogue);
 
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
    every case below. Rows of A are addressed from every third one: an x86 address holds a base plus one or two
@@ -2484,17 +2614,15 @@ typedef struct LUNAI_K(epilogue) {
   }
 #define LUNAI_TILE_CASE(i) \
   case i + 1: \
-    if (i < LUNAI_MR && a_row == 1 && a_column == LUNAI_MR && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, 1, LUNAI_MR, b, LUNAI_NR, e); \
-    else if (i < LUNAI_MR && a_row == LUNAI_KA && a_column == 1 && b_row == LUNAI_NR) LUNAI_K(tile_rows)(i + 1, k, a, LUNAI_KA, 1, b, LUNAI_NR, e); \
-    else if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
+    if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
     break;
-LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const LUNAI_K(epilogue) *e, int i, int j) {
+LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const lunai_epilogue *e, int i, int j) {
   vf v = vf_mul(scale, sum);
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
   vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
 }
 LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                     const LUNAI_K(epilogue) *e) {
+                                     const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *at[5];
   vf sum[14][4], panel[4], bias[4];
@@ -2532,7 +2660,7 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
     LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
   }
 LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                   const LUNAI_K(epilogue) *e) {
+                                   const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
   const int rows = LUNAI_MR;
   const float *at[5];
@@ -2556,23 +2684,13 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
   LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
 LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                            const LUNAI_K(epilogue) *e) {
+                            const lunai_epilogue *e) {
   switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
 }
 
-/* Where a block of columns is written: partial sums over k to `sum` (C itself where that is safe), finished ones to
-   C */
-typedef struct LUNAI_K(target) {
-  float *sum, *c, *pre;
-  const float *bias, *from;          /* from: added, rows from_row apart; null: none */
-  int64_t sum_row, c_row, from_row;
-  float alpha;
-  int activation;
-  bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
-} LUNAI_K(target);
-
 /* epilogues that a tile cannot do: edges, activations other than ReLU, two results */
-LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t j, int64_t rows, int64_t columns, const float *tile) {
+LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns,
+                                   const float *tile) {
   int64_t r, l;
   for (r = 0; r < rows; r++)
     for (l = 0; l < columns; l += VF) {
@@ -2593,8 +2711,8 @@ LUNAI_FN void LUNAI_K(finish_tile)(const LUNAI_K(target) *t, int64_t i, int64_t 
 }
 
 /* the epilogue of the tile at (row, column j), written to C or (`edge`) to a buffer first */
-LUNAI_FN LUNAI_K(epilogue) LUNAI_K(epilogue_of)(const LUNAI_K(target) *t, int64_t row, int64_t j, float *edge) {
-  LUNAI_K(epilogue) e;
+LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row, int64_t j, float *edge) {
+  lunai_epilogue e;
   e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
   e.c = edge ? edge : t->sum + row * t->sum_row + j;
   e.c_row = edge ? LUNAI_NR : t->sum_row;
@@ -2610,12 +2728,12 @@ LUNAI_FN LUNAI_K(epilogue) LUNAI_K(epilogue_of)(const LUNAI_K(target) *t, int64_
    row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                               float *a_gathered,
-                              const float *panel, int64_t panel_step, int64_t b_row, const LUNAI_K(target) *t) {
+                              const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t) {
   const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
   const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
   float edge[2 * LUNAI_MR * LUNAI_NR];
-  LUNAI_K(epilogue) e;
+  lunai_epilogue e;
   int64_t i, j, p, x, first[LUNAI_TILES_ABREAST];
   for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
     e = LUNAI_K(epilogue_of)(t, i, 0, simple && n == VF ? NULL : edge);
@@ -2652,39 +2770,6 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   }
 }
 
-/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a
-   multiple of NR */
-LUNAI_FN void LUNAI_K(product_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *panel,
-                                      int64_t panel_step, int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
-  LUNAI_K(target) t;
-  int64_t p = 0;
-  memset(&t, 0, sizeof t);
-  t.sum = c;
-  t.sum_row = t.from_row = c_row;
-  t.alpha = alpha;
-  t.from = accumulate ? c : NULL;
-  do {
-    LUNAI_K(panels)(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, NULL, panel + p * b_row, panel_step, b_row, &t);
-    t.from = c;
-    p += LUNAI_KC;
-  } while (p < k);
-}
-LUNAI_FN void LUNAI_K(product_of_panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
-                                         int64_t a_column, const float *panels,
-                                      float alpha, float *c, int64_t c_row, bool accumulate) {
-  LUNAI_K(product_panels)(m, n, k, a, a_row, a_column, panels, LUNAI_NR * k, LUNAI_NR, alpha, c, c_row, accumulate);
-}
-LUNAI_FN void LUNAI_K(product)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                               int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate,
-                               float *panels) {
-  /* copying pays when a panel is read more than twice */
-  const int64_t whole = b_column == 1 && m <= 2 * LUNAI_MR ? n / LUNAI_NR * LUNAI_NR : 0;
-  if (whole) LUNAI_K(product_panels)(m, whole, k, a, a_row, a_column, b, LUNAI_NR, b_row, alpha, c, c_row, accumulate);
-  if (whole == n) return;
-  LUNAI_K(fill_panels)(n - whole, k, b + whole * b_column, b_row, b_column, panels);
-  LUNAI_K(product_of_panels)(m, n - whole, k, a, a_row, a_column, panels, alpha, c + whole, c_row, accumulate);
-}
-
 /* Few rows by the transpose of a row-major matrix, as a linear layer's weight in decoding: each element is a dot
    product by lanes, so that the matrix is read once and in order, at memory bandwidth. */
 LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const float *b) {
@@ -2707,7 +2792,8 @@ LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a
   for (; i % 4; i++) dot[i] = vf_zero();
   for (i = 0; i < n; i += 4) LUNAI_K(sum4)(dot + i, alpha, out + i);
 }
-LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, const LUNAI_K(target) *t) {
+LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b,
+                                int64_t b_column, const lunai_target *t) {
   const int64_t group = m > 1 ? 4 : LUNAI_NR; /* columns that stay in L1 for several rows */
   float edge[4 * LUNAI_NR];
   int64_t i, j, l, r;
@@ -2727,26 +2813,74 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
     }
 }
 
+#else /* !LUNAI_PASS */
+
+/* ---- gemm's driver ---- */
+LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int64_t k) {
+  return lunai_divide_up(n, kernels->nr) * kernels->nr * k;
+}
+
+/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a
+   multiple of NR */
+LUNAI_FN void lunai_matmul_blocks(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a,
+                                  int64_t a_row, int64_t a_column, const float *panel, int64_t panel_step,
+                                  int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
+  lunai_target t;
+  int64_t p = 0;
+  memset(&t, 0, sizeof t);
+  t.sum = c;
+  t.sum_row = t.from_row = c_row;
+  t.alpha = alpha;
+  t.from = accumulate ? c : NULL;
+  do {
+    kernels->panels(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, NULL, panel + p * b_row,
+                    panel_step, b_row, &t);
+    t.from = c;
+    p += LUNAI_KC;
+  } while (p < k);
+}
+LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a,
+                                  int64_t a_row, int64_t a_column, const float *panels, float alpha, float *c,
+                                  int64_t c_row, bool accumulate) {
+  lunai_matmul_blocks(kernels, m, n, k, a, a_row, a_column, panels, kernels->nr * k, kernels->nr, alpha, c, c_row,
+                      accumulate);
+}
+LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
+                           int64_t a_column, const float *b, int64_t b_row, int64_t b_column, float alpha, float *c,
+                           int64_t c_row, bool accumulate, float *panels) {
+  const int64_t nr = kernels->nr;
+  /* copying pays when a panel is read more than twice */
+  const int64_t whole = b_column == 1 && m <= 2 * kernels->mr ? n / nr * nr : 0;
+  if (whole) lunai_matmul_blocks(kernels, m, whole, k, a, a_row, a_column, b, nr, b_row, alpha, c, c_row, accumulate);
+  if (whole == n) return;
+  kernels->fill_panels(n - whole, k, b + whole * b_column, b_row, b_column, panels);
+  lunai_matmul_panels(kernels, m, n - whole, k, a, a_row, a_column, panels, alpha, c + whole, c_row, accumulate);
+}
+
 /* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
    threads never wait for each other; and the scratch of a thread. `late`: C is added after the activation, so
    partial sums need their own place. */
-typedef struct LUNAI_K(gemm_plan) {
+typedef struct lunai_gemm_plan {
+  const lunai_kernels *kernels;
   const lunai_gemm *g;
   char *scratch;
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   bool late, dots;
-} LUNAI_K(gemm_plan);
+} lunai_gemm_plan;
 
-LUNAI_FN int64_t LUNAI_K(gemm_plan_bytes)(const LUNAI_K(gemm_plan) *p) {
+LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
   return lunai_floats(p->a_size) + lunai_floats(p->b_size) + lunai_floats(p->sum_size);
 }
-LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t threads) {
-  const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC);
-  const int64_t tiles = lunai_max(lunai_divide_up(g->m, LUNAI_MR), 1), panels = lunai_max(lunai_divide_up(g->n, LUNAI_NR), 1);
+LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
+  const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC), mr = kernels->mr,
+                nr = kernels->nr;
+  const int64_t tiles = lunai_max(lunai_divide_up(g->m, mr), 1), panels = lunai_max(lunai_divide_up(g->n, nr), 1);
   const int64_t parts = batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
-  LUNAI_K(gemm_plan) p;
+  const bool dense = g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC;
+  lunai_gemm_plan p;
   memset(&p, 0, sizeof p);
+  p.kernels = kernels;
   p.g = g;
   if (g->m >= g->n) {
     p.row_parts = lunai_min(parts, tiles);
@@ -2757,50 +2891,55 @@ LUNAI_FN LUNAI_K(gemm_plan) LUNAI_K(gemm_plan_of)(const lunai_gemm *g, int64_t t
   }
   p.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
   p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
-  p.columns = g->m <= 2 * LUNAI_MR ? 4 * LUNAI_NR : LUNAI_NC; /* few rows: panels are read at once, so keep them in the cache */
-  p.columns = lunai_min(p.columns, panels * LUNAI_NR);
+  /* few rows: panels are read at once, so keep them in the cache */
+  p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
+  p.columns = lunai_min(p.columns, panels * nr);
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
-  if (g->n > 2 * LUNAI_NR && g->m > 1 && !(g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC)) p.a_size = LUNAI_MR * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
+  if (g->n > 2 * nr && g->m > 1 && !dense)
+    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
 
 /* a thread's own memory, and the block of B whose panels it holds: batch items often share B */
-typedef struct LUNAI_K(gemm_thread) {
+typedef struct lunai_gemm_thread {
   float *a, *b, *sum;
   const float *held;
   int64_t held_n, held_k;
-} LUNAI_K(gemm_thread);
+} lunai_gemm_thread;
 
 /* the panels of a B that several products read, block of k after block of k */
-typedef struct LUNAI_K(panels_work) { const lunai_gemm *g; float *panels; } LUNAI_K(panels_work);
-LUNAI_FN int64_t LUNAI_K(panels_at)(const lunai_gemm *g, int64_t column, int64_t p) {
-  return LUNAI_K(panels_size)(g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
+typedef struct lunai_panels_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_panels_work;
+LUNAI_FN int64_t lunai_panels_at(const lunai_kernels *kernels, const lunai_gemm *g, int64_t column, int64_t p) {
+  return lunai_panels_size(kernels, g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
-LUNAI_FN void LUNAI_K(panels_task)(void *work, int64_t thread, int64_t threads) {
-  const LUNAI_K(panels_work) *w = (const LUNAI_K(panels_work) *)work;
+LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_panels_work *w = (const lunai_panels_work *)work;
   const lunai_gemm *g = w->g;
-  const int64_t panels = lunai_divide_up(g->n, LUNAI_NR), column = lunai_share(panels, thread, threads) * LUNAI_NR;
-  const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * LUNAI_NR) - column;
+  const int64_t nr = w->kernels->nr, panels = lunai_divide_up(g->n, nr),
+                column = lunai_share(panels, thread, threads) * nr;
+  const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) - column;
   int64_t p;
   for (p = 0; n > 0 && p < g->k; p += LUNAI_KC)
-    LUNAI_K(fill_panels)(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
-                         g->b_column, w->panels + LUNAI_K(panels_at)(g, column, p));
+    w->kernels->fill_panels(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
+                            g->b_column, w->panels + lunai_panels_at(w->kernels, g, column, p));
 }
-LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) {
-  return lunai_round((size_t)LUNAI_K(panels_size)(n, k) * sizeof(float));
+LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, int64_t n, int64_t k) {
+  return lunai_round((size_t)lunai_panels_size(kernels, n, k) * sizeof(float));
 }
-LUNAI_FN void LUNAI_K(make_panels)(const lunai_gemm *g, const lunai_parallel *parallel, float *panels) {
-  LUNAI_K(panels_work) w;
+LUNAI_FN void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                                    void *panels) {
+  lunai_panels_work w;
+  w.kernels = kernels;
   w.g = g;
-  w.panels = panels;
-  lunai_run(parallel, LUNAI_K(panels_task), &w);
+  w.panels = (float *)panels;
+  lunai_run(parallel, lunai_panels_task, &w);
 }
 
 /* m rows by the n columns of a block from `column` on, over all of k */
-LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t m, int64_t n,
-                                  int64_t column, const float *a,
-                                  const float *b, LUNAI_K(target) *t) {
+LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t m, int64_t n,
+                               int64_t column, const float *a, const float *b, lunai_target *t) {
+  const lunai_kernels *kernels = plan->kernels;
   const lunai_gemm *g = plan->g;
   int64_t p = 0;
   if (g->accumulate && !plan->late) {
@@ -2809,21 +2948,21 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_t
   }
   if (plan->dots) {
     t->finish = t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late;
-    LUNAI_K(dot_rows)(m, n, g->k, a, g->a_row, b, g->b_column, t);
+    kernels->dot_rows(m, n, g->k, a, g->a_row, b, g->b_column, t);
     return;
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
-    const float *from = b + p * g->b_row,
-                *panels = g->b_panels ? g->b_panels + LUNAI_K(panels_at)(g, column, p) : thread->b;
+    const float *from = b + p * g->b_row;
+    const float *panels = g->b_panels ? g->b_panels + lunai_panels_at(kernels, g, column, p) : thread->b;
     if (panels == thread->b && (thread->held != from || thread->held_n != n || thread->held_k != k))
-      LUNAI_K(fill_panels)(n, k, from, g->b_row, g->b_column, thread->b);
+      kernels->fill_panels(n, k, from, g->b_row, g->b_column, thread->b);
     thread->held = from;
     thread->held_n = n;
     thread->held_k = k;
     t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late);
-    LUNAI_K(panels)(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
-                    LUNAI_NR * k, LUNAI_NR, t);
+    kernels->panels(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
+                    kernels->nr * k, kernels->nr, t);
     t->from = t->sum;
     t->from_row = t->sum_row;
     p += LUNAI_KC;
@@ -2831,13 +2970,12 @@ LUNAI_FN void LUNAI_K(gemm_block)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_t
 }
 
 /* rows [row, row_end) by columns [column, column_end) of one batch item */
-LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_thread) *thread, int64_t item,
-                                 int64_t row, int64_t row_end,
-                                 int64_t column, int64_t column_end) {
+LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t item, int64_t row,
+                              int64_t row_end, int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
   const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
-  LUNAI_K(target) t;
+  lunai_target t;
   int64_t j;
   memset(&t, 0, sizeof t);
   t.c_row = g->c_row;
@@ -2854,18 +2992,18 @@ LUNAI_FN void LUNAI_K(gemm_part)(const LUNAI_K(gemm_plan) *plan, LUNAI_K(gemm_th
       t.sum_row = plan->sum_size ? plan->columns : g->c_row;
       t.from = g->residual ? g->residual + at : NULL;
       t.from_row = g->c_row;
-      LUNAI_K(gemm_block)(plan, thread, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j,
-                          a + row * g->a_row,
-                          b + j * g->b_column, &t);
+      lunai_gemm_block(plan, thread, lunai_min(row_end - row, step), lunai_min(column_end - j, plan->columns), j,
+                       a + row * g->a_row, b + j * g->b_column, &t);
     }
 }
-LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t thread, int64_t threads) {
-  const LUNAI_K(gemm_plan) *p = (const LUNAI_K(gemm_plan) *)work;
+LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_gemm_plan *p = (const lunai_gemm_plan *)work;
   const lunai_gemm *g = p->g;
   const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
-  const int64_t tiles = lunai_divide_up(g->m, LUNAI_MR), panels = lunai_divide_up(g->n, LUNAI_NR);
-  char *scratch = p->scratch + thread * LUNAI_K(gemm_plan_bytes)(p);
-  LUNAI_K(gemm_thread) own;
+  const int64_t mr = p->kernels->mr, nr = p->kernels->nr, tiles = lunai_divide_up(g->m, mr),
+                panels = lunai_divide_up(g->n, nr);
+  char *scratch = p->scratch + thread * lunai_gemm_plan_bytes(p);
+  lunai_gemm_thread own;
   int64_t unit, end = lunai_share(units, thread + 1, threads);
   memset(&own, 0, sizeof own);
   own.a = lunai_take(&scratch, p->a_size);
@@ -2873,21 +3011,24 @@ LUNAI_FN void LUNAI_K(gemm_task)(void *work, int64_t thread, int64_t threads) {
   own.sum = lunai_take(&scratch, p->sum_size);
   for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
     const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-    const int64_t row = lunai_share(tiles, r, p->row_parts) * LUNAI_MR, row_end = lunai_share(tiles, r + 1, p->row_parts) * LUNAI_MR;
-    const int64_t column = lunai_share(panels, c, p->column_parts) * LUNAI_NR;
-    const int64_t column_end = lunai_share(panels, c + 1, p->column_parts) * LUNAI_NR;
-    LUNAI_K(gemm_part)(p, &own, unit / parts, row, lunai_min(g->m, row_end), column, lunai_min(g->n, column_end));
+    const int64_t row = lunai_share(tiles, r, p->row_parts) * mr, row_end = lunai_share(tiles, r + 1,
+                                                                                        p->row_parts) * mr;
+    const int64_t column = lunai_share(panels, c, p->column_parts) * nr,
+                  column_end = lunai_share(panels, c + 1, p->column_parts) * nr;
+    lunai_gemm_part(p, &own, unit / parts, row, lunai_min(g->m, row_end), column, lunai_min(g->n, column_end));
   }
 }
-LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
-  const LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, lunai_max(threads, 1));
-  return (size_t)(LUNAI_K(gemm_plan_bytes)(&p) * lunai_max(threads, 1));
+LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
+  const lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, lunai_max(threads, 1));
+  return (size_t)(lunai_gemm_plan_bytes(&p) * lunai_max(threads, 1));
 }
-LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
-  LUNAI_K(gemm_plan) p = LUNAI_K(gemm_plan_of)(g, parallel && parallel->run ? lunai_max(parallel->threads, 1) : 1);
+LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                             void *scratch) {
+  lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, parallel && parallel->run ? lunai_max(parallel->threads, 1) : 1);
   p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
-  if (g->m > 0 && g->n > 0) lunai_run(parallel, LUNAI_K(gemm_task), &p);
+  if (g->m > 0 && g->n > 0) lunai_run(parallel, lunai_gemm_task, &p);
 }
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
@@ -2895,6 +3036,7 @@ LUNAI_FN void LUNAI_K(gemm)(const lunai_gemm *g, const lunai_parallel *parallel,
    Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
    not depend on which columns are computed with it. Guarded by tests/elementwise.c
    ---------------------------------------------------------------------------------------------------------------------- */
+#ifdef LUNAI_PASS
 #undef LUNAI_GET
 #undef LUNAI_PUT
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
@@ -2913,6 +3055,7 @@ LUNAI_MAP(activate_backward, (int kind, int64_t n, const float *x, const float *
 LUNAI_MAP(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
           vf_mul(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x))))
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
 LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
@@ -3085,15 +3228,13 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float 
 }
 
 /* ---- sums along columns, over rows in order ---- */
-#undef LUNAI_SUM_ROWS
 #undef LUNAI_SUM_COLUMNS
 #undef LUNAI_COLUMN
-#define LUNAI_SUM_ROWS 64         /* rows summed in float before double takes over */
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
   if (vectors > i) sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
-/* part = the sums of up to SUM_ROWS rows, of which `left` columns exist */
+/* part = the sums of up to LUNAI_FLOAT_ROWS rows, of which `left` columns exist */
 LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row, const float *b, int64_t b_row,
                                        const float *mean, const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
@@ -3118,9 +3259,9 @@ LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a
   for (first = 0; first < columns; first += n) {
     n = columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(columns - first, VF);
     for (i = 0; i < n; i++) total[i] = 0;
-    for (r = 0; r < rows; r += LUNAI_SUM_ROWS) {
+    for (r = 0; r < rows; r += LUNAI_FLOAT_ROWS) {
       const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL, *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
-      const int64_t count = lunai_min(rows - r, LUNAI_SUM_ROWS);
+      const int64_t count = lunai_min(rows - r, LUNAI_FLOAT_ROWS);
       if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, count, n, a_at, a_row, b_at, b_row, means, rstds, part);
       else if (b) LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, b_at, b_row, means, rstds, part);
       else LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, NULL, 0, NULL, NULL, part);
@@ -3464,6 +3605,8 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #undef LUNAI_GET
 #undef LUNAI_PUT
 
+#endif /* LUNAI_PASS */
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
    Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial result
@@ -3471,7 +3614,134 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
    blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
    Guarded by tests/attention.c
    ---------------------------------------------------------------------------------------------------------------------- */
-#if LUNAI_PASS == LUNAI_ISA_SCALAR /* what all passes share */
+#ifdef LUNAI_PASS
+/* sums n floats to a vector, halving */
+LUNAI_INLINE vf LUNAI_K(fold)(float *x, int64_t n) {
+  int64_t i, half;
+  for (half = n / 2; half >= VF; half /= 2)
+    for (i = 0; i < half; i += VF) vf_store(x + i, vf_add(vf_load(x + i), vf_load(x + i + half)));
+  return vf_load(x);
+}
+
+/* x = exp(x - top), times the mask; added to the sums before and after it */
+LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, float *sum, float *kept) {
+  vf p = vf_exp(vf_sub(vf_load(x), top));
+  vf_store(sum, vf_add(vf_load(sum), p));
+  if (mask) {
+    p = vf_mul(p, vf_load(mask));
+    vf_store(kept, vf_add(vf_load(kept), p));
+  }
+  vf_store(x, p);
+}
+
+/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it. The sums
+   go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
+LUNAI_INLINE void LUNAI_K(softmax_across)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
+                                          float *stats) {
+  int64_t i, j, l;
+  for (i = 0; i < lines; i++, s += step) {
+    float sum[16] = {0}, kept[16] = {0};
+    vf top = vf_set(-INFINITY);
+    for (j = 0; j < length; j += VF) top = vf_max(top, vf_load(s + j));
+    stats[i] = vf_hmax(top);
+    top = vf_set(stats[i]);
+    for (j = 0; j < length; j += 16)
+      for (l = 0; l < 16; l += VF)
+        LUNAI_K(softmax_step)(s + j + l, top, mask ? mask + i * step + j + l : NULL, sum + l, kept + l);
+    stats[LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(sum, 16));
+    stats[2 * LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(kept, 16));
+  }
+}
+
+LUNAI_INLINE void LUNAI_K(softmax_down)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
+                                        float *stats) {
+  int64_t i, j;
+  for (i = 0; i < length; i += VF) {
+    float sum[16 * VF] = {0}, kept[16 * VF] = {0};
+    vf top = vf_set(-INFINITY);
+    for (j = 0; j < lines; j++) top = vf_max(top, vf_load(s + j * step + i));
+    for (j = 0; j < lines; j++)
+      LUNAI_K(softmax_step)(s + j * step + i, top, mask ? mask + j * step + i : NULL, sum + j % 16 * VF,
+                            kept + j % 16 * VF);
+    vf_store(stats + i, top);
+    vf_store(stats + LUNAI_TILE + i, LUNAI_K(fold)(sum, 16 * VF));
+    vf_store(stats + 2 * LUNAI_TILE + i, LUNAI_K(fold)(kept, 16 * VF));
+  }
+}
+
+LUNAI_FN void LUNAI_K(tile_softmax)(bool across, int64_t lines, int64_t length, int64_t step, float *s,
+                                    const float *mask, float *stats) {
+  if (across) LUNAI_K(softmax_across)(lines, length, step, s, mask, stats);
+  else LUNAI_K(softmax_down)(lines, length, step, s, mask, stats);
+}
+
+/* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
+   be NaN. */
+LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
+  const vf max = vf_set(INFINITY);
+  vf nonfinite = vf_zero();
+  int64_t i, j;
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < n; j += VF) {
+      const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
+      const vm finite = vf_lt(vf_abs(v), max);
+      LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
+      nonfinite = vf_select(finite, nonfinite, vf_set(1));
+    }
+  return vf_hmax(nonfinite) > 0;
+}
+
+/* merges a block's partial result into that of the blocks before it */
+LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out,
+                                       int64_t out_row) {
+  int64_t i, j;
+  for (i = 0; i < width; i++) {
+    const float top = state[i] > stats[i] ? state[i] : stats[i];
+    const float old = LUNAI_K(exp1)(state[i] - top), add = LUNAI_K(exp1)(stats[i] - top);
+    float *row = out + i * out_row;
+    state[i] = top;
+    for (j = 1; j < 3; j++) state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
+    for (j = 0; j < dim; j += VF) {
+      const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
+      LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part + i * dim + j, dim - j), vf_set(add), x), dim - j);
+    }
+  }
+}
+
+/* divides the rows by their sums. state: the sums after the mask are divided too, the maxima become log-sum-exps */
+LUNAI_FN void LUNAI_K(attention_finish)(int64_t width, int64_t dim, float *state, float *out, int64_t out_row) {
+  int64_t i, j;
+  for (i = 0; i < width; i++, out += out_row) {
+    const float sum = state[LUNAI_TILE + i], factor = 1 / sum;
+    for (j = 0; j < dim; j += VF)
+      LUNAI_K(put)(out + j, vf_mul(LUNAI_K(get)(out + j, dim - j), vf_set(factor)), dim - j);
+    state[i] += LUNAI_K(log1)(sum);
+    state[2 * LUNAI_TILE + i] *= factor;
+  }
+}
+
+/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale */
+LUNAI_FN void LUNAI_K(tile_slopes)(bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes,
+                                   const float *mask, const float *lse, const float *delta, const float *add) {
+  int64_t i, j;
+  for (i = 0; i < lines; i++)
+    for (j = 0; j < length; j += VF) {
+      const int64_t at = i * step + j;
+      const vf p = vf_exp(vf_sub(vf_load(s + at), across ? vf_set(lse[i]) : vf_load(lse + j)));
+      const vf shift = across ? vf_set(delta[i]) : vf_load(delta + j);
+      vf g = vf_load(slopes + at), kept = p;
+      if (mask) {
+        const vf m = vf_load(mask + at);
+        g = vf_mul(vf_add(g, across ? vf_set(add[i]) : vf_load(add + j)), m);
+        kept = vf_mul(p, m);
+      }
+      vf_store(s + at, kept);
+      vf_store(slopes + at, vf_mul(p, vf_sub(g, shift)));
+    }
+}
+
+#else /* !LUNAI_PASS */
+
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
 #define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
@@ -3491,6 +3761,7 @@ typedef struct lunai_tile {
 } lunai_tile;
 
 typedef struct lunai_attention_work {
+  const lunai_kernels *kernels;
   const lunai_attention *a;
   char *scratch;                        /* the threads' parts, then `partial` */
   size_t thread_bytes;
@@ -3503,7 +3774,7 @@ typedef struct lunai_attention_work {
   bool split, backward;                 /* split: blocks of a tile go to several threads */
 } lunai_attention_work;
 
-typedef struct lunai_attention_space {  /* a thread's part of the scratch; see LUNAI_K(attention_space) */
+typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
 } lunai_attention_space;
@@ -3556,9 +3827,11 @@ LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
 }
 
 /* The largest sizes, and how to share the work among `threads`, which never changes a bit. */
-LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_attention *a, int64_t threads, bool backward) {
+LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
+                                   int64_t threads, bool backward) {
   int64_t b, tiles;
   memset(w, 0, sizeof *w);
+  w->kernels = kernels;
   w->a = a;
   w->backward = backward;
   w->pairs = a->batch * a->heads;
@@ -3605,13 +3878,10 @@ LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int
          query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
 }
 
-LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
-  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
-}
-#endif
 
 /* a thread's part of the scratch, from `scratch` on; returns its end */
-LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
+LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
+  const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
@@ -3621,12 +3891,12 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   m->mask = lunai_take(&scratch, masked * scores);
   m->mask_row = lunai_take(&scratch, masked * depth);
   m->clean = lunai_take(&scratch, a->causal ? depth * (back ? d : dv) : 0);
-  m->score_panels = lunai_take(&scratch,
-                               lunai_max(LUNAI_K(panels_size)(few, d), tiles * LUNAI_K(panels_size)(LUNAI_TILE, d)));
-  m->slope_panels = lunai_take(&scratch,
-                               back * lunai_max(LUNAI_K(panels_size)(few, dv), LUNAI_K(panels_size)(LUNAI_TILE, dv)));
-  m->values = lunai_take(&scratch, LUNAI_K(panels_size)(back ? d : dv, depth)); /* backward: the keys, for dQ */
-  m->product = lunai_take(&scratch, back * LUNAI_K(panels_size)(lunai_max(d, dv), LUNAI_TILE));
+  m->score_panels = lunai_take(&scratch, lunai_max(lunai_panels_size(kernels, few, d),
+                                                   tiles * lunai_panels_size(kernels, LUNAI_TILE, d)));
+  m->slope_panels = lunai_take(&scratch, back * lunai_max(lunai_panels_size(kernels, few, dv),
+                                                          lunai_panels_size(kernels, LUNAI_TILE, dv)));
+  m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth)); /* backward: the keys, for dQ */
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), LUNAI_TILE));
   m->own = lunai_take(&scratch, back * depth * (d + dv));
   m->part = lunai_take(&scratch, back ? 0 : LUNAI_TILE * dv);
   m->stats = lunai_take(&scratch, back ? 0 : 3 * LUNAI_TILE);
@@ -3634,122 +3904,60 @@ LUNAI_FN char *LUNAI_K(attention_space)(const lunai_attention_work *w, char *scr
   return scratch;
 }
 
-LUNAI_FN size_t LUNAI_K(attention_start)(lunai_attention_work *w, const lunai_attention *a, int64_t threads,
-                                         bool backward, void *scratch) {
+LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
+                                      int64_t threads, bool backward, void *scratch) {
   lunai_attention_space space;
   char *zero = (char *)w; /* only distances count */
   int64_t units;
-  lunai_attention_plan(w, a, threads, backward);
-  w->thread_bytes = (size_t)(LUNAI_K(attention_space)(w, zero, &space) - zero);
+  lunai_attention_plan(w, kernels, a, threads, backward);
+  w->thread_bytes = (size_t)(lunai_attention_layout(w, zero, &space) - zero);
   units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   w->scratch = (char *)scratch;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
-LUNAI_FN size_t LUNAI_K(attention_scratch)(const lunai_attention *a, int64_t threads, bool backward) {
+LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                        bool backward) {
   lunai_attention_work w;
-  return LUNAI_K(attention_start)(&w, a, lunai_max(threads, 1), backward, NULL);
+  return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
 /* s = factor x y^T for the tile's queries x and keys y; `panels` holds y (across) or x */
-LUNAI_FN void LUNAI_K(tile_product)(const lunai_tile *t, int64_t dim, const float *x, int64_t x_row, const float *y, int64_t y_row,
-                                    const float *panels, float factor, float *s) {
-  if (t->k_step == 1) LUNAI_K(product_of_panels)(t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step,
-                                                 false);
-  else LUNAI_K(product_of_panels)(t->depth, t->width, dim, y, y_row, 1, panels, factor, s, t->step, false);
+LUNAI_FN void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, int64_t dim, const float *x,
+                                 int64_t x_row, const float *y, int64_t y_row, const float *panels, float factor,
+                                 float *s) {
+  if (t->k_step == 1) lunai_matmul_panels(kernels, t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step,
+                                          false);
+  else lunai_matmul_panels(kernels, t->depth, t->width, dim, y, y_row, 1, panels, factor, s, t->step, false);
   lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
 }
 
 /* c = factor s y [width, n] for the keys' rows y; `panels` holds them, or is room for them where no other tile needs
    them (`once`) */
-LUNAI_FN void LUNAI_K(tile_rows_of_keys)(const lunai_tile *t, int64_t n, const float *s, const float *y, int64_t y_row, bool once,
-                                         float *panels, float factor, float *c, int64_t c_row) {
-  if (once) LUNAI_K(product)(t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false,
-                             panels);
-  else LUNAI_K(product_of_panels)(t->width, n, t->depth, s, t->q_step, t->k_step, panels, factor, c, c_row, false);
+LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_tile *t, int64_t n, const float *s,
+                                      const float *y, int64_t y_row, bool once, float *panels, float factor, float *c,
+                                      int64_t c_row) {
+  if (once) lunai_matmul(kernels, t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false,
+                         panels);
+  else lunai_matmul_panels(kernels, t->width, n, t->depth, s, t->q_step, t->k_step, panels, factor, c, c_row, false);
 }
 
 /* keep or 0 for each score of the tile */
-LUNAI_FN void LUNAI_K(tile_mask)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *row, float *mask) {
+LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
+                              const lunai_tile *t, float *row, float *mask) {
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
     float *to = t->k_step == 1 ? mask + i * t->q_step : row;
-    LUNAI_K(dropout_mask)(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    kernels->dropout_mask(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
 }
 
-/* sums n floats to a vector, halving */
-LUNAI_INLINE vf LUNAI_K(fold)(float *x, int64_t n) {
-  int64_t i, half;
-  for (half = n / 2; half >= VF; half /= 2)
-    for (i = 0; i < half; i += VF) vf_store(x + i, vf_add(vf_load(x + i), vf_load(x + i + half)));
-  return vf_load(x);
-}
-
-/* x = exp(x - top), times the mask; added to the sums before and after it */
-LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, float *sum, float *kept) {
-  vf p = vf_exp(vf_sub(vf_load(x), top));
-  vf_store(sum, vf_add(vf_load(sum), p));
-  if (mask) {
-    p = vf_mul(p, vf_load(mask));
-    vf_store(kept, vf_add(vf_load(kept), p));
-  }
-  vf_store(x, p);
-}
-
-/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it. The sums
-   go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
-LUNAI_FN void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
-  int64_t i, j, l;
-  for (i = 0; i < t->width; i++, s += t->step) {
-    float sum[16] = {0}, kept[16] = {0};
-    vf top = vf_set(-INFINITY);
-    for (j = 0; j < t->length; j += VF) top = vf_max(top, vf_load(s + j));
-    stats[i] = vf_hmax(top);
-    top = vf_set(stats[i]);
-    for (j = 0; j < t->length; j += 16)
-      for (l = 0; l < 16; l += VF) LUNAI_K(softmax_step)(s + j + l, top, mask ? mask + i * t->step + j + l : NULL, sum + l, kept + l);
-    stats[LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(sum, 16));
-    stats[2 * LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(kept, 16));
-  }
-}
-
-LUNAI_FN void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *mask, float *stats) {
-  int64_t i, j;
-  for (i = 0; i < t->length; i += VF) {
-    float sum[16 * VF] = {0}, kept[16 * VF] = {0};
-    vf top = vf_set(-INFINITY);
-    for (j = 0; j < t->lines; j++) top = vf_max(top, vf_load(s + j * t->step + i));
-    for (j = 0; j < t->lines; j++)
-      LUNAI_K(softmax_step)(s + j * t->step + i, top, mask ? mask + j * t->step + i : NULL, sum + j % 16 * VF, kept + j % 16 * VF);
-    vf_store(stats + i, top);
-    vf_store(stats + LUNAI_TILE + i, LUNAI_K(fold)(sum, 16 * VF));
-    vf_store(stats + 2 * LUNAI_TILE + i, LUNAI_K(fold)(kept, 16 * VF));
-  }
-}
-
-/* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
-   be NaN. */
-LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
-  const vf max = vf_set(INFINITY);
-  vf nonfinite = vf_zero();
-  int64_t i, j;
-  for (i = 0; i < rows; i++)
-    for (j = 0; j < n; j += VF) {
-      const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
-      const vm finite = vf_lt(vf_abs(v), max);
-      LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
-      nonfinite = vf_select(finite, nonfinite, vf_set(1));
-    }
-  return vf_hmax(nonfinite) > 0;
-}
-
 /* adds what finite_copy left out to the queries that see it */
-LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row, float *part,
-                                    int64_t part_row) {
+LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row,
+                                 float *part, int64_t part_row) {
   int64_t i, j, c;
   for (j = 0; j < t->depth; j++)
     for (c = 0; c < n; c++)
@@ -3758,56 +3966,41 @@ LUNAI_FN void LUNAI_K(add_infinite)(const lunai_tile *t, const float *s, int64_t
           part[i * part_row + c] += s[i * t->q_step + j * t->k_step] * v[j * v_row + c];
 }
 
-/* merges a block's partial result into that of the blocks before it */
-LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out,
-                                       int64_t out_row) {
-  int64_t i, j;
-  for (i = 0; i < width; i++) {
-    const float top = state[i] > stats[i] ? state[i] : stats[i];
-    const float old = LUNAI_K(exp1)(state[i] - top), add = LUNAI_K(exp1)(stats[i] - top);
-    float *row = out + i * out_row;
-    state[i] = top;
-    for (j = 1; j < 3; j++) state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
-    for (j = 0; j < dim; j += VF) {
-      const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
-      LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part + i * dim + j, dim - j), vf_set(add), x), dim - j);
-    }
-  }
-}
-
-/* divides by the sums; without keys the result is 0 */
-LUNAI_FN void LUNAI_K(attention_finish)(const lunai_attention *a, const lunai_head *head, int64_t query, const float *state) {
-  const int64_t width = lunai_min(LUNAI_TILE, head->queries - query), n = a->value_dim;
-  int64_t i, j;
+/* divides the tile's rows by their sums and writes its statistics; without keys all is 0 */
+LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
+                                     int64_t query, float *state) {
+  const int64_t width = lunai_min(LUNAI_TILE, head->queries - query);
+  float *out = a->out + head->out + query * a->out_row;
+  int64_t i;
+  if (head->keys) kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
   for (i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
-    const float factor = head->keys ? 1 / state[LUNAI_TILE + i] : 0;
-    float *row = a->out + head->out + (query + i) * a->out_row;
-    for (j = 0; j < n; j += VF)
-      LUNAI_K(put)(row + j, head->keys ? vf_mul(LUNAI_K(get)(row + j, n - j), vf_set(factor)) : vf_zero(), n - j);
-    if (a->lse) a->lse[at] = head->keys ? state[i] + LUNAI_K(log1)(state[LUNAI_TILE + i]) : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] * factor : 1;
+    if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->lse) a->lse[at] = head->keys ? state[i] : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] : 1;
   }
 }
 
 /* queries [first, last) of a head against key blocks [block, end), into out, or into `partial` where split */
-LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai_attention_space *m, const lunai_head *head, int64_t first,
-                                      int64_t last, int64_t block, int64_t end, float *partial) {
+LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_attention_space *m,
+                                   const lunai_head *head, int64_t first, int64_t last, int64_t block, int64_t end,
+                                   float *partial) {
+  const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim,
-                panels_step = head->across ? 0 : LUNAI_K(panels_size)(LUNAI_TILE, d);
+                panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
   const float *q = a->q + head->q;
   float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
-    LUNAI_K(fill_panels)(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
+    kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
   for (; block < end && (depth = lunai_depth(a, head, block, last)) > 0; block++) {
     const int64_t key = block * LUNAI_KEY_BLOCK;
     const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
     const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
-    const bool nonfinite = edge && LUNAI_K(finite_copy)(depth, dv, v, a->v_row, m->clean);
-    if (!once) LUNAI_K(fill_panels)(dv, depth, v, a->v_row, 1, m->values);
-    if (head->across) LUNAI_K(fill_panels)(depth, d, k, 1, a->k_row, m->score_panels);
+    const bool nonfinite = edge && kernels->finite_copy(depth, dv, v, a->v_row, m->clean);
+    if (!once) kernels->fill_panels(dv, depth, v, a->v_row, 1, m->values);
+    if (head->across) kernels->fill_panels(depth, d, k, 1, a->k_row, m->score_panels);
     for (query = first, panels = m->score_panels; query < last; query += LUNAI_TILE, panels += panels_step) {
       const lunai_tile t = lunai_tile_at(a, head, query, last, key, depth);
       const bool merge = !partial && block > 0;
@@ -3815,41 +4008,43 @@ LUNAI_FN void LUNAI_K(attention_item)(const lunai_attention_work *w, const lunai
       float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
       float *part = partial ? partial + query * dv : merge ? m->part : out;
       const int64_t part_row = part == out ? a->out_row : dv;
-      LUNAI_K(tile_product)(&t, d, q + query * a->q_row, a->q_row, k, a->k_row, panels, a->scale, m->scores);
+      lunai_tile_product(kernels, &t, d, q + query * a->q_row, a->q_row, k, a->k_row, panels, a->scale, m->scores);
       if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
-      if (mask) LUNAI_K(tile_mask)(a, head, &t, m->mask_row, mask);
-      if (head->across) LUNAI_K(softmax_across)(&t, m->scores, mask, stats);
-      else LUNAI_K(softmax_down)(&t, m->scores, mask, stats);
-      LUNAI_K(tile_rows_of_keys)(&t, dv, m->scores, edge ? m->clean : v, edge ? dv : a->v_row, once, m->values, 1, part, part_row);
-      if (nonfinite) LUNAI_K(add_infinite)(&t, m->scores, dv, v, a->v_row, part, part_row);
-      if (merge) LUNAI_K(attention_merge)(t.width, dv, stats, part, state, out, a->out_row);
+      if (mask) lunai_tile_mask(kernels, a, head, &t, m->mask_row, mask);
+      kernels->tile_softmax(head->across, t.lines, t.length, t.step, m->scores, mask, stats);
+      lunai_tile_rows_of_keys(kernels, &t, dv, m->scores, edge ? m->clean : v, edge ? dv : a->v_row, once, m->values, 1,
+                              part, part_row);
+      if (nonfinite) lunai_add_infinite(&t, m->scores, dv, v, a->v_row, part, part_row);
+      if (merge) kernels->attention_merge(t.width, dv, stats, part, state, out, a->out_row);
     }
   }
   for (query = first; !partial && query < last; query += LUNAI_TILE)
-    LUNAI_K(attention_finish)(a, head, query, m->state + 3 * (query - first));
+    lunai_attention_finish(kernels, a, head, query, m->state + 3 * (query - first));
 }
 
 /* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
    ones cost more */
-LUNAI_FN void LUNAI_K(attention_task)(void *work, int64_t thread, int64_t threads) {
+LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1, items = w->pairs * runs * blocks;
   lunai_attention_space space;
   int64_t item;
-  LUNAI_K(attention_space)(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (item = thread; item < items; item += threads) {
     const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
     const lunai_head head = lunai_head_at(w->a, pair);
     const int64_t last = lunai_min(first + w->run, head.queries);
     if (first >= last) continue;
-    if (w->split) LUNAI_K(attention_item)(w, &space, &head, first, last, block, block + 1, w->partial + (pair * blocks + block) * w->unit);
-    else LUNAI_K(attention_item)(w, &space, &head, first, last, 0, w->blocks, NULL);
+    if (w->split) lunai_attention_item(w, &space, &head, first, last, block, block + 1,
+                                       w->partial + (pair * blocks + block) * w->unit);
+    else lunai_attention_item(w, &space, &head, first, last, 0, w->blocks, NULL);
   }
 }
 
 /* merges what the split left, by tiles */
-LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t thread, int64_t threads) {
+LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
+  const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE), dv = a->value_dim;
   int64_t item, block, i;
@@ -3862,58 +4057,39 @@ LUNAI_FN void LUNAI_K(attention_merge_task)(void *work, int64_t thread, int64_t 
     if (width <= 0) continue;
     for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
       const float *part = partial + query * dv;
-      if (block > 0) LUNAI_K(attention_merge)(width, dv, lunai_stats_of(w, partial, query), part, state, out, a->out_row);
+      if (block > 0) kernels->attention_merge(width, dv, lunai_stats_of(w, partial, query), part, state, out,
+                                              a->out_row);
       for (i = 0; block == 0 && i < width; i++) memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
     }
-    LUNAI_K(attention_finish)(a, &head, query, state);
+    lunai_attention_finish(kernels, a, &head, query, state);
   }
 }
 
-LUNAI_FN void LUNAI_K(attention)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
+                                  const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  LUNAI_K(attention_start)(&w, a, lunai_threads(parallel), false, scratch);
-  lunai_run(parallel, LUNAI_K(attention_task), &w);
-  if (w.split) lunai_run(parallel, LUNAI_K(attention_merge_task), &w);
-}
-
-/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale */
-LUNAI_FN void LUNAI_K(softmax_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask, const float *lse, const float *delta,
-                                      const float *add) {
-  const bool across = t->k_step == 1;
-  int64_t i, j;
-  for (i = 0; i < t->lines; i++)
-    for (j = 0; j < t->length; j += VF) {
-      const int64_t at = i * t->step + j;
-      const vf p = vf_exp(vf_sub(vf_load(s + at), across ? vf_set(lse[i]) : vf_load(lse + j)));
-      const vf shift = across ? vf_set(delta[i]) : vf_load(delta + j);
-      vf g = vf_load(slopes + at), kept = p;
-      if (mask) {
-        const vf m = vf_load(mask + at);
-        g = vf_mul(vf_add(g, across ? vf_set(add[i]) : vf_load(add + j)), m);
-        kept = vf_mul(p, m);
-      }
-      vf_store(s + at, kept);
-      vf_store(slopes + at, vf_mul(p, vf_sub(g, shift)));
-    }
+  lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
+  lunai_run(parallel, lunai_attention_task, &w);
+  if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
 }
 
 /* c (+)= factor s^T x [depth, n] for the queries' rows x */
-LUNAI_FN void LUNAI_K(tile_rows_of_queries)(const lunai_tile *t, int64_t n, const float *s, const float *x,
-                                            int64_t x_row, float *panels,
-                                            float factor, float *c, bool accumulate) {
-  LUNAI_K(product)(t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
+LUNAI_FN void lunai_tile_rows_of_queries(const lunai_kernels *kernels, const lunai_tile *t, int64_t n, const float *s,
+                                         const float *x, int64_t x_row, float *panels, float factor, float *c,
+                                         bool accumulate) {
+  lunai_matmul(kernels, t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
 }
 
 /* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes
    that vary) */
-LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head *head, const lunai_tile *t, float *lse, float *delta,
-                                      float *add) {
+LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
+                                   const lunai_tile *t, float *lse, float *delta, float *add) {
   int64_t i;
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
     lse[i] = a->lse[at];
-    delta[i] = LUNAI_K(dot)(a->value_dim, a->grad_out + row, a->out + row);
+    delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
     if (!a->grad_sums || !a->dropout.threshold) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
@@ -3921,14 +4097,16 @@ LUNAI_FN void LUNAI_K(attention_rows)(const lunai_attention *a, const lunai_head
 }
 
 /* y += x, both [rows, n] */
-LUNAI_FN void LUNAI_K(add_rows)(int64_t rows, int64_t n, const float *x, float *y, int64_t y_row) {
+LUNAI_FN void lunai_add_rows(const lunai_kernels *kernels, int64_t rows, int64_t n, const float *x, float *y,
+                             int64_t y_row) {
   int64_t i;
-  for (i = 0; i < rows; i++) LUNAI_K(add)(n, y + i * y_row, x + i * n, y + i * y_row);
+  for (i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
 
 /* the partial gradients of unit (pair, key block) from one query block */
-LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, const lunai_attention_space *m, int64_t unit,
-                                               int64_t query_block) {
+LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const lunai_attention_space *m, int64_t unit,
+                                            int64_t query_block) {
+  const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
   const int64_t d = a->head_dim, dv = a->value_dim, block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
@@ -3946,48 +4124,51 @@ LUNAI_FN void LUNAI_K(attention_backward_item)(const lunai_attention_work *w, co
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
   }
-  if (edge) LUNAI_K(finite_copy)(depth, d, k, a->k_row, m->clean);
-  if (!once) LUNAI_K(fill_panels)(d, depth, k, a->k_row, 1, m->values);
+  if (edge) kernels->finite_copy(depth, d, k, a->k_row, m->clean);
+  if (!once) kernels->fill_panels(d, depth, k, a->k_row, 1, m->values);
   if (head.across) {
-    LUNAI_K(fill_panels)(depth, d, k, 1, a->k_row, m->score_panels);
-    LUNAI_K(fill_panels)(depth, dv, v, 1, a->v_row, m->slope_panels);
+    kernels->fill_panels(depth, d, k, 1, a->k_row, m->score_panels);
+    kernels->fill_panels(depth, dv, v, 1, a->v_row, m->slope_panels);
   }
   for (query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
     const bool more = query > first || a->causal;
     const float *q = a->q + head.q + query * a->q_row, *grad = a->grad_out + head.out + query * a->out_row;
     if (!head.across) {
-      LUNAI_K(fill_panels)(t.width, d, q, 1, a->q_row, m->score_panels);
-      LUNAI_K(fill_panels)(t.width, dv, grad, 1, a->out_row, m->slope_panels);
+      kernels->fill_panels(t.width, d, q, 1, a->q_row, m->score_panels);
+      kernels->fill_panels(t.width, dv, grad, 1, a->out_row, m->slope_panels);
     }
-    LUNAI_K(tile_product)(&t, d, q, a->q_row, k, a->k_row, m->score_panels, a->scale, m->scores);
-    LUNAI_K(tile_product)(&t, dv, grad, a->out_row, v, a->v_row, m->slope_panels, 1, m->slopes);
-    LUNAI_K(attention_rows)(a, &head, &t, lse, delta, add);
-    if (mask) LUNAI_K(tile_mask)(a, &head, &t, m->mask_row, mask);
-    LUNAI_K(softmax_slopes)(&t, m->scores, m->slopes, mask, lse, delta, add);
+    lunai_tile_product(kernels, &t, d, q, a->q_row, k, a->k_row, m->score_panels, a->scale, m->scores);
+    lunai_tile_product(kernels, &t, dv, grad, a->out_row, v, a->v_row, m->slope_panels, 1, m->slopes);
+    lunai_attention_rows(kernels, a, &head, &t, lse, delta, add);
+    if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
+    kernels->tile_slopes(head.across, t.lines, t.length, t.step, m->scores, m->slopes, mask, lse, delta, add);
     if (edge) lunai_tile_hide(&t, m->scores, 0);
     if (edge) lunai_tile_hide(&t, m->slopes, 0);
-    if (a->grad_v) LUNAI_K(tile_rows_of_queries)(&t, dv, m->scores, grad, a->out_row, m->product, 1, dvalue, more);
-    if (a->grad_k) LUNAI_K(tile_rows_of_queries)(&t, d, m->slopes, q, a->q_row, m->product, a->scale, dk, more);
+    if (a->grad_v) lunai_tile_rows_of_queries(kernels, &t, dv, m->scores, grad, a->out_row, m->product, 1, dvalue,
+                                              more);
+    if (a->grad_k) lunai_tile_rows_of_queries(kernels, &t, d, m->slopes, q, a->q_row, m->product, a->scale, dk, more);
     if (a->grad_q)
-      LUNAI_K(tile_rows_of_keys)(&t, d, m->slopes, edge ? m->clean : k, edge ? d : a->k_row, once, m->values, a->scale, dq + query * d, d);
+      lunai_tile_rows_of_keys(kernels, &t, d, m->slopes, edge ? m->clean : k, edge ? d : a->k_row, once, m->values,
+                              a->scale, dq + query * d, d);
   }
-  if (a->grad_k && k_direct) LUNAI_K(add_rows)(depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
-  if (a->grad_v && v_direct) LUNAI_K(add_rows)(depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
+  if (a->grad_k && k_direct) lunai_add_rows(kernels, depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
+  if (a->grad_v && v_direct) lunai_add_rows(kernels, depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
 }
 
-LUNAI_FN void LUNAI_K(attention_backward_task)(void *work, int64_t thread, int64_t threads) {
+LUNAI_FN void lunai_attention_backward_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
   int64_t item;
-  LUNAI_K(attention_space)(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (item = thread; item < items; item += threads)
-    LUNAI_K(attention_backward_item)(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
+    lunai_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
 /* this wave's dK and dV of `unit`, query block after query block */
-LUNAI_FN void LUNAI_K(attention_merge_keys)(const lunai_attention_work *w, int64_t unit, bool keys) {
+LUNAI_FN void lunai_attention_merge_keys(const lunai_attention_work *w, int64_t unit, bool keys) {
+  const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
   const int64_t block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
@@ -3997,15 +4178,17 @@ LUNAI_FN void LUNAI_K(attention_merge_keys)(const lunai_attention_work *w, int64
     const int64_t depth = lunai_depth(a, &head, block, lunai_min((i + 1) * LUNAI_KEY_BLOCK, head.queries));
     const float *part = lunai_grad_part(w, unit, i);
     if (depth <= 0) continue;
-    if (keys) LUNAI_K(add_rows)(depth, a->head_dim, part, a->grad_k + head.k + key * a->k_row, a->k_row);
-    else LUNAI_K(add_rows)(depth, a->value_dim, part + depth * a->head_dim, a->grad_v + head.v + key * a->v_row, a->v_row);
+    if (keys) lunai_add_rows(kernels, depth, a->head_dim, part, a->grad_k + head.k + key * a->k_row, a->k_row);
+    else lunai_add_rows(kernels, depth, a->value_dim, part + depth * a->head_dim, a->grad_v + head.v + key * a->v_row,
+                        a->v_row);
   }
 }
 
 /* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
    batch order. Items: each unit's keys, and each tile of queries; the first of those with one destination adds all. */
-LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t thread, int64_t threads) {
+LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
+  const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE), same = a->heads * w->blocks;
   const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
@@ -4014,8 +4197,8 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t thread, int64_t
     const bool opens = item < same; /* no unit before it in this wave has its head and key block */
     for (unit = w->first + item; unit < w->last; unit += same) {
       const bool own = unit == w->first + item;
-      if (a->grad_k && (w->k_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, true);
-      if (a->grad_v && (w->v_shared ? opens : own)) LUNAI_K(attention_merge_keys)(w, unit, false);
+      if (a->grad_k && (w->k_shared ? opens : own)) lunai_attention_merge_keys(w, unit, true);
+      if (a->grad_v && (w->v_shared ? opens : own)) lunai_attention_merge_keys(w, unit, false);
     }
   }
   for (item = thread; a->grad_q && item < groups * tiles; item += threads)
@@ -4025,104 +4208,27 @@ LUNAI_FN void LUNAI_K(attention_gather_task)(void *work, int64_t thread, int64_t
       const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
       if ((w->q_shared ? pair % a->heads : pair - w->first / w->blocks) != item / tiles || width <= 0) continue;
       if (lunai_depth(a, &head, unit % w->blocks, query + width) > 0)
-        LUNAI_K(add_rows)(width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
-                          a->grad_q + head.q + query * a->q_row, a->q_row);
+        lunai_add_rows(kernels, width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
+                       a->grad_q + head.q + query * a->q_row, a->q_row);
     }
 }
 
-LUNAI_FN void LUNAI_K(attention_backward)(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                           const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  LUNAI_K(attention_start)(&w, a, lunai_threads(parallel), true, scratch);
+  lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
-    lunai_run(parallel, LUNAI_K(attention_backward_task), &w);
-    lunai_run(parallel, LUNAI_K(attention_gather_task), &w);
+    lunai_run(parallel, lunai_attention_backward_task, &w);
+    lunai_run(parallel, lunai_attention_gather_task, &w);
   }
-}
-
-/* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
-#if LUNAI_PASS == LUNAI_ISA_SCALAR
-typedef struct lunai_unpack_work {
-  const lunai_unpack *u;
-  char *scratch;
-  size_t thread_bytes;
-  int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
-  float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
-} lunai_unpack_work;
-
-/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
-typedef struct lunai_unpack_space {
-  int64_t slots, n;                     /* real slots; heads of them */
-  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
-  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-} lunai_unpack_space;
-
-LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
-  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
 }
 #endif
 
-LUNAI_FN char *LUNAI_K(unpack_space)(const lunai_unpack *u, bool backward, char *scratch, lunai_unpack_space *m) {
-  const int64_t n = u->heads * u->slots, back = backward ? 1 : 0;
-  m->k = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
-  m->v = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
-  m->bias = lunai_take(&scratch, n);
-  m->score_panels = lunai_take(&scratch, LUNAI_K(panels_size)(n, u->dim));
-  m->out_panels = lunai_take(&scratch, back ? 0 : LUNAI_K(panels_size)(u->dim, n));
-  m->dx_panels = lunai_take(&scratch, back * LUNAI_K(panels_size)(u->dim, n));
-  m->slope_panels = lunai_take(&scratch, back * LUNAI_K(panels_size)(n, u->dim));
-  m->scores = lunai_take(&scratch, LUNAI_TILE * n);
-  m->slopes = lunai_take(&scratch, back * LUNAI_TILE * n);
-  m->mask = lunai_take(&scratch, u->dropout.threshold ? u->slots : 0);
-  m->product = lunai_take(&scratch, back * LUNAI_K(panels_size)(u->dim, LUNAI_TILE));
-  m->grad = lunai_take(&scratch, u->last.threshold ? back * LUNAI_TILE * u->dim : 0);
-  return scratch;
-}
-
-LUNAI_FN size_t LUNAI_K(unpack_start)(lunai_unpack_work *w, const lunai_unpack *u, int64_t threads, bool backward,
-                                      void *scratch) {
-  lunai_unpack_space space;
-  char *zero = (char *)w; /* only distances count */
-  memset(w, 0, sizeof *w);
-  w->u = u;
-  w->scratch = (char *)scratch;
-  w->thread_bytes = (size_t)(LUNAI_K(unpack_space)(u, backward, zero, &space) - zero);
-  w->blocks = lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
-  w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
-  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
-  return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(2 * threads * w->unit);
-}
-
-LUNAI_FN size_t LUNAI_K(unpack_scratch)(const lunai_unpack *u, int64_t threads, bool backward) {
-  lunai_unpack_work w;
-  return LUNAI_K(unpack_start)(&w, u, lunai_max(threads, 1), backward, NULL);
-}
-
-LUNAI_FN void LUNAI_K(unpack_prepare)(const lunai_unpack *u, int64_t b, bool backward, lunai_unpack_space *m) {
-  const int64_t at = b * u->heads * u->slots, d = u->dim;
-  const float *k = u->k + at * d, *v = u->v + at * d;
-  int64_t h;
-  m->slots = lunai_unpack_slots(u, b);
-  m->n = u->heads * m->slots;
-  for (h = 0; h < u->heads; h++) memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
-  if (m->slots < u->slots) {
-    for (h = 0; h < u->heads; h++) {
-      memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
-      memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
-    }
-    k = m->k;
-    v = m->v;
-  }
-  LUNAI_K(fill_panels)(m->n, d, k, 1, d, m->score_panels);
-  if (!backward) LUNAI_K(fill_panels)(d, m->n, v, d, 1, m->out_panels);
-  else {
-    LUNAI_K(fill_panels)(d, m->n, k, d, 1, m->dx_panels);
-    LUNAI_K(fill_panels)(m->n, d, v, 1, d, m->slope_panels);
-  }
-}
-
+/* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
+#ifdef LUNAI_PASS
 /* a group's scores s (+ bias) become its softmax; returns the log-sum-exp */
-LUNAI_FN float LUNAI_K(unpack_softmax)(int64_t n, const float *bias, float *s) {
+LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   const vf lowest = vf_set(-INFINITY);
   vf top = lowest, sum = vf_zero(), factor;
   int64_t i;
@@ -4139,56 +4245,20 @@ LUNAI_FN float LUNAI_K(unpack_softmax)(int64_t n, const float *bias, float *s) {
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-LUNAI_FN void LUNAI_K(unpack_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b, int64_t first,
-                                    int64_t rows) {
-  const int64_t d = u->dim, row = b * u->rows + first;
-  float *out = u->out + row * d;
-  int64_t i, h, j;
-  LUNAI_K(product_of_panels)(rows, m->n, d, u->x + row * d, d, 1, m->score_panels, 1, m->scores, m->n, false);
+/* the same for [rows, groups] of them, all dense; lse [rows, groups] or null */
+LUNAI_FN void LUNAI_K(unpack_softmax)(int64_t rows, int64_t groups, int64_t n, const float *bias, float *s,
+                                      float *lse) {
+  int64_t i, h;
   for (i = 0; i < rows; i++)
-    for (h = 0; h < u->heads; h++) {
-      float *s = m->scores + i * m->n + h * m->slots;
-      const float lse = m->slots ? LUNAI_K(unpack_softmax)(m->slots, m->bias + h * m->slots, s) : 0;
-      if (u->lse) u->lse[(row + i) * u->heads + h] = lse;
-      if (!u->dropout.threshold) continue;
-      LUNAI_K(dropout_mask)(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots, m->mask);
-      for (j = 0; j < m->slots; j++) s[j] *= m->mask[j];
+    for (h = 0; h < groups; h++, s += n) {
+      const float natural = n ? LUNAI_K(group_softmax)(n, bias + h * n, s) : 0;
+      if (lse) lse[i * groups + h] = natural;
     }
-  for (i = 0; i < rows; i++) {
-    const float *residual = u->residual && !u->last.threshold ? u->residual + (row + i) * d : NULL;
-    if (residual && u->out_bias) LUNAI_K(add)(d, residual, u->out_bias, out + i * d);
-    else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
-  }
-  LUNAI_K(product_of_panels)(rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias ||
-                             (u->residual && !u->last.threshold));
-  if (!u->last.threshold) return;
-  LUNAI_K(dropout)(&u->last, row * d, rows * d, out, out, false);
-  if (u->residual) LUNAI_K(add)(rows * d, u->residual + row * d, out, out);
-}
-
-LUNAI_FN void LUNAI_K(unpack_task)(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
-  const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
-  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
-  lunai_unpack_space space;
-  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
-  LUNAI_K(unpack_space)(u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; item < last; item++) {
-    const int64_t first = item % panels * LUNAI_TILE;
-    if (item / panels != prepared) LUNAI_K(unpack_prepare)(u, prepared = item / panels, false, &space);
-    LUNAI_K(unpack_panel)(u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
-  }
-}
-
-LUNAI_FN void LUNAI_K(unpack)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
-  lunai_unpack_work w;
-  LUNAI_K(unpack_start)(&w, u, lunai_threads(parallel), false, scratch);
-  lunai_run(parallel, LUNAI_K(unpack_task), &w);
 }
 
 /* a group's scores s become P m, its slopes dP become dS = P (dP m - sum of P dP m) */
-LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t n, const float *bias, const float *mask, float lse, float *s, float *slopes) {
+LUNAI_INLINE void LUNAI_K(group_slopes)(int64_t n, const float *bias, const float *mask, float lse, float *s,
+                                        float *slopes) {
   vf delta = vf_zero();
   int64_t i;
   for (i = 0; i < n; i += VF) {
@@ -4207,55 +4277,205 @@ LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t n, const float *bias, const float *
   }
 }
 
+LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t rows, int64_t groups, int64_t n, const float *bias, const float *mask,
+                                     const float *lse, float *s, float *slopes) {
+  int64_t i, h;
+  for (i = 0; i < rows; i++)
+    for (h = 0; h < groups; h++, s += n, slopes += n) {
+      LUNAI_K(group_slopes)(n, bias + h * n, mask, lse[i * groups + h], s, slopes);
+      if (mask) mask += n;
+    }
+}
+
+#else /* !LUNAI_PASS */
+typedef struct lunai_unpack_work {
+  const lunai_kernels *kernels;
+  const lunai_unpack *u;
+  char *scratch;
+  size_t thread_bytes;
+  int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
+  float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+} lunai_unpack_work;
+
+/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
+typedef struct lunai_unpack_space {
+  int64_t slots, n;                     /* real slots; heads of them */
+  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
+  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
+} lunai_unpack_space;
+
+LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
+  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
+}
+
+LUNAI_FN char *lunai_unpack_layout(const lunai_kernels *kernels, const lunai_unpack *u, bool backward, char *scratch,
+                                   lunai_unpack_space *m) {
+  const int64_t n = u->heads * u->slots, back = backward ? 1 : 0;
+  m->k = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
+  m->v = lunai_take(&scratch, u->lengths ? n * u->dim : 0);
+  m->bias = lunai_take(&scratch, n);
+  m->score_panels = lunai_take(&scratch, lunai_panels_size(kernels, n, u->dim));
+  m->out_panels = lunai_take(&scratch, back ? 0 : lunai_panels_size(kernels, u->dim, n));
+  m->dx_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, u->dim, n));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, n, u->dim));
+  m->scores = lunai_take(&scratch, LUNAI_TILE * n);
+  m->slopes = lunai_take(&scratch, back * LUNAI_TILE * n);
+  m->mask = lunai_take(&scratch, u->dropout.threshold ? LUNAI_TILE * n : 0);
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, u->dim, LUNAI_TILE));
+  m->grad = lunai_take(&scratch, u->last.threshold ? back * LUNAI_TILE * u->dim : 0);
+  return scratch;
+}
+
+LUNAI_FN size_t lunai_unpack_start(lunai_unpack_work *w, const lunai_kernels *kernels, const lunai_unpack *u,
+                                   int64_t threads, bool backward, void *scratch) {
+  lunai_unpack_space space;
+  char *zero = (char *)w; /* only distances count */
+  memset(w, 0, sizeof *w);
+  w->kernels = kernels;
+  w->u = u;
+  w->scratch = (char *)scratch;
+  w->thread_bytes = (size_t)(lunai_unpack_layout(kernels, u, backward, zero, &space) - zero);
+  w->blocks = lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
+  w->unit = backward ? u->heads * u->slots * (2 * u->dim + 1) + u->dim : 0;
+  if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
+  return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(2 * threads * w->unit);
+}
+
+LUNAI_FN size_t lunai_unpack_scratch(const lunai_kernels *kernels, const lunai_unpack *u, int64_t threads,
+                                     bool backward) {
+  lunai_unpack_work w;
+  return lunai_unpack_start(&w, kernels, u, lunai_max(threads, 1), backward, NULL);
+}
+
+LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unpack *u, int64_t b, bool backward,
+                                   lunai_unpack_space *m) {
+  const int64_t at = b * u->heads * u->slots, d = u->dim;
+  const float *k = u->k + at * d, *v = u->v + at * d;
+  int64_t h;
+  m->slots = lunai_unpack_slots(u, b);
+  m->n = u->heads * m->slots;
+  for (h = 0; h < u->heads; h++) memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
+  if (m->slots < u->slots) {
+    for (h = 0; h < u->heads; h++) {
+      memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
+      memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
+    }
+    k = m->k;
+    v = m->v;
+  }
+  kernels->fill_panels(m->n, d, k, 1, d, m->score_panels);
+  if (!backward) kernels->fill_panels(d, m->n, v, d, 1, m->out_panels);
+  else {
+    kernels->fill_panels(d, m->n, k, d, 1, m->dx_panels);
+    kernels->fill_panels(m->n, d, v, 1, d, m->slope_panels);
+  }
+}
+
+/* keep or 0 for each score of a panel of rows */
+LUNAI_FN void lunai_unpack_mask(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_unpack_space *m,
+                                int64_t b, int64_t first, int64_t rows) {
+  int64_t i, h;
+  for (i = 0; i < rows; i++)
+    for (h = 0; h < u->heads; h++)
+      kernels->dropout_mask(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots,
+                            m->mask + i * m->n + h * m->slots);
+}
+
+LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_unpack_space *m,
+                                 int64_t b, int64_t first, int64_t rows) {
+  const int64_t d = u->dim, row = b * u->rows + first;
+  float *out = u->out + row * d;
+  int64_t i;
+  lunai_matmul_panels(kernels, rows, m->n, d, u->x + row * d, d, 1, m->score_panels, 1, m->scores, m->n, false);
+  kernels->unpack_softmax(rows, u->heads, m->slots, m->bias, m->scores, u->lse ? u->lse + row * u->heads : NULL);
+  if (u->dropout.threshold) {
+    lunai_unpack_mask(kernels, u, m, b, first, rows);
+    kernels->mul(rows * m->n, m->scores, m->mask, m->scores);
+  }
+  for (i = 0; i < rows; i++) {
+    const float *residual = u->residual && !u->last.threshold ? u->residual + (row + i) * d : NULL;
+    if (residual && u->out_bias) kernels->add(d, residual, u->out_bias, out + i * d);
+    else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
+  }
+  lunai_matmul_panels(kernels, rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias ||
+                      (u->residual && !u->last.threshold));
+  if (!u->last.threshold) return;
+  kernels->dropout(&u->last, row * d, rows * d, out, out, false);
+  if (u->residual) kernels->add(rows * d, u->residual + row * d, out, out);
+}
+
+LUNAI_FN void lunai_unpack_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_unpack *u = w->u;
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
+  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
+  lunai_unpack_space space;
+  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
+  lunai_unpack_layout(kernels, u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (; item < last; item++) {
+    const int64_t first = item % panels * LUNAI_TILE;
+    if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
+    lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+  }
+}
+
+LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_parallel *parallel,
+                               void *scratch) {
+  lunai_unpack_work w;
+  lunai_unpack_start(&w, kernels, u, lunai_threads(parallel), false, scratch);
+  lunai_run(parallel, lunai_unpack_task, &w);
+}
+
 /* a panel's dX, and its share of the unit's partial gradients */
-LUNAI_FN void LUNAI_K(unpack_backward_panel)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t b,
-                                             int64_t first, int64_t rows,
-                                             float *part) {
+LUNAI_FN void lunai_unpack_backward_panel(const lunai_kernels *kernels, const lunai_unpack *u,
+                                          const lunai_unpack_space *m, int64_t b, int64_t first, int64_t rows,
+                                          float *part) {
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
   const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
   float *bias = part + 2 * n * d;
-  int64_t i, h;
+  int64_t i;
   if (u->last.threshold) {
-    LUNAI_K(dropout)(&u->last, row * d, rows * d, grad, m->grad, false);
+    kernels->dropout(&u->last, row * d, rows * d, grad, m->grad, false);
     grad = m->grad;
   }
-  LUNAI_K(product_of_panels)(rows, n, d, x, d, 1, m->score_panels, 1, m->scores, n, false);
-  LUNAI_K(product_of_panels)(rows, n, d, grad, d, 1, m->slope_panels, 1, m->slopes, n, false);
+  lunai_matmul_panels(kernels, rows, n, d, x, d, 1, m->score_panels, 1, m->scores, n, false);
+  lunai_matmul_panels(kernels, rows, n, d, grad, d, 1, m->slope_panels, 1, m->slopes, n, false);
+  if (mask) lunai_unpack_mask(kernels, u, m, b, first, rows);
+  kernels->unpack_slopes(rows, u->heads, m->slots, m->bias, mask, u->lse + row * u->heads, m->scores, m->slopes);
   for (i = 0; i < rows; i++) {
-    for (h = 0; h < u->heads; h++) {
-      const int64_t at = i * n + h * m->slots;
-      if (mask) LUNAI_K(dropout_mask)(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots, m->mask);
-      LUNAI_K(unpack_slopes)(m->slots, m->bias + h * m->slots, mask, u->lse[(row + i) * u->heads + h], m->scores + at, m->slopes + at);
-    }
-    LUNAI_K(add)(n, bias, m->slopes + i * n, bias);
-    LUNAI_K(add)(d, bias + n, grad + i * d, bias + n);
+    kernels->add(n, bias, m->slopes + i * n, bias);
+    kernels->add(d, bias + n, grad + i * d, bias + n);
   }
-  if (u->grad_k) LUNAI_K(product)(n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
-  if (u->grad_v) LUNAI_K(product)(n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
+  if (u->grad_k) lunai_matmul(kernels, n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
+  if (u->grad_v) lunai_matmul(kernels, n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
   /* last: it may be grad_out */
-  if (u->grad_x) LUNAI_K(product_of_panels)(rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d, true);
+  if (u->grad_x) lunai_matmul_panels(kernels, rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d,
+                                     true);
 }
 
-LUNAI_FN void LUNAI_K(unpack_backward_task)(void *work, int64_t thread, int64_t threads) {
+LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
   const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
   lunai_unpack_space space;
   int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
-  LUNAI_K(unpack_space)(u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  lunai_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; unit < last; unit++) {
     const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK, end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
-    if (b != prepared) LUNAI_K(unpack_prepare)(u, prepared = b, true, &space);
+    if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
     for (row = first; row < end; row += LUNAI_TILE)
-      LUNAI_K(unpack_backward_panel)(u, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
+      lunai_unpack_backward_panel(kernels, u, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
   }
 }
 
 /* adds this wave's partial gradients in order; items: each memory slot of each head, and dout_bias */
-LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t thread, int64_t threads) {
+LUNAI_FN void lunai_unpack_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
   const int64_t d = u->dim, items = u->heads * u->slots;
   int64_t item, unit;
@@ -4265,25 +4485,27 @@ LUNAI_FN void LUNAI_K(unpack_gather_task)(void *work, int64_t thread, int64_t th
       const float *part = w->partial + (unit - w->first) * w->unit;
       const int64_t from = item < items ? item / u->slots * real + item % u->slots : 0;
       if (item == items) {
-        if (u->grad_out_bias) LUNAI_K(add)(d, u->grad_out_bias, part + 2 * n * d + n, u->grad_out_bias);
+        if (u->grad_out_bias) kernels->add(d, u->grad_out_bias, part + 2 * n * d + n, u->grad_out_bias);
       } else if (item % u->slots < real) {
-        if (u->grad_k) LUNAI_K(add)(d, u->grad_k + at * d, part + from * d, u->grad_k + at * d);
-        if (u->grad_v) LUNAI_K(add)(d, u->grad_v + at * d, part + (n + from) * d, u->grad_v + at * d);
+        if (u->grad_k) kernels->add(d, u->grad_k + at * d, part + from * d, u->grad_k + at * d);
+        if (u->grad_v) kernels->add(d, u->grad_v + at * d, part + (n + from) * d, u->grad_v + at * d);
         if (u->grad_bias) u->grad_bias[at] += part[2 * n * d + from];
       }
     }
 }
 
-LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const lunai_unpack *u,
+                                        const lunai_parallel *parallel, void *scratch) {
   const int64_t threads = lunai_threads(parallel), units = u->batch * lunai_divide_up(u->rows, LUNAI_KEY_BLOCK);
   lunai_unpack_work w;
-  LUNAI_K(unpack_start)(&w, u, threads, true, scratch);
+  lunai_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = lunai_min(w.first + 2 * threads, units);
-    lunai_run(parallel, LUNAI_K(unpack_backward_task), &w);
-    lunai_run(parallel, LUNAI_K(unpack_gather_task), &w);
+    lunai_run(parallel, lunai_unpack_backward_task, &w);
+    lunai_run(parallel, lunai_unpack_gather_task, &w);
   }
 }
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [section 3.3]
@@ -4292,104 +4514,7 @@ LUNAI_FN void LUNAI_K(unpack_backward)(const lunai_unpack *u, const lunai_parall
    float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ---------------------------------------------------------------------------------------------------------------------- */
-
-/* one chunk of one (batch, head), and its buffers */
-typedef struct LUNAI_K(chunk) {
-  int64_t item, first, rows;
-  double before;                     /* tokens before the first row */
-  bool begins, last;                 /* the state before it is empty; the state after it is unused */
-  float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
-                                        reads the state before the chunk, and kept */
-  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
-  float *scores, *panels, *buffer[3];
-} LUNAI_K(chunk);
-
-typedef struct LUNAI_K(sweep) {
-  const void *args;
-  void (*sum)(const void *args, const LUNAI_K(chunk) *c);
-  void (*output)(const void *args, const LUNAI_K(chunk) *c);
-  void (*exchange)(const void *args, int64_t item, double *state, bool store); /* loads or stores the caller's state; null: starts at 0 */
-  int64_t items, heads, rows, position, dim, value_dim;
-  const int32_t *lengths;            /* [batch] of `slots`; null: all */
-  int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
-  bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
-  /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
-  int64_t chunks, window, start;
-  int64_t thread_bytes, state_bytes, record_bytes;
-  char *threads_at, *state_at, *record_at;
-} LUNAI_K(sweep);
-
-LUNAI_INLINE int64_t LUNAI_K(real_slots)(const int32_t *lengths, int64_t b, int64_t slots) {
-  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
-}
-
-/* threads, when the work is worth waking them */
-LUNAI_INLINE const lunai_parallel *LUNAI_K(worth)(const lunai_parallel *parallel, int64_t products) {
-  return products >= (int64_t)1 << 18 ? parallel : NULL;
-}
-
-/* floats of panels for any product between a chunk's rows, dim and value_dim */
-LUNAI_FN int64_t LUNAI_K(chunk_panels)(int64_t dim, int64_t value_dim) {
-  const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
-  int64_t max = LUNAI_K(panels_size)(LUNAI_CHUNK, LUNAI_CHUNK);
-  int i, j;
-  for (i = 0; i < 3; i++)
-    for (j = 0; j < 3; j++)
-      if (i != j) max = lunai_max(max, LUNAI_K(panels_size)(size[i], size[j]));
-  return max;
-}
-
-/* lays the sweep out in `memory` (null: only counts); returns its bytes */
-LUNAI_FN size_t LUNAI_K(sweep_plan)(LUNAI_K(sweep) *s, int64_t threads, void *memory) {
-  const int64_t wide = lunai_max(s->dim, s->value_dim), state = s->unit * s->slots;
-  int64_t states, records;
-  s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
-  s->window = 1;
-  /* else whole items keep the threads busy */
-  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads)
-    s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
-  states = s->window > 1 ? s->items : threads;
-  records = s->window > 1 ? s->items * s->window : threads;
-  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) +
-                    lunai_floats(LUNAI_K(chunk_panels)(s->dim, s->value_dim)) +
-                  3 * lunai_floats(LUNAI_CHUNK * wide);
-  s->state_bytes = (int64_t)lunai_round((size_t)state * sizeof(double));
-  s->record_bytes = lunai_floats(state) + lunai_floats(s->kept);
-  if (memory) {
-    s->threads_at = (char *)memory;
-    s->state_at = s->threads_at + threads * s->thread_bytes;
-    s->record_at = s->state_at + states * s->state_bytes;
-  }
-  return (size_t)(threads * s->thread_bytes + states * s->state_bytes + records * s->record_bytes);
-}
-
-LUNAI_INLINE int64_t LUNAI_K(sweep_state)(const LUNAI_K(sweep) *s, int64_t item) {
-  return s->unit * LUNAI_K(real_slots)(s->lengths, item / s->heads, s->slots);
-}
-LUNAI_INLINE double *LUNAI_K(sweep_carried)(const LUNAI_K(sweep) *s, int64_t place) {
-  return (double *)(void *)(s->state_at + place * s->state_bytes);
-}
-
-/* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
-LUNAI_FN LUNAI_K(chunk) LUNAI_K(sweep_chunk)(const LUNAI_K(sweep) *s, int64_t item, int64_t k, int64_t place,
-                                             int64_t thread) {
-  const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
-  char *record = s->record_at + place * s->record_bytes, *buffer = s->threads_at + thread * s->thread_bytes;
-  LUNAI_K(chunk) c;
-  int i;
-  c.item = item;
-  c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
-  c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
-  c.before = (double)(s->position + c.first);
-  c.begins = k == 0 && s->position == 0;
-  c.last = k == s->chunks - 1 && !s->exchange;
-  c.state = lunai_take(&record, s->unit * s->slots);
-  c.kept = lunai_take(&record, s->kept);
-  c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
-  c.panels = lunai_take(&buffer, LUNAI_K(chunk_panels)(s->dim, s->value_dim));
-  for (i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
-  return c;
-}
+#ifdef LUNAI_PASS
 
 /* The state before the chunk replaces the chunk's sum, which is added to the state. Strips of constant length and
    one operation a loop let compilers vectorise this at -O2. */
@@ -4402,127 +4527,11 @@ LUNAI_INLINE void LUNAI_K(scan_strip)(int64_t n, double joins, double leaves, fl
   for (i = 0; i < n; i++) state[i] = (float)carried[i];
   for (i = 0; i < n; i++) carried[i] += joins * sum[i] - leaves * carried[i];
 }
-LUNAI_FN void LUNAI_K(sweep_scan)(const LUNAI_K(sweep) *s, const LUNAI_K(chunk) *c, double *carried, int64_t first, int64_t end) {
-  const double t = c->before + (double)c->rows;
-  const double joins = s->reverse ? 1 : 1 / t, leaves = s->reverse ? 0 : (double)c->rows / t;
+LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state, double *carried) {
   int64_t i;
-  for (i = first; c->last && i < end; i++) c->state[i] = (float)carried[i];
-  for (; i + LUNAI_STRIP <= end; i += LUNAI_STRIP) LUNAI_K(scan_strip)(LUNAI_STRIP, joins, leaves, c->state + i, carried + i);
-  if (i < end) LUNAI_K(scan_strip)(end - i, joins, leaves, c->state + i, carried + i);
-}
-
-LUNAI_FN void LUNAI_K(sweep_start)(const LUNAI_K(sweep) *s, int64_t item, double *carried) {
-  if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
-  else memset(carried, 0, (size_t)LUNAI_K(sweep_state)(s, item) * sizeof(double));
-}
-
-/* each thread sweeps whole items */
-LUNAI_FN void LUNAI_K(sweep_items)(void *work, int64_t thread, int64_t threads) {
-  const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
-  const int64_t end = lunai_share(s->items, thread + 1, threads);
-  double *carried = LUNAI_K(sweep_carried)(s, thread);
-  int64_t item, k;
-  for (item = lunai_share(s->items, thread, threads); item < end; item++) {
-    LUNAI_K(sweep_start)(s, item, carried);
-    for (k = 0; k < s->chunks; k++) {
-      const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, k, thread, thread);
-      s->sum(s->args, &c);
-      LUNAI_K(sweep_scan)(s, &c, carried, 0, LUNAI_K(sweep_state)(s, item));
-      s->output(s->args, &c);
-    }
-    if (s->exchange) s->exchange(s->args, item, carried, true);
-  }
-}
-
-/* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their
-   outputs */
-LUNAI_INLINE void LUNAI_K(sweep_window)(const LUNAI_K(sweep) *s, int64_t thread, int64_t threads, bool output) {
-  const int64_t window = lunai_min(s->window, s->chunks - s->start);
-  const int64_t end = lunai_share(s->items * window, thread + 1, threads);
-  int64_t i;
-  for (i = lunai_share(s->items * window, thread, threads); i < end; i++) {
-    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, i / window, s->start + i % window, i, thread);
-    if (output) s->output(s->args, &c);
-    else s->sum(s->args, &c);
-  }
-}
-LUNAI_FN void LUNAI_K(sweep_sums)(void *work, int64_t thread, int64_t threads) {
-  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, thread, threads, false);
-}
-LUNAI_FN void LUNAI_K(sweep_outputs)(void *work, int64_t thread, int64_t threads) {
-  LUNAI_K(sweep_window)((const LUNAI_K(sweep) *)work, thread, threads, true);
-}
-LUNAI_FN void LUNAI_K(sweep_scans)(void *work, int64_t thread, int64_t threads) {
-  const LUNAI_K(sweep) *s = (const LUNAI_K(sweep) *)work;
-  const int64_t window = lunai_min(s->window, s->chunks - s->start);
-  int64_t i;
-  for (i = 0; i < s->items * window; i++) {
-    const int64_t item = i / window, n = LUNAI_K(sweep_state)(s, item);
-    const LUNAI_K(chunk) c = LUNAI_K(sweep_chunk)(s, item, s->start + i % window, i, thread);
-    LUNAI_K(sweep_scan)(s, &c, LUNAI_K(sweep_carried)(s, item), lunai_share(n, thread, threads),
-                        lunai_share(n, thread + 1, threads));
-  }
-}
-
-LUNAI_FN void LUNAI_K(sweep_run)(LUNAI_K(sweep) *s, const lunai_parallel *parallel, void *scratch) {
-  const int64_t work = s->items * s->rows * s->dim * s->value_dim;
-  int64_t item;
-  parallel = LUNAI_K(worth)(parallel, work);
-  (void)LUNAI_K(sweep_plan)(s, parallel && parallel->run ? lunai_max(1, parallel->threads) : 1, scratch);
-  if (s->window == 1) {
-    lunai_run(parallel, LUNAI_K(sweep_items), s);
-    return;
-  }
-  for (item = 0; item < s->items; item++) LUNAI_K(sweep_start)(s, item, LUNAI_K(sweep_carried)(s, item));
-  for (s->start = 0; s->start < s->chunks; s->start += s->window) {
-    lunai_run(parallel, LUNAI_K(sweep_sums), s);
-    lunai_run(parallel, LUNAI_K(sweep_scans), s);
-    lunai_run(parallel, LUNAI_K(sweep_outputs), s);
-  }
-  for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, LUNAI_K(sweep_carried)(s, item), true);
-}
-
-/* ---- parts of a chunk ---- */
-
-/* the triangle is computed as two triangles of half a chunk and the square below them */
-#undef LUNAI_HALF
-#define LUNAI_HALF (LUNAI_CHUNK / 2)
-
-/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written nor read */
-LUNAI_FN void LUNAI_K(causal_scores)(const LUNAI_K(chunk) *c, int64_t depth, const float *x, int64_t x_row, const float *y, int64_t y_row) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  float *below = c->scores + head * LUNAI_CHUNK;
-  int64_t t, end;
-  LUNAI_K(fill_panels)(c->rows, depth, y, 1, y_row, c->panels);
-  LUNAI_K(product_of_panels)(head, head, depth, x, x_row, 1, c->panels, 1, c->scores, LUNAI_CHUNK, false);
-  if (tail > 0)
-    LUNAI_K(product_of_panels)(tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK,
-                               false);
-  for (t = 0; t < c->rows; t++) {
-    end = t < head ? head : c->rows;
-    memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
-  }
-}
-
-/* out = alpha scores Z (+ out) */
-LUNAI_FN void LUNAI_K(causal_apply)(const LUNAI_K(chunk) *c, int64_t n, float alpha, const float *z, int64_t z_row, float *out,
-                                    int64_t out_row, bool accumulate) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  LUNAI_K(product)(c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate,
-                   c->panels);
-  if (tail > 0)
-    LUNAI_K(product)(tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row, z_row, 1, alpha,
-                     out + head * out_row, out_row, true, c->panels);
-}
-
-/* out += scores^T X */
-LUNAI_FN void LUNAI_K(causal_apply_transposed)(const LUNAI_K(chunk) *c, int64_t n, const float *x, int64_t x_row, float *out,
-                                               int64_t out_row) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  LUNAI_K(product)(head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->panels);
-  if (tail > 0)
-    LUNAI_K(product)(c->rows, n, tail, c->scores + head * LUNAI_CHUNK, 1, LUNAI_CHUNK, x + head * x_row, x_row, 1, 1, out, out_row, true,
-                     c->panels);
+  for (i = 0; i + LUNAI_STRIP <= n; i += LUNAI_STRIP)
+    LUNAI_K(scan_strip)(LUNAI_STRIP, joins, leaves, state + i, carried + i);
+  if (i < n) LUNAI_K(scan_strip)(n - i, joins, leaves, state + i, carried + i);
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
@@ -4533,216 +4542,21 @@ LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64
   return vf_sum(sum) == 0;
 }
 
-/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
-   but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
-LUNAI_FN void LUNAI_K(causal_mix)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, float factor, const float *x, int64_t x_row,
-                                  const float *mean, const float *z, int64_t z_row, float *out, int64_t out_row,
-                                  float *buffer) {
-  const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
-  const bool clean = LUNAI_K(all_finite)(c->rows, n, z, z_row);
-  const float *finite = clean ? z : buffer;
-  int64_t t, i, j;
-  if (!clean)
-    for (t = 0; t < c->rows; t++)
-      for (i = 0; i < n; i++) buffer[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
-  if (!c->begins) LUNAI_K(product)(c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->panels);
-  LUNAI_K(causal_apply)(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
-  if (!clean)
-    for (j = 0; j < c->rows; j++)
-      for (i = 0; i < n; i++)
-        if (!(z[j * z_row + i] - z[j * z_row + i] == 0))
-          for (t = j; t < c->rows; t++) out[t * out_row + i] += c->scores[t * LUNAI_CHUNK + j] * z[j * z_row + i];
-  for (t = 0; t < c->rows; t++) {
-    const vf scale = vf_set((float)((double)factor * base / (c->before + (double)(t + 1))));
-    float *at = out + t * out_row;
-    for (i = 0; i < n; i += VF) LUNAI_K(put)(at + i, vf_add(vf_mul(LUNAI_K(get)(at + i, n - i), scale), vf_zero()), n - i);
-  }
-}
-
-/* y = diag(factor / t) x, dense */
-LUNAI_FN void LUNAI_K(causal_divide)(const LUNAI_K(chunk) *c, int64_t n, float factor, const float *x, int64_t x_row, float *y) {
-  int64_t t;
-  for (t = 0; t < c->rows; t++)
-    LUNAI_K(scale)(n, (float)((double)factor / (c->before + (double)(t + 1))), x + t * x_row, y + t * n);
-}
-
 LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
   int64_t t, i;
   for (t = 0; t < rows; t++, x += x_row, y += y_row)
     for (i = 0; i < n; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x + i, n - i), n - i);
 }
 
-/* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
-LUNAI_FN void LUNAI_K(causal_grad_x)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *g, int64_t g_row, const float *mean,
-                                     const float *y, int64_t y_row, float *grad, int64_t grad_row, bool accumulate) {
-  if (!c->begins)
-    LUNAI_K(product)(c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row, accumulate,
-                     c->panels);
-  LUNAI_K(causal_apply)(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
-}
-
-/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B = R^T) and of Z
-   (A = Y, B = R, X = G) */
-LUNAI_FN void LUNAI_K(causal_grad_yz)(const LUNAI_K(chunk) *c, int64_t n, int64_t depth, const float *a, int64_t a_row, const float *b,
-                                      int64_t b_row, int64_t b_column, const float *x, int64_t x_row, float *grad, int64_t grad_row) {
-  if (!c->begins) LUNAI_K(product)(c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true,
-                                   c->panels);
-  LUNAI_K(causal_apply_transposed)(c, n, x, x_row, grad, grad_row);
-}
-
-/* state = Y^T Z */
-LUNAI_FN void LUNAI_K(causal_sum)(const LUNAI_K(chunk) *c, int64_t dim, int64_t n, const float *y, int64_t y_row, const float *z,
-                                  int64_t z_row, float *state) {
-  if (!c->last) LUNAI_K(product)(dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->panels);
-}
-
-/* ---- the causal product ---- */
-LUNAI_INLINE int64_t LUNAI_K(causal_xy)(const lunai_causal *a, const LUNAI_K(chunk) *c) {
-  return c->item / a->heads * a->xy_batch + c->item % a->heads * a->xy_head + c->first * a->xy_row;
-}
-LUNAI_INLINE int64_t LUNAI_K(causal_z)(const lunai_causal *a, const LUNAI_K(chunk) *c) {
-  return c->item / a->heads * a->z_batch + c->item % a->heads * a->z_head + c->first * a->z_row;
-}
-
-LUNAI_FN void LUNAI_K(causal_sum_yz)(const void *args, const LUNAI_K(chunk) *c) {
-  const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c);
-  LUNAI_K(causal_sum)(c, a->dim, a->value_dim, a->y + xy, a->xy_row, a->z + z, a->z_row, c->state);
-}
-
-LUNAI_FN void LUNAI_K(causal_out)(const void *args, const LUNAI_K(chunk) *c) {
-  const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c);
-  LUNAI_K(causal_scores)(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-  LUNAI_K(causal_mix)(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z,
-                      a->z_row, c->buffer[0]);
-}
-
-LUNAI_FN void LUNAI_K(causal_out_x)(const void *args, const LUNAI_K(chunk) *c) {
-  const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c), n = a->value_dim;
-  float *g = c->buffer[0];
-  LUNAI_K(causal_divide)(c, n, 1, a->grad_out + z, a->z_row, g);
-  LUNAI_K(causal_scores)(c, n, g, n, a->z + z, a->z_row);
-  LUNAI_K(causal_grad_x)(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
-}
-
-/* reverse: kept = G, the state is R */
-LUNAI_FN void LUNAI_K(causal_sum_xg)(const void *args, const LUNAI_K(chunk) *c) {
-  const lunai_causal *a = (const lunai_causal *)args;
-  LUNAI_K(causal_divide)(c, a->value_dim, 1, a->grad_out + LUNAI_K(causal_z)(a, c), a->z_row, c->kept);
-  LUNAI_K(causal_sum)(c, a->dim, a->value_dim, a->x + LUNAI_K(causal_xy)(a, c), a->xy_row, c->kept, a->value_dim, c->state);
-}
-
-LUNAI_FN void LUNAI_K(causal_out_yz)(const void *args, const LUNAI_K(chunk) *c) {
-  const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = LUNAI_K(causal_xy)(a, c), z = LUNAI_K(causal_z)(a, c), n = a->value_dim;
-  if (a->grad_y) {
-    LUNAI_K(causal_scores)(c, n, c->kept, n, a->z + z, a->z_row);
-    LUNAI_K(causal_grad_yz)(c, a->dim, n, a->z + z, a->z_row, c->state, 1, n, a->x + xy, a->xy_row, a->grad_y + xy, a->xy_row);
+/* y = diag(factors) x + 0, which makes -0 to 0 */
+LUNAI_FN void LUNAI_K(scale_rows)(int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row,
+                                  float *y, int64_t y_row) {
+  int64_t t, i;
+  for (t = 0; t < rows; t++, x += x_row, y += y_row) {
+    const vf factor = vf_set(factors[t]);
+    for (i = 0; i < n; i += VF)
+      LUNAI_K(put)(y + i, vf_add(vf_mul(LUNAI_K(get)(x + i, n - i), factor), vf_zero()), n - i);
   }
-  if (a->grad_z) {
-    LUNAI_K(causal_scores)(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-    LUNAI_K(causal_grad_yz)(c, n, a->dim, a->y + xy, a->xy_row, c->state, n, 1, c->kept, n, a->grad_z + z, a->z_row);
-  }
-}
-
-LUNAI_FN void LUNAI_K(causal_sweep)(LUNAI_K(sweep) *s, const lunai_causal *a, bool reverse) {
-  memset(s, 0, sizeof *s);
-  s->args = a;
-  s->items = a->batch * a->heads;
-  s->heads = a->heads;
-  s->rows = a->rows;
-  s->dim = a->dim;
-  s->value_dim = a->value_dim;
-  s->slots = 1;
-  s->unit = a->dim * a->value_dim;
-  s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
-  s->reverse = reverse;
-}
-
-LUNAI_FN size_t LUNAI_K(causal_scratch)(const lunai_causal *a, int64_t threads, bool backward) {
-  LUNAI_K(sweep) s;
-  LUNAI_K(causal_sweep)(&s, a, backward); /* the reverse sweep needs more */
-  return LUNAI_K(sweep_plan)(&s, lunai_max(1, threads), NULL);
-}
-
-LUNAI_FN void LUNAI_K(causal)(const lunai_causal *a, const lunai_parallel *parallel, void *scratch) {
-  LUNAI_K(sweep) s;
-  LUNAI_K(causal_sweep)(&s, a, false);
-  s.sum = LUNAI_K(causal_sum_yz);
-  s.output = LUNAI_K(causal_out);
-  LUNAI_K(sweep_run)(&s, parallel, scratch);
-}
-
-LUNAI_FN void LUNAI_K(causal_backward)(const lunai_causal *a, const lunai_parallel *parallel, void *scratch) {
-  LUNAI_K(sweep) s;
-  if (a->grad_x) {
-    LUNAI_K(causal_sweep)(&s, a, false);
-    s.sum = LUNAI_K(causal_sum_yz);
-    s.output = LUNAI_K(causal_out_x);
-    LUNAI_K(sweep_run)(&s, parallel, scratch);
-  }
-  if (a->grad_y || a->grad_z) {
-    LUNAI_K(causal_sweep)(&s, a, true);
-    s.sum = LUNAI_K(causal_sum_xg);
-    s.output = LUNAI_K(causal_out_yz);
-    LUNAI_K(sweep_run)(&s, parallel, scratch);
-  }
-}
-
-/* ---- causal Luna: masked slots are left out of every product and never read ---- */
-
-/* a chunk's offset in q, k, v, out (wide), in s and w (narrow), and its real slots */
-typedef struct LUNAI_K(luna_place) { int64_t wide, wide_row, narrow, narrow_row, slots; } LUNAI_K(luna_place);
-LUNAI_FN LUNAI_K(luna_place) LUNAI_K(luna_at)(const lunai_causal_luna *a, const LUNAI_K(chunk) *c) {
-  const int64_t b = c->item / a->heads, head = c->item % a->heads, row = (b * a->rows + c->first) * a->heads + head;
-  LUNAI_K(luna_place) p;
-  p.wide = row * a->head_dim;
-  p.wide_row = a->heads * a->head_dim;
-  p.narrow = row * a->slots;
-  p.narrow_row = a->heads * a->slots;
-  p.slots = LUNAI_K(real_slots)(a->lengths, b, a->slots);
-  return p;
-}
-
-/* kept = A [rows, slots]; the states are k^T A and A^T v */
-LUNAI_FN void LUNAI_K(luna_sum)(const void *args, const LUNAI_K(chunk) *c) {
-  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
-  const int64_t d = a->head_dim, l = p.slots;
-  LUNAI_K(copy_rows)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
-  LUNAI_K(activate)(a->activation, c->rows * l, c->kept, c->kept);
-  LUNAI_K(causal_sum)(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
-  LUNAI_K(causal_sum)(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
-}
-
-LUNAI_FN void LUNAI_K(luna_out)(const void *args, const LUNAI_K(chunk) *c) {
-  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
-  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *w = c->buffer[0];
-  int64_t t;
-  LUNAI_K(causal_scores)(c, d, a->q + p.wide, row, a->k + p.wide, row);
-  LUNAI_K(causal_mix)(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
-  LUNAI_K(softmax)(c->rows, l, w, w);
-  if (a->w) LUNAI_K(copy_rows)(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
-  for (t = 0; a->w && l < a->slots && t < c->rows; t++)
-    memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
-  LUNAI_K(causal_scores)(c, l, w, l, c->kept, l);
-  LUNAI_K(causal_mix)(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->buffer[1]);
-}
-
-LUNAI_FN void LUNAI_K(luna_exchange)(const void *args, int64_t item, double *state, bool store) {
-  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const int64_t d = a->head_dim, l = LUNAI_K(real_slots)(a->lengths, item / a->heads, a->slots);
-  double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
-  int64_t i;
-  for (i = 0; i < d; i++) {
-    double *own = state + i * l, *callers = ka + i * a->slots;
-    memcpy(store ? callers : own, store ? own : callers, (size_t)l * sizeof(double));
-  }
-  memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
 
 /* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
@@ -4766,33 +4580,478 @@ LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const fl
   for (; j < n; j++) LUNAI_K(step_block)(1, dim, share, y, z + j, x, mean + j, mean_row, result + j);
 }
 
-typedef struct LUNAI_K(luna_steps) { const lunai_causal_luna *args; char *scratch; } LUNAI_K(luna_steps);
-LUNAI_INLINE int64_t LUNAI_K(step_bytes)(const lunai_causal_luna *a) {
+#else /* !LUNAI_PASS */
+
+/* one chunk of one (batch, head), and its buffers */
+typedef struct lunai_causal_chunk {
+  const lunai_kernels *kernels;
+  int64_t item, first, rows;
+  double before;                     /* tokens before the first row */
+  bool begins, last;                 /* the state before it is empty; the state after it is unused */
+  float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
+                                        reads the state before the chunk, and kept */
+  /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
+  float *scores, *panels, *buffer[3];
+} lunai_causal_chunk;
+
+typedef struct lunai_sweep {
+  const lunai_kernels *kernels;
+  const void *args;
+  void (*sum)(const void *args, const lunai_causal_chunk *c);
+  void (*output)(const void *args, const lunai_causal_chunk *c);
+  void (*exchange)(const void *args, int64_t item, double *state, bool store); /* loads or stores the caller's state; null: starts at 0 */
+  int64_t items, heads, rows, position, dim, value_dim;
+  const int32_t *lengths;            /* [batch] of `slots`; null: all */
+  int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
+  bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
+  /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
+  int64_t chunks, window, start;
+  int64_t thread_bytes, state_bytes, record_bytes;
+  char *threads_at, *state_at, *record_at;
+} lunai_sweep;
+
+LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
+  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
+}
+
+/* threads, when the work is worth waking them */
+LUNAI_INLINE const lunai_parallel *lunai_worth(const lunai_parallel *parallel, int64_t products) {
+  return products >= (int64_t)1 << 18 ? parallel : NULL;
+}
+
+/* floats of panels for any product between a chunk's rows, dim and value_dim */
+LUNAI_FN int64_t lunai_chunk_panels(const lunai_kernels *kernels, int64_t dim, int64_t value_dim) {
+  const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
+  int64_t max = lunai_panels_size(kernels, LUNAI_CHUNK, LUNAI_CHUNK);
+  int i, j;
+  for (i = 0; i < 3; i++)
+    for (j = 0; j < 3; j++)
+      if (i != j) max = lunai_max(max, lunai_panels_size(kernels, size[i], size[j]));
+  return max;
+}
+
+/* lays the sweep out in `memory` (null: only counts); returns its bytes */
+LUNAI_FN size_t lunai_sweep_plan(lunai_sweep *s, int64_t threads, void *memory) {
+  const int64_t wide = lunai_max(s->dim, s->value_dim), state = s->unit * s->slots;
+  int64_t states, records;
+  s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
+  s->window = 1;
+  /* else whole items keep the threads busy */
+  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads)
+    s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
+  states = s->window > 1 ? s->items : threads;
+  records = s->window > 1 ? s->items * s->window : threads;
+  s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) +
+                    lunai_floats(lunai_chunk_panels(s->kernels, s->dim, s->value_dim)) +
+                  3 * lunai_floats(LUNAI_CHUNK * wide);
+  s->state_bytes = (int64_t)lunai_round((size_t)state * sizeof(double));
+  s->record_bytes = lunai_floats(state) + lunai_floats(s->kept);
+  if (memory) {
+    s->threads_at = (char *)memory;
+    s->state_at = s->threads_at + threads * s->thread_bytes;
+    s->record_at = s->state_at + states * s->state_bytes;
+  }
+  return (size_t)(threads * s->thread_bytes + states * s->state_bytes + records * s->record_bytes);
+}
+
+LUNAI_INLINE int64_t lunai_sweep_state(const lunai_sweep *s, int64_t item) {
+  return s->unit * lunai_real_slots(s->lengths, item / s->heads, s->slots);
+}
+LUNAI_INLINE double *lunai_sweep_carried(const lunai_sweep *s, int64_t place) {
+  return (double *)(void *)(s->state_at + place * s->state_bytes);
+}
+
+/* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
+LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item, int64_t k, int64_t place,
+                                              int64_t thread) {
+  const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
+  char *record = s->record_at + place * s->record_bytes, *buffer = s->threads_at + thread * s->thread_bytes;
+  lunai_causal_chunk c;
+  int i;
+  c.kernels = s->kernels;
+  c.item = item;
+  c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
+  c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
+  c.before = (double)(s->position + c.first);
+  c.begins = k == 0 && s->position == 0;
+  c.last = k == s->chunks - 1 && !s->exchange;
+  c.state = lunai_take(&record, s->unit * s->slots);
+  c.kept = lunai_take(&record, s->kept);
+  c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
+  c.panels = lunai_take(&buffer, lunai_chunk_panels(s->kernels, s->dim, s->value_dim));
+  for (i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
+  return c;
+}
+
+LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
+                               int64_t end) {
+  const double t = c->before + (double)c->rows;
+  const double joins = s->reverse ? 1 : 1 / t, leaves = s->reverse ? 0 : (double)c->rows / t;
+  int64_t i;
+  for (i = first; c->last && i < end; i++) c->state[i] = (float)carried[i];
+  if (i < end) s->kernels->scan(end - i, joins, leaves, c->state + i, carried + i);
+}
+
+LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
+  if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
+  else memset(carried, 0, (size_t)lunai_sweep_state(s, item) * sizeof(double));
+}
+
+/* each thread sweeps whole items */
+LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
+  const lunai_sweep *s = (const lunai_sweep *)work;
+  const int64_t end = lunai_share(s->items, thread + 1, threads);
+  double *carried = lunai_sweep_carried(s, thread);
+  int64_t item, k;
+  for (item = lunai_share(s->items, thread, threads); item < end; item++) {
+    lunai_sweep_start(s, item, carried);
+    for (k = 0; k < s->chunks; k++) {
+      const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, thread, thread);
+      s->sum(s->args, &c);
+      lunai_sweep_scan(s, &c, carried, 0, lunai_sweep_state(s, item));
+      s->output(s->args, &c);
+    }
+    if (s->exchange) s->exchange(s->args, item, carried, true);
+  }
+}
+
+/* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their
+   outputs */
+LUNAI_INLINE void lunai_sweep_window(const lunai_sweep *s, int64_t thread, int64_t threads, bool output) {
+  const int64_t window = lunai_min(s->window, s->chunks - s->start);
+  const int64_t end = lunai_share(s->items * window, thread + 1, threads);
+  int64_t i;
+  for (i = lunai_share(s->items * window, thread, threads); i < end; i++) {
+    const lunai_causal_chunk c = lunai_sweep_chunk(s, i / window, s->start + i % window, i, thread);
+    if (output) s->output(s->args, &c);
+    else s->sum(s->args, &c);
+  }
+}
+LUNAI_FN void lunai_sweep_sums(void *work, int64_t thread, int64_t threads) {
+  lunai_sweep_window((const lunai_sweep *)work, thread, threads, false);
+}
+LUNAI_FN void lunai_sweep_outputs(void *work, int64_t thread, int64_t threads) {
+  lunai_sweep_window((const lunai_sweep *)work, thread, threads, true);
+}
+LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
+  const lunai_sweep *s = (const lunai_sweep *)work;
+  const int64_t window = lunai_min(s->window, s->chunks - s->start);
+  int64_t i;
+  for (i = 0; i < s->items * window; i++) {
+    const int64_t item = i / window, n = lunai_sweep_state(s, item);
+    const lunai_causal_chunk c = lunai_sweep_chunk(s, item, s->start + i % window, i, thread);
+    lunai_sweep_scan(s, &c, lunai_sweep_carried(s, item), lunai_share(n, thread, threads),
+                     lunai_share(n, thread + 1, threads));
+  }
+}
+
+LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
+  const int64_t work = s->items * s->rows * s->dim * s->value_dim;
+  int64_t item;
+  parallel = lunai_worth(parallel, work);
+  (void)lunai_sweep_plan(s, parallel && parallel->run ? lunai_max(1, parallel->threads) : 1, scratch);
+  if (s->window == 1) {
+    lunai_run(parallel, lunai_sweep_items, s);
+    return;
+  }
+  for (item = 0; item < s->items; item++) lunai_sweep_start(s, item, lunai_sweep_carried(s, item));
+  for (s->start = 0; s->start < s->chunks; s->start += s->window) {
+    lunai_run(parallel, lunai_sweep_sums, s);
+    lunai_run(parallel, lunai_sweep_scans, s);
+    lunai_run(parallel, lunai_sweep_outputs, s);
+  }
+  for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, lunai_sweep_carried(s, item), true);
+}
+
+/* ---- parts of a chunk ---- */
+
+/* the triangle is computed as two triangles of half a chunk and the square below them */
+#define LUNAI_HALF (LUNAI_CHUNK / 2)
+
+/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written nor read */
+LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, int64_t depth, const float *x, int64_t x_row,
+                                 const float *y, int64_t y_row) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
+  float *below = c->scores + head * LUNAI_CHUNK;
+  int64_t t, end;
+  c->kernels->fill_panels(c->rows, depth, y, 1, y_row, c->panels);
+  lunai_matmul_panels(c->kernels, head, head, depth, x, x_row, 1, c->panels, 1, c->scores, LUNAI_CHUNK, false);
+  if (tail > 0)
+    lunai_matmul_panels(c->kernels, tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK,
+                        false);
+  for (t = 0; t < c->rows; t++) {
+    end = t < head ? head : c->rows;
+    memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
+  }
+}
+
+/* out = alpha scores Z (+ out) */
+LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, int64_t n, float alpha, const float *z, int64_t z_row,
+                                 float *out, int64_t out_row, bool accumulate) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
+  lunai_matmul(c->kernels, c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate,
+               c->panels);
+  if (tail > 0)
+    lunai_matmul(c->kernels, tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row,
+                 z_row, 1, alpha, out + head * out_row, out_row, true, c->panels);
+}
+
+/* out += scores^T X */
+LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, int64_t n, const float *x, int64_t x_row,
+                                            float *out, int64_t out_row) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
+  lunai_matmul(c->kernels, head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->panels);
+  if (tail > 0)
+    lunai_matmul(c->kernels, c->rows, n, tail, c->scores + head * LUNAI_CHUNK, 1, LUNAI_CHUNK, x + head * x_row, x_row,
+                 1, 1, out, out_row, true, c->panels);
+}
+
+/* factor base / t of each row */
+LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, double base, float *factors) {
+  int64_t t;
+  for (t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
+}
+
+/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
+   but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
+LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, int64_t dim, int64_t n, float factor, const float *x,
+                               int64_t x_row, const float *mean, const float *z, int64_t z_row, float *out,
+                               int64_t out_row, float *buffer) {
+  float factors[LUNAI_CHUNK];
+  const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
+  const bool clean = c->kernels->all_finite(c->rows, n, z, z_row);
+  const float *finite = clean ? z : buffer;
+  int64_t t, i, j;
+  if (!clean)
+    for (t = 0; t < c->rows; t++)
+      for (i = 0; i < n; i++) buffer[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
+  if (!c->begins) lunai_matmul(c->kernels, c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->panels);
+  lunai_causal_apply(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
+  if (!clean)
+    for (j = 0; j < c->rows; j++)
+      for (i = 0; i < n; i++)
+        if (!(z[j * z_row + i] - z[j * z_row + i] == 0))
+          for (t = j; t < c->rows; t++) out[t * out_row + i] += c->scores[t * LUNAI_CHUNK + j] * z[j * z_row + i];
+  lunai_causal_factors(c, factor, base, factors);
+  c->kernels->scale_rows(c->rows, n, factors, out, out_row, out, out_row);
+}
+
+/* y = diag(factor / t) x, dense */
+LUNAI_FN void lunai_causal_divide(const lunai_causal_chunk *c, int64_t n, float factor, const float *x, int64_t x_row,
+                                  float *y) {
+  float factors[LUNAI_CHUNK];
+  lunai_causal_factors(c, factor, 1, factors);
+  c->kernels->scale_rows(c->rows, n, factors, x, x_row, y, n);
+}
+
+/* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
+LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *g, int64_t g_row,
+                                  const float *mean, const float *y, int64_t y_row, float *grad, int64_t grad_row,
+                                  bool accumulate) {
+  if (!c->begins)
+    lunai_matmul(c->kernels, c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row,
+                 accumulate, c->panels);
+  lunai_causal_apply(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
+}
+
+/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B = R^T) and of Z
+   (A = Y, B = R, X = G) */
+LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *a, int64_t a_row,
+                                   const float *b, int64_t b_row, int64_t b_column, const float *x, int64_t x_row,
+                                   float *grad, int64_t grad_row) {
+  if (!c->begins) lunai_matmul(c->kernels, c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true,
+                               c->panels);
+  lunai_causal_apply_transposed(c, n, x, x_row, grad, grad_row);
+}
+
+/* state = Y^T Z */
+LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, int64_t dim, int64_t n, const float *y, int64_t y_row,
+                               const float *z, int64_t z_row, float *state) {
+  if (!c->last) lunai_matmul(c->kernels, dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->panels);
+}
+
+/* ---- the causal product ---- */
+LUNAI_INLINE int64_t lunai_causal_xy(const lunai_causal *a, const lunai_causal_chunk *c) {
+  return c->item / a->heads * a->xy_batch + c->item % a->heads * a->xy_head + c->first * a->xy_row;
+}
+LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *a, const lunai_causal_chunk *c) {
+  return c->item / a->heads * a->z_batch + c->item % a->heads * a->z_head + c->first * a->z_row;
+}
+
+LUNAI_FN void lunai_causal_sum_yz(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c);
+  lunai_causal_sum(c, a->dim, a->value_dim, a->y + xy, a->xy_row, a->z + z, a->z_row, c->state);
+}
+
+LUNAI_FN void lunai_causal_out(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c);
+  lunai_chunk_scores(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
+  lunai_causal_mix(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z, a->z_row,
+                   c->buffer[0]);
+}
+
+LUNAI_FN void lunai_causal_out_x(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c), n = a->value_dim;
+  float *g = c->buffer[0];
+  lunai_causal_divide(c, n, 1, a->grad_out + z, a->z_row, g);
+  lunai_chunk_scores(c, n, g, n, a->z + z, a->z_row);
+  lunai_causal_grad_x(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
+}
+
+/* reverse: kept = G, the state is R */
+LUNAI_FN void lunai_causal_sum_xg(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  lunai_causal_divide(c, a->value_dim, 1, a->grad_out + lunai_causal_z(a, c), a->z_row, c->kept);
+  lunai_causal_sum(c, a->dim, a->value_dim, a->x + lunai_causal_xy(a, c), a->xy_row, c->kept, a->value_dim, c->state);
+}
+
+LUNAI_FN void lunai_causal_out_yz(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal *a = (const lunai_causal *)args;
+  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c), n = a->value_dim;
+  if (a->grad_y) {
+    lunai_chunk_scores(c, n, c->kept, n, a->z + z, a->z_row);
+    lunai_causal_grad_yz(c, a->dim, n, a->z + z, a->z_row, c->state, 1, n, a->x + xy, a->xy_row, a->grad_y + xy,
+                         a->xy_row);
+  }
+  if (a->grad_z) {
+    lunai_chunk_scores(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
+    lunai_causal_grad_yz(c, n, a->dim, a->y + xy, a->xy_row, c->state, n, 1, c->kept, n, a->grad_z + z, a->z_row);
+  }
+}
+
+LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal *a, bool reverse) {
+  memset(s, 0, sizeof *s);
+  s->kernels = kernels;
+  s->args = a;
+  s->items = a->batch * a->heads;
+  s->heads = a->heads;
+  s->rows = a->rows;
+  s->dim = a->dim;
+  s->value_dim = a->value_dim;
+  s->slots = 1;
+  s->unit = a->dim * a->value_dim;
+  s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
+  s->reverse = reverse;
+}
+
+LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
+                                     bool backward) {
+  lunai_sweep s;
+  lunai_causal_sweep(&s, kernels, a, backward); /* the reverse sweep needs more */
+  return lunai_sweep_plan(&s, lunai_max(1, threads), NULL);
+}
+
+LUNAI_FN void lunai_run_causal(const lunai_kernels *kernels, const lunai_causal *a, const lunai_parallel *parallel,
+                               void *scratch) {
+  lunai_sweep s;
+  lunai_causal_sweep(&s, kernels, a, false);
+  s.sum = lunai_causal_sum_yz;
+  s.output = lunai_causal_out;
+  lunai_sweep_run(&s, parallel, scratch);
+}
+
+LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const lunai_causal *a,
+                                        const lunai_parallel *parallel, void *scratch) {
+  lunai_sweep s;
+  if (a->grad_x) {
+    lunai_causal_sweep(&s, kernels, a, false);
+    s.sum = lunai_causal_sum_yz;
+    s.output = lunai_causal_out_x;
+    lunai_sweep_run(&s, parallel, scratch);
+  }
+  if (a->grad_y || a->grad_z) {
+    lunai_causal_sweep(&s, kernels, a, true);
+    s.sum = lunai_causal_sum_xg;
+    s.output = lunai_causal_out_yz;
+    lunai_sweep_run(&s, parallel, scratch);
+  }
+}
+
+/* ---- causal Luna: masked slots are left out of every product and never read ---- */
+
+/* a chunk's offset in q, k, v, out (wide), in s and w (narrow), and its real slots */
+typedef struct lunai_luna_place { int64_t wide, wide_row, narrow, narrow_row, slots; } lunai_luna_place;
+LUNAI_FN lunai_luna_place lunai_luna_at(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+  const int64_t b = c->item / a->heads, head = c->item % a->heads, row = (b * a->rows + c->first) * a->heads + head;
+  lunai_luna_place p;
+  p.wide = row * a->head_dim;
+  p.wide_row = a->heads * a->head_dim;
+  p.narrow = row * a->slots;
+  p.narrow_row = a->heads * a->slots;
+  p.slots = lunai_real_slots(a->lengths, b, a->slots);
+  return p;
+}
+
+/* kept = A [rows, slots]; the states are k^T A and A^T v */
+LUNAI_FN void lunai_luna_sum(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const lunai_luna_place p = lunai_luna_at(a, c);
+  const int64_t d = a->head_dim, l = p.slots;
+  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
+  c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
+  lunai_causal_sum(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
+  lunai_causal_sum(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
+}
+
+LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const lunai_luna_place p = lunai_luna_at(a, c);
+  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
+  float *w = c->buffer[0];
+  int64_t t;
+  lunai_chunk_scores(c, d, a->q + p.wide, row, a->k + p.wide, row);
+  lunai_causal_mix(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
+  c->kernels->softmax(c->rows, l, w, w);
+  if (a->w) c->kernels->copy_rows(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
+  for (t = 0; a->w && l < a->slots && t < c->rows; t++)
+    memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
+  lunai_chunk_scores(c, l, w, l, c->kept, l);
+  lunai_causal_mix(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->buffer[1]);
+}
+
+LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state, bool store) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const int64_t d = a->head_dim, l = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+  double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
+  int64_t i;
+  for (i = 0; i < d; i++) {
+    double *own = state + i * l, *callers = ka + i * a->slots;
+    memcpy(store ? callers : own, store ? own : callers, (size_t)l * sizeof(double));
+  }
+  memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
+}
+
+typedef struct lunai_luna_steps { const lunai_kernels *kernels; const lunai_causal_luna *args; char *scratch; } lunai_luna_steps;
+LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
   return 2 * lunai_floats(a->slots) + (int64_t)lunai_round((size_t)lunai_max(a->slots, a->head_dim) * sizeof(double));
 }
 
 /* one row: no chunk */
-LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t thread, int64_t threads) {
-  const LUNAI_K(luna_steps) *s = (const LUNAI_K(luna_steps) *)work;
+LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
+  const lunai_luna_steps *s = (const lunai_luna_steps *)work;
   const lunai_causal_luna *a = s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
   const double share = 1 / (double)(a->position + 1);
-  char *scratch = s->scratch + thread * LUNAI_K(step_bytes)(a);
+  char *scratch = s->scratch + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   int64_t item, i;
   for (item = lunai_share(items, thread, threads); item < end; item++) {
-    const int64_t l = LUNAI_K(real_slots)(a->lengths, item / a->heads, a->slots), wide = item * d, narrow = item * a->slots;
+    const int64_t l = lunai_real_slots(a->lengths, item / a->heads, a->slots), wide = item * d,
+                  narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
       for (i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
       memset(av, 0, (size_t)(l * d) * sizeof(double));
     }
-    LUNAI_K(activate)(a->activation, l, a->s + narrow, omega);
-    LUNAI_K(step_state)(d, l, share, a->k + wide, omega, a->q + wide, ka, a->slots, sum);
+    s->kernels->activate(a->activation, l, a->s + narrow, omega);
+    s->kernels->step_state(d, l, share, a->k + wide, omega, a->q + wide, ka, a->slots, sum);
     for (i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
-    LUNAI_K(softmax)(1, l, w, w);
-    LUNAI_K(step_state)(l, d, share, omega, a->v + wide, w, av, d, sum);
+    s->kernels->softmax(1, l, w, w);
+    s->kernels->step_state(l, d, share, omega, a->v + wide, w, av, d, sum);
     for (i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
     for (i = 0; a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
@@ -4800,78 +5059,80 @@ LUNAI_FN void LUNAI_K(luna_step)(void *work, int64_t thread, int64_t threads) {
 
 /* ---- causal Luna, backward ----
    G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the forward sweep leaves for the reverse one. */
-typedef struct LUNAI_K(luna_grads) { const lunai_causal_luna *args; float *h; } LUNAI_K(luna_grads);
-LUNAI_INLINE float *LUNAI_K(luna_h)(const LUNAI_K(luna_grads) *g, const LUNAI_K(chunk) *c) {
+typedef struct lunai_luna_grads { const lunai_causal_luna *args; float *h; } lunai_luna_grads;
+LUNAI_INLINE float *lunai_luna_h(const lunai_luna_grads *g, const lunai_causal_chunk *c) {
   return g->h + (c->item * g->args->rows + c->first) * g->args->slots;
 }
-LUNAI_FN void LUNAI_K(luna_sum_up)(const void *args, const LUNAI_K(chunk) *c) {
-  LUNAI_K(luna_sum)(((const LUNAI_K(luna_grads) *)args)->args, c);
+LUNAI_FN void lunai_luna_sum_up(const void *args, const lunai_causal_chunk *c) {
+  lunai_luna_sum(((const lunai_luna_grads *)args)->args, c);
 }
 
 /* H, and the gradient of q */
-LUNAI_FN void LUNAI_K(luna_out_up)(const void *args, const LUNAI_K(chunk) *c) {
-  const LUNAI_K(luna_grads) *grads = (const LUNAI_K(luna_grads) *)args;
+LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
+  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
-  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *g = c->buffer[0], *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2], *h = LUNAI_K(luna_h)(grads, c);
-  LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, row, g);
-  LUNAI_K(causal_scores)(c, d, g, d, a->v + p.wide, row);
-  LUNAI_K(causal_grad_x)(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
-  LUNAI_K(copy_rows)(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
+  float *g = c->buffer[0], *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2], *h = lunai_luna_h(grads, c);
+  lunai_causal_divide(c, d, 1, a->grad_out + p.wide, row, g);
+  lunai_chunk_scores(c, d, g, d, a->v + p.wide, row);
+  lunai_causal_grad_x(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
+  c->kernels->copy_rows(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
-  LUNAI_K(softmax_backward)(c->rows, l, w, dw, du);
-  LUNAI_K(causal_divide)(c, l, a->scale, du, l, h);
+  c->kernels->softmax_backward(c->rows, l, w, dw, du);
+  lunai_causal_divide(c, l, a->scale, du, l, h);
   if (!a->grad_q) return;
-  LUNAI_K(causal_scores)(c, l, h, l, c->kept, l);
-  LUNAI_K(causal_grad_x)(c, d, l, h, l, c->state, a->k + p.wide, row, a->grad_q + p.wide, row, true);
+  lunai_chunk_scores(c, l, h, l, c->kept, l);
+  lunai_causal_grad_x(c, d, l, h, l, c->state, a->k + p.wide, row, a->grad_q + p.wide, row, true);
 }
 
 /* kept = A, then G; the states are q^T H and W^T G */
-LUNAI_FN void LUNAI_K(luna_sum_down)(const void *args, const LUNAI_K(chunk) *c) {
-  const LUNAI_K(luna_grads) *grads = (const LUNAI_K(luna_grads) *)args;
+LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c) {
+  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
-  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots;
   float *g = c->kept + LUNAI_CHUNK * l;
-  LUNAI_K(copy_rows)(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
-  LUNAI_K(activate)(a->activation, c->rows * l, c->kept, c->kept);
-  LUNAI_K(causal_divide)(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
-  LUNAI_K(causal_sum)(c, d, l, a->q + p.wide, p.wide_row, LUNAI_K(luna_h)(grads, c), l, c->state);
-  LUNAI_K(causal_sum)(c, l, d, a->w + p.narrow, p.narrow_row, g, d, c->state + d * l);
+  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
+  c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
+  lunai_causal_divide(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
+  lunai_causal_sum(c, d, l, a->q + p.wide, p.wide_row, lunai_luna_h(grads, c), l, c->state);
+  lunai_causal_sum(c, l, d, a->w + p.narrow, p.narrow_row, g, d, c->state + d * l);
 }
 
-LUNAI_FN void LUNAI_K(luna_out_down)(const void *args, const LUNAI_K(chunk) *c) {
-  const LUNAI_K(luna_grads) *grads = (const LUNAI_K(luna_grads) *)args;
+LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c) {
+  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
-  const LUNAI_K(luna_place) p = LUNAI_K(luna_at)(a, c);
+  const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots, row = p.wide_row, narrow_row = p.narrow_row;
-  const float *omega = c->kept, *g = c->kept + LUNAI_CHUNK * l, *h = LUNAI_K(luna_h)(grads, c), *r = c->state, *r2 = c->state + d * l;
+  const float *omega = c->kept, *g = c->kept + LUNAI_CHUNK * l, *h = lunai_luna_h(grads, c), *r = c->state,
+              *r2 = c->state + d * l;
   const float *q = a->q + p.wide, *k = a->k + p.wide, *v = a->v + p.wide, *w = a->w + p.narrow;
   if (a->grad_k) {
-    LUNAI_K(causal_scores)(c, l, h, l, omega, l);
-    LUNAI_K(causal_grad_yz)(c, d, l, omega, l, r, 1, l, q, row, a->grad_k + p.wide, row);
+    lunai_chunk_scores(c, l, h, l, omega, l);
+    lunai_causal_grad_yz(c, d, l, omega, l, r, 1, l, q, row, a->grad_k + p.wide, row);
   }
   if (a->grad_v) {
-    LUNAI_K(causal_scores)(c, l, w, narrow_row, omega, l);
-    LUNAI_K(causal_grad_yz)(c, d, l, omega, l, r2, d, 1, g, d, a->grad_v + p.wide, row);
+    lunai_chunk_scores(c, l, w, narrow_row, omega, l);
+    lunai_causal_grad_yz(c, d, l, omega, l, r2, d, 1, g, d, a->grad_v + p.wide, row);
   }
   if (a->grad_s) {
     float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
-    LUNAI_K(causal_scores)(c, d, q, row, k, row);
-    LUNAI_K(causal_grad_yz)(c, l, d, k, row, r, l, 1, h, l, domega, l);
-    LUNAI_K(causal_scores)(c, d, g, d, v, row);
-    LUNAI_K(causal_grad_yz)(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
-    LUNAI_K(copy_rows)(c->rows, l, a->s + p.narrow, narrow_row, s, l);
-    LUNAI_K(copy_rows)(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
-    LUNAI_K(activate_backward)(a->activation, c->rows * l, s, domega, ds);
-    LUNAI_K(copy_rows)(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
+    lunai_chunk_scores(c, d, q, row, k, row);
+    lunai_causal_grad_yz(c, l, d, k, row, r, l, 1, h, l, domega, l);
+    lunai_chunk_scores(c, d, g, d, v, row);
+    lunai_causal_grad_yz(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
+    c->kernels->copy_rows(c->rows, l, a->s + p.narrow, narrow_row, s, l);
+    c->kernels->copy_rows(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
+    c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
+    c->kernels->copy_rows(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
   }
 }
 
-LUNAI_FN void LUNAI_K(luna_sweep)(LUNAI_K(sweep) *s, const lunai_causal_luna *a, bool reverse) {
+LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
   memset(s, 0, sizeof *s);
+  s->kernels = kernels;
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -4884,51 +5145,61 @@ LUNAI_FN void LUNAI_K(luna_sweep)(LUNAI_K(sweep) *s, const lunai_causal_luna *a,
   s->reverse = reverse;
 }
 
-LUNAI_FN size_t LUNAI_K(causal_luna_scratch)(const lunai_causal_luna *a, int64_t threads, bool backward) {
-  LUNAI_K(sweep) s;
+LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
+                                          bool backward) {
+  lunai_sweep s;
   threads = lunai_max(1, threads);
-  if (a->mean_ka && a->rows == 1) return (size_t)(threads * LUNAI_K(step_bytes)(a));
-  LUNAI_K(luna_sweep)(&s, a, backward);
-  return LUNAI_K(sweep_plan)(&s, threads, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
+  if (a->mean_ka && a->rows == 1) return (size_t)(threads * lunai_step_bytes(a));
+  lunai_luna_sweep(&s, kernels, a, backward);
+  return lunai_sweep_plan(&s, threads, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
 }
 
-LUNAI_FN void LUNAI_K(causal_luna)(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
-  LUNAI_K(sweep) s;
+LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_causal_luna *a,
+                                    const lunai_parallel *parallel, void *scratch) {
+  lunai_sweep s;
   if (a->mean_ka && a->rows == 1) {
-    LUNAI_K(luna_steps) steps;
+    lunai_luna_steps steps;
+    steps.kernels = kernels;
     steps.args = a;
     steps.scratch = (char *)scratch;
-    lunai_run(LUNAI_K(worth)(parallel, a->batch * a->heads * a->head_dim * a->slots), LUNAI_K(luna_step), &steps);
+    lunai_run(lunai_worth(parallel, a->batch * a->heads * a->head_dim * a->slots), lunai_luna_step, &steps);
     return;
   }
-  LUNAI_K(luna_sweep)(&s, a, false);
+  lunai_luna_sweep(&s, kernels, a, false);
   s.args = a;
-  s.sum = LUNAI_K(luna_sum);
-  s.output = LUNAI_K(luna_out);
-  if (a->mean_ka && a->rows > 0) s.exchange = LUNAI_K(luna_exchange);
-  LUNAI_K(sweep_run)(&s, parallel, scratch);
+  s.sum = lunai_luna_sum;
+  s.output = lunai_luna_out;
+  if (a->mean_ka && a->rows > 0) s.exchange = lunai_luna_exchange;
+  lunai_sweep_run(&s, parallel, scratch);
 }
 
-LUNAI_FN void LUNAI_K(causal_luna_backward)(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
-  LUNAI_K(luna_grads) grads;
-  LUNAI_K(sweep) s;
+LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const lunai_causal_luna *a,
+                                             const lunai_parallel *parallel, void *scratch) {
+  lunai_luna_grads grads;
+  lunai_sweep s;
   char *rest = (char *)scratch;
   grads.args = a;
   grads.h = lunai_take(&rest, a->batch * a->heads * a->rows * a->slots);
-  LUNAI_K(luna_sweep)(&s, a, false);
+  lunai_luna_sweep(&s, kernels, a, false);
   s.args = &grads;
-  s.sum = LUNAI_K(luna_sum_up);
-  s.output = LUNAI_K(luna_out_up);
-  LUNAI_K(sweep_run)(&s, parallel, rest);
+  s.sum = lunai_luna_sum_up;
+  s.output = lunai_luna_out_up;
+  lunai_sweep_run(&s, parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s) return;
-  LUNAI_K(luna_sweep)(&s, a, true);
+  lunai_luna_sweep(&s, kernels, a, true);
   s.args = &grads;
-  s.sum = LUNAI_K(luna_sum_down);
-  s.output = LUNAI_K(luna_out_down);
-  LUNAI_K(sweep_run)(&s, parallel, rest);
+  s.sum = lunai_luna_sum_down;
+  s.output = lunai_luna_out_down;
+  lunai_sweep_run(&s, parallel, rest);
 }
+#endif
 
+/* ----------------------------------------------------------------------------------------------------------------------
+   >>table: the kernels of an instruction set, its loops and the drivers that run on them
+   ---------------------------------------------------------------------------------------------------------------------- */
+#ifdef LUNAI_PASS
 static const lunai_kernels LUNAI_K(kernels) = {
+  LUNAI_MR, LUNAI_NR,
 #define LUNAI_FIELD(result, name, arguments) LUNAI_K(name),
 #define LUNAI_FIELD_REST(result, name, arguments) LUNAI_REST(LUNAI_K(name)),
 #define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(LUNAI_K(name)),
@@ -4937,6 +5208,35 @@ static const lunai_kernels LUNAI_K(kernels) = {
 #undef LUNAI_FIELD_REST
 #undef LUNAI_FIELD_TRAIN
 };
+
+#undef LUNAI_DRIVER
+#undef LUNAI_DRIVER_SCRATCH
+#define LUNAI_DRIVER(name, type) \
+  LUNAI_FN void LUNAI_K(name)(const type *a, const lunai_parallel *parallel, void *scratch) { \
+    lunai_run_##name(&LUNAI_K(kernels), a, parallel, scratch); \
+  }
+#define LUNAI_DRIVER_SCRATCH(name, type) \
+  LUNAI_FN size_t LUNAI_K(name)(const type *a, int64_t threads, bool backward) { \
+    return lunai_##name(&LUNAI_K(kernels), a, threads, backward); \
+  }
+LUNAI_DRIVER(gemm, lunai_gemm)
+LUNAI_DRIVER(make_panels, lunai_gemm)
+LUNAI_DRIVER(attention, lunai_attention)
+LUNAI_DRIVER(attention_backward, lunai_attention)
+LUNAI_DRIVER(unpack, lunai_unpack)
+LUNAI_DRIVER(unpack_backward, lunai_unpack)
+LUNAI_DRIVER(causal, lunai_causal)
+LUNAI_DRIVER(causal_backward, lunai_causal)
+LUNAI_DRIVER(causal_luna, lunai_causal_luna)
+LUNAI_DRIVER(causal_luna_backward, lunai_causal_luna)
+LUNAI_DRIVER_SCRATCH(attention_scratch, lunai_attention)
+LUNAI_DRIVER_SCRATCH(unpack_scratch, lunai_unpack)
+LUNAI_DRIVER_SCRATCH(causal_scratch, lunai_causal)
+LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
+LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
+  return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
+}
+LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #else /* !LUNAI_PASS */
 #define LUNAI_IMPLEMENTED
@@ -6451,6 +6751,7 @@ struct luna_ctx {
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
+  const luna_op *custom;             /* the custom op that runs */
   uint32_t dropout_ops;
   bool training;
   bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
@@ -6794,9 +7095,11 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin */
+  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin;
+     of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
-  const size_t bytes = used + (ctx->training || remote ? 0 : 7 * used < more ? 7 * used : more);
+  const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
+  const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
   if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
@@ -7017,6 +7320,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   ctx = (luna_ctx *)memory;
   *ctx = first;
+  if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
   if (ctx->backend->open && !ctx->options.measure) open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
   if (open_status != LUNA_OK) {
     if (ctx->status == LUNA_OK) luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
@@ -7078,7 +7382,8 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ?
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
-  if (ctx) lunai_report(ctx, false, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
+  const bool newest = ctx && ctx->setups > 0; /* the sentence of the init under way */
+  if (ctx) lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence ? sentence : luna_status_text(status));
   return status;
 }
 /* reads the state; waits for the device */
@@ -7293,6 +7598,7 @@ LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int6
     }
     if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at, add);
     else if (op->kind == LUNA_OP_ADD && step[0] && step[1]) lunai_k(op)->add(n, x[0], x[1], y + at);
+    else if (op->kind == LUNA_OP_MUL && step[0] && step[1]) lunai_k(op)->mul(n, x[0], x[1], y + at);
     else lunai_k(op)->elementwise((int)op->kind, x, step, n, y + at);
   }
 }
@@ -7960,7 +8266,7 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
-LUNAI_FN void lunai_add_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last, const float *rows, float *table) {
+LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last, const float *rows, float *table) {
   int64_t i;
   for (i = 0; i < count; i++) {
     float *row = table + op->index[i] * d + first;
@@ -7973,14 +8279,14 @@ LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   for (i = first; i < last; i++) memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_add_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
+  lunai_scatter_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_add_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], first, last, op->in[1]->data, op->out[0]->data);
+  lunai_scatter_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], first, last, op->in[1]->data, op->out[0]->data);
 }
 LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
   const int64_t d = op->in[1]->shape[1];
@@ -8001,6 +8307,47 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
   if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->in[0]), 1, lunai_scatter_through);
   return LUNA_OK;
 }
+
+/* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
+   its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
+#define LUNAI_ANGLES 64
+LUNAI_FN int64_t lunai_angle_rows(const luna_op *op) { return lunai_min(op->out[0]->shape[0], LUNAI_ANGLES); }
+LUNAI_FN void lunai_sinusoids_query(luna_op *op) {
+  op->workspace_size = (size_t)(lunai_angle_rows(op) * (lunai_last(op->out[0]) / 2)) * 2 * sizeof(double);
+}
+LUNAI_FN void lunai_sinusoids_places(luna_op *op, int64_t first, int64_t last) {
+  const int64_t half = lunai_last(op->out[0]) / 2;
+  double *table = (double *)op->workspace;
+  int64_t t, i;
+  for (t = first; t < last; t++)
+    for (i = 0; i < half; i++)
+      lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
+}
+LUNAI_FN void lunai_sinusoids_block(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]), half = d / 2;
+  int64_t t, i, j;
+  for (t = first * LUNAI_ANGLES; first < last; first++, t += LUNAI_ANGLES) {
+    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
+    float *row = op->out[0]->data + t * d;
+    for (i = 0; i < half; i++) {
+      double s, c;
+      lunai_sine((double)(op->arg.sinusoids.first + t) * lunai_frequency(i, half), &s, &c);
+      for (j = 0; j < rows; j++) {
+        const double *angle = (const double *)op->workspace + (j * half + i) * 2;
+        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
+        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
+      }
+    }
+    for (j = 0; j < rows && d % 2; j++) row[j * d + d - 1] = 0;
+  }
+}
+LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) {
+  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]);
+  lunai_split(op, lunai_angle_rows(op), d, lunai_sinusoids_places);
+  lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
@@ -8322,19 +8669,26 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
 }
 
 /* --- custom --- */
+LUNAI_FN void lunai_custom_query(luna_op *op) {
+  op->workspace_size = op->backward_workspace_size = op->custom.workspace_size;
+}
 LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
+  op->ctx->custom = op;
   op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->ctx->custom = NULL;
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
+  op->ctx->custom = op;
   op->custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->ctx->custom = NULL;
   return LUNA_OK;
 }
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
   (void)direction;
-  if (bytes) memmove(to, from, bytes);
+  if (bytes) memcpy(to, from, bytes);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cpu_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
@@ -8463,7 +8817,7 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
 #define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
   LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
     LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
@@ -8482,14 +8836,15 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, mask_forward, mask_backward, 0),
     LUNAI_CPU_OP(query_nothing, ratio_forward, ratio_backward, 0),
     LUNAI_CPU_OP(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
     LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
     LUNAI_CPU_OP(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
+    LUNAI_CPU_OP(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
     LUNAI_CPU_OP(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
     LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
     LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_OP(query_nothing, custom_forward, custom_backward, 0),
+    LUNAI_CPU_OP(custom_query, custom_forward, custom_backward, 0),
     LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
     LUNAI_CPU_OP(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
@@ -8580,8 +8935,8 @@ LUNAI_FN void lunai_release(luna_tensor *t) {
   t->released = true;
 }
 
-/* What an op of the tape will read in backward. A cheap op's small inputs, such as the positions of a whole batch, are
-   among it, so that its result can be computed again. */
+/* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
+   computed again; not those made from nothing, as sinusoids are. */
 LUNAI_FN void lunai_op_saves(luna_op *op) {
   int i;
   for (i = 0; i < op->inputs; i++) {
@@ -8589,7 +8944,8 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
     if (!in) continue;
     in->last_reader = op;
     in->saved = in->saved || (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) ||
-                (lunai_op_is_cheap[op->kind] && luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
+                (lunai_op_is_cheap[op->kind] && !(in->maker && in->maker->inputs == 0) &&
+                 luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
   }
   for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
@@ -8645,8 +9001,9 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
     const bool again = scope.recompute && t->maker;              /* its op is run again */
     const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
     for (i = 0; i < count && lunai_base(results[i]) != t; i++);
-    if (i == count && !t->keep_data && !(taped && (t->saved || given) && !again && !lunai_is_recomputable(t)))
-      lunai_release(t);
+    if (i < count || t->keep_data) continue;
+    if (taped && (t->saved || given) && !again && !lunai_is_recomputable(t)) t->internal = true;
+    else lunai_release(t);
   }
   return results[0];
 }
@@ -8872,22 +9229,25 @@ LUNA_API float luna_item(const luna_tensor *t) {
 /* --- building an op --- */
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
+LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
+  memset(s, 0, sizeof *s);
+  s->name = name;
+  s->mark = lunai_step_mark(ctx);
+  s->op.kind = kind;
+  s->op.ctx = ctx;
+  s->op.outputs = 1;
+}
 /* inputs a, b, c: as many as `inputs` says, none null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
                           luna_tensor *b, luna_tensor *c) {
   luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
   int i;
-  memset(s, 0, sizeof *s);
   if (!ctx) return false;
-  s->name = name;
-  s->mark = lunai_step_mark(ctx);
-  s->op.kind = kind;
-  s->op.ctx = ctx;
+  lunai_start_in(s, ctx, kind, name);
   s->op.inputs = inputs;
   s->op.in[0] = a;
   s->op.in[1] = inputs > 1 ? b : NULL;
   s->op.in[2] = inputs > 2 ? c : NULL;
-  s->op.outputs = 1;
   for (i = 0; i < inputs; i++)
     if (lunai_is_released(s->op.in[i], name)) return false;
     else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
@@ -8982,7 +9342,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
-  bool record = false;
+  bool wanted = false, record;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
   void *memory;
   size_t result;
   int i;
@@ -8996,8 +9356,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
       return lunai_abandon(s);
     }
     if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
-    if (op->in[i] && op->in[i]->needs_grad && ctx->training && !ctx->paused) record = true;
+    if (op->in[i] && op->in[i]->needs_grad) wanted = true;
   }
+  wanted = wanted && ctx->training && !ctx->paused;
+  record = wanted || (op->inputs == 0 && ctx->training && !ctx->paused);
   if (lunai_shape_count(rank, shape) < 0) {
     lunai_fail_shape(ctx, s->name, rank, shape);
     return lunai_abandon(s);
@@ -9024,7 +9386,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     lunai_fail_backend(ctx, false, s->name, status);
     return lunai_abandon(s);
   }
-  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = record;
+  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
   if (extra) *extra = op->out[1];
   if (record) {
     lunai_op_saves(op);
@@ -9087,8 +9449,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
       again[i] = in && in->released;
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
-    first = op->in[0]->base ? op->in[0]->base : op->in[0];
-    if (again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
+    first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
+    if (first && again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
@@ -9097,7 +9459,7 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
     owner->released = false;
     owner->recomputed = true;
     if (!lunai_op_run(op, status)) return false;
-    if (!first->data_piece && again[0]) { /* its data have become these */
+    if (first && !first->data_piece && again[0]) { /* its data have become these */
       first->data = NULL;
       first->released = true;
     }
@@ -9147,8 +9509,19 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
 LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
 
-/* What nothing reads any more once an op's backward is over: its results' gradients, their data where these were computed
-   again, and what it kept, which the walk that only counts memory leaves to the next. */
+/* Releases a result's data when all that read it have run their backward, unless somebody else may want them. The walk
+   that only counts memory gives back what it did not compute again itself, and takes it again when it is over. */
+LUNAI_FN void lunai_result_done(luna_tensor *t) {
+  if (t->keep_data || !t->data_piece || !(t->recomputed || t->internal)) return;
+  if (t->recomputed || !t->ctx->reserving) {
+    lunai_release(t);
+    return;
+  }
+  t->given_piece = t->data_piece;
+  lunai_piece_give(t->ctx, &t->data_piece);
+}
+/* What nothing reads any more once an op's backward is over: its results' gradients and data, and what it kept, which
+   the walk that only counts memory leaves to the next. */
 LUNAI_FN void lunai_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *kept = op->kept_piece;
@@ -9157,7 +9530,7 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   if (!ctx->reserving) op->kept_piece = NULL;
   for (i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
-    if (out->recomputed) lunai_release(out);
+    lunai_result_done(out);
     if (out->maker == op && !out->keep_grad) {
       lunai_piece_give(ctx, &out->grad_piece);
       out->grad = NULL;
@@ -9194,6 +9567,11 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
+LUNAI_FN bool lunai_sets_in_place(const luna_op *op) {
+  return (lunai_op_can(op) & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
+         lunai_is_single(op, 0);
+}
+
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_mark mark;
@@ -9208,13 +9586,13 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   if (lunai_leave_gradient(op)) return true;
   for (i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
-  for (i = 0; i < op->outputs; i++) /* those that read it are done */
-    if (op->out[i]->recomputed && !(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_release(op->out[i]);
+  for (i = 0; i < op->outputs; i++)
+    if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-  op->sets = 0;
+  op->sets = lunai_sets_in_place(op) ? 1 : 0;
   for (i = 0; i < op->inputs; i++)
-    if (lunai_grad_in_place(op, i)) {
+    if (op->sets >> i || lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->grad_piece = op->out[0]->grad_piece;
       op->in[i]->has_grad = true;
@@ -9274,6 +9652,8 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   t->grad = NULL;
   t->grad_piece = NULL;
   t->has_grad = false;
+  if (t->given_piece) t->data_piece = t->given_piece;
+  t->given_piece = NULL;
   if (!t->recomputed) return;
   t->data = NULL;
   t->data_piece = NULL;
@@ -9458,6 +9838,7 @@ LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *na
   lunai_param *p = name ? lunai_param_find(params, name) : NULL;
   return p ? &p->tensor : NULL;
 }
+LUNA_API luna_ctx *luna_params_ctx(const luna_params *params) { return params ? params->ctx : NULL; }
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params) { return params ? params->size : 0; }
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name) {
   lunai_param *p = params && index >= 0 && index < params->size ? params->last : NULL;
@@ -9485,7 +9866,7 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
 }
 
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen) {
-  luna_ctx *ctx = lunai_ctx_of(params);
+  luna_ctx *ctx = params ? params->ctx : NULL;
   lunai_param *p;
   int64_t matched = 0;
   luna_status status = LUNA_OK;
@@ -10177,6 +10558,19 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
 }
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
 
+/* x as [count, 1], with `fill` where keep, in the step, has 0 and not 1; what was there is not read */
+LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fill, const char *name) {
+  int64_t shape[2];
+  lunai_build s;
+  shape[0] = luna_count(x);
+  shape[1] = 1;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
+  s.op.arg.mask.width = 1;
+  s.op.arg.mask.fill = fill;
+  return s.op.lengths ? lunai_finish_like(&s, x) : lunai_abandon(&s);
+}
+
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
@@ -10304,6 +10698,74 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
     return lunai_abandon(&s);
   }
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
+}
+
+/* --- losses of numbers, composed of the ops above --- */
+typedef struct lunai_targets {
+  luna_tensor *x;                    /* the values [count, 1], 0 where there is no target */
+  const int32_t *given;              /* [count], 1 where there is one */
+  float share;                       /* 1 / how many there are */
+} lunai_targets;
+LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
+  const int64_t count = luna_count(values);
+  int64_t i, counted = 0;
+  lunai_build s;
+  void *memory;
+  int32_t *given;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
+  if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
+    return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
+  t->given = given = (int32_t *)memory;
+  for (i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
+  t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
+  t->x = lunai_select(values, given, 0, name);
+  return t->x != NULL;
+}
+/* the values less their targets [count, 1], 0 where there is none */
+LUNAI_FN luna_tensor *lunai_errors(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
+  if (!lunai_targets_take(t, values, targets, name)) return NULL;
+  return lunai_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, 0, name);
+}
+LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *losses) {
+  return luna_scale(luna_sum(losses, 0), t->share);
+}
+
+LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
+  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  lunai_targets t;
+  luna_tensor *e = lunai_errors(&t, values, targets, "luna_mse");
+  return e ? lunai_result(scope, lunai_mean_given(&t, luna_mul(e, e))) : NULL;
+}
+
+/* r (e - r / 2), r = e within delta of 0: no difference of large numbers */
+LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
+  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  lunai_targets t;
+  luna_tensor *e, *r;
+  if (delta == 0) delta = 1;
+  if (values && !(delta > 0 && lunai_is_finite(delta)))
+    return lunai_fail(values->ctx, LUNA_ERROR_NEGATIVE, "luna_huber", "delta", (double)delta);
+  if ((e = lunai_errors(&t, values, targets, "luna_huber")) == NULL) return NULL;
+  r = luna_clamp(e, -delta, delta);
+  return lunai_result(scope, lunai_mean_given(&t, luna_mul(r, luna_sub(e, luna_scale(r, 0.5f)))));
+}
+
+/* t ln(1 + e^-x) + (1 - t) ln(1 + e^x): accurate for confident logits too */
+LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
+  const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
+  lunai_targets t;
+  luna_tensor *y, *yes, *no;
+  int64_t i;
+  for (i = 0; targets && i < luna_count(logits); i++)
+    if (targets[i] < 0 || targets[i] > 1)
+      return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
+  if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
+  y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
+  no = luna_add_scalar(luna_scale(y, -1), 1);
+  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
 }
 
 /* --- attention --- */
@@ -10542,6 +11004,19 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   s.op.custom.state = memory;
   return lunai_finish(&s, rank, shape);
 }
+LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
+  const luna_op *op = out ? out->ctx->custom : NULL;
+  luna_run run;
+  memset(&run, 0, sizeof run);
+  if (!op) return run;
+  run.isa = op->ctx->options.isa;
+  run.scratch = op->workspace;
+  run.scratch_size = op->workspace_size;
+  run.parallel_for = op->ctx->parallel.run;
+  run.parallel_user = op->ctx->parallel.user;
+  run.threads = (int)op->ctx->parallel.threads;
+  return run;
+}
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
@@ -10625,6 +11100,123 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
   return luna_layer_norm(x, layer->weight, layer->bias);
+}
+
+/* --- features --- */
+LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features, int64_t dim, luna_init init) {
+  layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, lunai_init(LUNA_INIT_ZEROS, 0));
+  layer->scale = layer->mean ? lunai_named(params, prefix, "input_norm.scale", 1, features, 1, lunai_init(LUNA_INIT_ONES, 0)) : NULL;
+  return layer->scale && lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+}
+LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
+                                           int64_t features, int64_t dim, luna_init init) {
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
+  return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
+}
+/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call that
+   returns a status. */
+LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
+  va_list values;
+  va_start(values, id);
+  lunai_report_values(ctx, !op, id, values);
+  va_end(values);
+  return false;
+}
+LUNAI_FN bool lunai_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
+  luna_ctx *ctx = layer && layer->mean ? layer->mean->ctx : NULL;
+  int64_t shape[3], b;
+  luna_tensor like;
+  if (!ctx) return false;
+  if (!input) return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "the input");
+  shape[0] = input->batch;
+  shape[1] = input->n;
+  shape[2] = layer->mean->shape[0];
+  like = lunai_like(ctx, 3, shape);
+  if (lunai_shape_count(3, shape) < 0)
+    return lunai_input_wrong(ctx, op, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)3, LUNAI_MAX_COUNT);
+  if (!input->features && lunai_shape_count(3, shape) > 0)
+    return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "input.features");
+  for (b = 0; input->lengths && b < input->batch; b++)
+    if (input->lengths[b] < 0 || input->lengths[b] > input->n)
+      return lunai_input_wrong(ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)input->lengths[b],
+                               (int64_t)0, input->n);
+  return true;
+}
+LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
+  return !input->lengths || step % input->n < input->lengths[step / input->n];
+}
+LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
+  const int64_t k = layer && layer->mean ? layer->mean->shape[0] : 0;
+  luna_ctx *ctx = k ? layer->mean->ctx : NULL;
+  luna_status status;
+  lunai_mark mark;
+  void *memory;
+  float *mean;
+  int64_t i, f;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!lunai_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
+    return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
+  mean = (float *)memory;
+  for (f = 0; f < k; f++) {
+    double sum = 0, squares = 0;
+    int64_t count = 0;
+    for (i = 0; i < input->batch * input->n; i++) /* Welford's recurrence: one pass, no difference of large sums */
+      if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * k + f])) {
+        const double x = (double)input->features[i * k + f], from = x - sum;
+        sum += from / (double)++count;
+        squares += from * (x - sum);
+      }
+    mean[f] = (float)sum;
+    mean[k + f] = squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
+    if (!lunai_is_finite(mean[k + f]) || mean[k + f] == 0) mean[k + f] = 1;
+  }
+  status = luna_write(layer->mean, mean);
+  if (status == LUNA_OK) status = luna_write(layer->scale, mean + k);
+  lunai_step_rewind(ctx, mark);
+  return status;
+}
+/* [batch, n, k]: the features with 0 for what is missing, or 1 where one is there and 0 where not. Both always, so that
+   neither memory nor the ops of a step depend on the data. */
+LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
+  int64_t shape[3], i, f;
+  luna_tensor *out;
+  lunai_mark mark;
+  luna_status status = LUNA_OK;
+  void *memory;
+  shape[0] = input->batch;
+  shape[1] = input->n;
+  shape[2] = k;
+  if ((out = luna_tensor_new(ctx, NULL, 3, shape)) == NULL) return NULL;
+  mark = lunai_step_mark(ctx);
+  if (!lunai_step(ctx, (size_t)luna_count(out) * sizeof(float), false, &memory))
+    return lunai_fail_op_memory(ctx, "luna_input_layer_forward", (size_t)luna_count(out) * sizeof(float));
+  if (lunai_computes(ctx) && luna_count(out) > 0) {
+    float *to = (float *)memory;
+    for (i = 0; i < input->batch * input->n; i++) {
+      const bool real = lunai_is_real(input, i);
+      for (f = 0; f < k; f++, to++) {
+        const float x = real ? input->features[i * k + f] : 0;
+        *to = x != x || !real ? 0 : present ? 1 : x;
+      }
+    }
+    status = ctx->backend->copy(ctx, out->data, memory, (size_t)luna_count(out) * sizeof(float), 1);
+  }
+  lunai_step_rewind(ctx, mark);
+  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "luna_input_layer_forward", status);
+}
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
+  luna_scope scope;
+  luna_tensor *x, *present;
+  if (!lunai_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  scope = luna_scope_begin(layer->mean->ctx);
+  x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
+  present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
+  x = luna_add(x, luna_scale(luna_detach(layer->mean), -1));
+  x = luna_mul(luna_mul(x, luna_detach(layer->scale)), present);
+  return lunai_result(scope, luna_linear_layer_forward(&layer->projection, x));
 }
 
 /* what every config's dim and heads are by default */
@@ -11223,11 +11815,26 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention, void *hook_state, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+/* input: the layer's, x: the attention's; *p: what comes in; what a hook hands out, else null */
+LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
+                                  void *hook_state, luna_tensor *input, luna_tensor *x, const luna_norm_layer *norm,
+                                  luna_tensor **p, const int32_t *lengths, bool causal) {
   const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+  luna_attention_call call;
   luna_tensor *y;
+  int i;
+  memset(&call, 0, sizeof call);
+  call.x = x;
+  call.input = input;
+  call.norm = c->pre_norm ? norm : NULL;
+  call.p = *p;
+  call.lengths = lengths;
+  call.causal = causal;
+  *p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
-  y = c->hook->forward(hook_state, x, p, lengths, causal);
+  y = c->hook->forward(hook_state, &call);
+  *p = call.next_p;
+  for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
@@ -11279,8 +11886,8 @@ LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_at
 }
 
 /* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths,
-                                  luna_tensor **next_x, luna_tensor **next_p) {
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, luna_tensor *x, luna_tensor *p,
+                                  const int32_t *lengths, luna_tensor **next_x, luna_tensor **next_p) {
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
@@ -11289,10 +11896,10 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
   c = &layer->config;
   is_luna = lunai_is_luna(c);
   if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
   if (!is_luna) {
     y = lunai_normed(c, x, &layer->attention_norm);
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, p, lengths, false);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, lengths, false);
     x = lunai_residual(c, x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
@@ -11302,7 +11909,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
     if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
                            next_x ? &x : NULL, next_p ? &p : NULL)) return false;
   }
-  if (!is_luna || !next_p) p = NULL;
+  if (!next_p) p = NULL;
   if (next_x) {
     x = lunai_results(scope, x, p);
     x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
@@ -11314,7 +11921,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_tensor *
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
   luna_tensor *y = NULL;
-  return lunai_encoder_layer(layer, x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
+  return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
@@ -11401,7 +12008,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *y, *p = NULL;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
@@ -11412,7 +12019,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
     y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, NULL, NULL, true);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result(scope, y);
@@ -11428,7 +12035,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26)
+  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
+  F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
@@ -11444,7 +12052,6 @@ static const lunai_field lunai_lm_fields[] = {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
-#define LUNAI_LENGTH(table) ((int)(sizeof(table) / sizeof((table)[0])))
 LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
 
 /* returns the first field that a file's metadata lacks or has out of range, or null */
@@ -11487,9 +12094,15 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
-  if (lunai_st_tensors(st) != 1 + (s->positions == LUNA_POSITIONS_LEARNED) + s->layers * layer + (s->pre_norm ? 2 : 0))
+  if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
+                              s->layers * layer + (s->pre_norm ? 2 : 0))
     return "its tensors are not those of luna.layers layers";
-  if (!lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim)) return "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
+                    !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
+    return s->features ? "input_proj.weight is not [luna.dim, luna.features]" :
+                         "embed_tokens.weight is not [luna.vocab, luna.dim]";
+  if (s->outputs && !lunai_st_matrix(st, "output_projection.weight", s->outputs, s->dim))
+    return "output_projection.weight is not [luna.outputs, luna.dim]";
   if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
   if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
   if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
@@ -11506,19 +12119,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
-/* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
-LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
-  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
-  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
-  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
-  *sine = quarter & 1 ? c : s;
-  *cosine = quarter & 1 ? s : c;
-  if (quarter & 2) *sine = -*sine;
-  if (quarter == 1 || quarter == 2) *cosine = -*cosine;
-}
-/* Sinusoidal positions in tensor2tensor's form: sin in the first half, cos in the second, frequencies 10000^(-i / (d/2 - 1)); an odd last is 0 */
-LUNAI_FN double lunai_frequency(int64_t i, int64_t half) { return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0)); }
+/* one row of sinusoidal positions */
 LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
@@ -11532,48 +12133,15 @@ LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* positions first .. first + n as a tensor [n, d]; a row is the sum of two angles, its block's and its place's in the block */
-#define LUNAI_ANGLES 64
+/* positions first .. first + n as a tensor [n, d] */
 LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
-  const int64_t half = d / 2;
-  int64_t shape[2], t, i;
-  luna_tensor *out;
-  lunai_mark mark;
-  double *table;
-  float *row;
-  void *memory, *more;
-  luna_status status = LUNA_OK;
+  int64_t shape[2];
+  lunai_build s;
   shape[0] = n;
   shape[1] = d;
-  out = luna_tensor_new(ctx, NULL, 2, shape);
-  if (!out) return NULL;
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double), false, &memory) || !lunai_step(ctx, (size_t)(LUNAI_ANGLES * d) * sizeof(float), false, &more)) {
-    lunai_step_rewind(ctx, mark);
-    return lunai_fail_op_memory(ctx, "sinusoidal positions", (size_t)(2 * LUNAI_ANGLES * half) * sizeof(double));
-  }
-  table = (double *)memory;
-  row = (float *)more;
-  if (!lunai_computes(ctx)) n = 0;
-  for (t = 0; t < lunai_min(n, LUNAI_ANGLES); t++)
-    for (i = 0; i < half; i++) lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
-  for (t = 0; t < n && status == LUNA_OK; t += LUNAI_ANGLES) {
-    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
-    int64_t j;
-    memset(row, 0, (size_t)(LUNAI_ANGLES * d) * sizeof(float));
-    for (i = 0; i < half; i++) {
-      double s, c;
-      lunai_sine((double)(first + t) * lunai_frequency(i, half), &s, &c);
-      for (j = 0; j < rows; j++) {
-        const double *angle = table + (j * half + i) * 2;
-        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
-        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
-      }
-    }
-    status = ctx->backend->copy(ctx, out->data + t * d, row, (size_t)(rows * d) * sizeof(float), 1);
-  }
-  lunai_step_rewind(ctx, mark);
-  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "sinusoidal positions", status);
+  lunai_start_in(&s, ctx, LUNA_OP_SINUSOIDS, "sinusoidal positions");
+  s.op.arg.sinusoids.first = first;
+  return lunai_finish(&s, 2, shape);
 }
 
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
@@ -11648,6 +12216,7 @@ LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
   s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
   s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
+  s->features = c->features; s->outputs = c->outputs;
 }
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   memset(c, 0, sizeof *c);
@@ -11656,6 +12225,7 @@ LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
   c->layer.pre_norm = s->pre_norm != 0;
   c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
+  c->features = s->features; c->outputs = s->outputs;
 }
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
@@ -11664,6 +12234,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (c->vocab == 0) c->vocab = 256;
+  if (c->outputs == 0) c->outputs = c->features;
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
@@ -11692,8 +12263,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     return lunai_setup_end(&s, false);
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
   memset(model, 0, sizeof *model);
-  model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init));
-  good = model->embedding != NULL;
+  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, lunai_projection_init(c.layer.bert_init, true));
+  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
   model->layers = (luna_causal_layer *)memory;
@@ -11702,6 +12273,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
+  if (good && c.outputs) good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, lunai_projection_init(c.layer.bert_init, true));
   lunai_lm_to_sizes(&c, &sizes);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
                                        &sizes);
@@ -11725,17 +12297,22 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  luna_tensor *x = luna_embedding(model->embedding, input->tokens, input->batch, input->n);
+  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
+                                      luna_input_layer_forward(&model->input, input);
   int64_t i;
   x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
   for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
   return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
 }
+LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
+  return model->output.weight ? model->output.weight : model->embedding;
+}
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
   const luna_scope scope = luna_scope_begin(ctx);
-  return ctx ? lunai_result(scope, luna_linear(lunai_lm_features(model, input), model->embedding, NULL)) : NULL;
+  if (!ctx) return NULL;
+  return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
@@ -11744,7 +12321,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   if (!ctx) return NULL;
   if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
   x = lunai_lm_features(model, input);
-  return lunai_result(scope, luna_linear_cross_entropy(x, model->embedding, NULL, labels, NULL));
+  return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
 /* --- the fields of models with an encoder --- */
@@ -11754,7 +12331,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
   F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26)
+  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26) \
+  F(features, 0, 1 << 20) F(per_step, 0, 1)
 typedef struct lunai_model_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_MODEL_FIELDS(LUNAI_FIELD)
@@ -11775,6 +12353,7 @@ LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_s
   s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
   s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
   s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
+  s->features = c->features;
 }
 LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
   luna_linformer_config *l = &c->layer.linformer;
@@ -11786,6 +12365,7 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
   l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
+  c->features = s->features;
 }
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
   return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
@@ -11822,12 +12402,21 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
 }
 
+/* A model's features are its encoder's. */
+LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encoder_config *encoder) {
+  if (*features == 0) *features = encoder->features;
+  if (!lunai_agrees(ctx, "encoder.features", encoder->features, "features", *features)) return false;
+  encoder->features = *features;
+  return true;
+}
+
 /* the learned embeddings and their norms */
 LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
   const luna_encoder_config *c = &e->config;
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
   if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if ((e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
+  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim, lunai_projection_init(c->layer.bert_init, true)) :
+      (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
   if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
   if (!c->norm_embedding) return true;
   return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) && (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
@@ -11877,12 +12466,12 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
-/* tokens to s E[token] + position, zeros where padded; `pad_first`: before the norm, so that what it makes of the zeros stays */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+/* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
   const float factor = lunai_embedding_factor(c);
-  const luna_scope scope = luna_scope_begin(table->ctx);
-  luna_tensor *x = luna_embedding(table, input->tokens, input->batch, input->n);
-  if (factor != 1) x = lunai_result(scope, luna_scale(x, factor));
+  const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
+  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) : luna_input_layer_forward(features, input);
+  if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
   x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
   if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
   if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
@@ -11918,7 +12507,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, e->positions, &e->embedding_norm, input), memory);
+  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is null
@@ -11930,23 +12519,24 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   luna_tensor *x;
   luna_scope scope;
   int64_t i;
-  bool has_x = true, has_p = false, is_luna;
+  bool has_x = true, has_p = false, is_luna, hands_p;
   if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
+  hands_p = is_luna || c->layer.hook;
   scope = luna_scope_begin(ctx);
   x = luna_encoder_embed(e, input, &p);
   for (i = 0; i < c->layers; i++) {
     has_x = last_x || i < c->layers - 1;
-    has_p = is_luna && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
-    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], x, p, input->lengths, has_x ? &x : NULL,
+    has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
                                    has_p ? &p : NULL)) return false;
     (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
   }
   if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
   if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
   if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
-  if ((has_x && !x) || (has_p && !p)) return false;
+  if ((has_x && !x) || (has_p && is_luna && !p)) return false;
   (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
   if (has_p) *last_p = p;
   if (has_x) *last_x = x;
@@ -11964,6 +12554,7 @@ LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
 LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
   s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
+  s->per_step = c->per_step;
 }
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config) {
   luna_classifier_config c;
@@ -11983,6 +12574,9 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
     lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
     return lunai_setup_end(&setup, false);
   }
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
+      (c.per_step && !lunai_is_unused(params->ctx, "pair", c.pair, "with per_step")))
+    return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_classifier_sizes(&c, &s);
   if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
@@ -12029,10 +12623,11 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   }
 }
 LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, const luna_input *input) {
-  const bool memory = lunai_pools_memory(model->config.pooling);
+  const bool memory = lunai_pools_memory(model->config.pooling) && !model->config.per_step;
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_tensor *x = NULL, *p = NULL;
   if (!lunai_encoder(&model->encoder, input, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
+  if (model->config.per_step) return x;
   return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
@@ -12070,6 +12665,7 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.vocab == 0) c.vocab = 257;
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder)) return lunai_setup_end(&setup, false);
   if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
   lunai_encoder_to_sizes(&c.encoder, &s);
   s.vocab = c.vocab;
@@ -12078,7 +12674,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  good = good && model->bias && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
+  if (good) model->output = !c.features ? model->encoder.embedding : lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim, lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
+  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -12090,7 +12687,7 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
   luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
-  return x ? luna_linear(x, model->encoder.embedding, model->bias) : NULL;
+  return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
@@ -12118,7 +12715,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
       chosen[count++] = labels[i];
     }
   x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
-  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->encoder.embedding, model->bias, chosen, NULL);
+  return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
 }
 
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
@@ -12173,7 +12770,8 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
     lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
     return false;
   }
-  if (!lunai_encoder_defaults(ctx, &c->encoder, &c->encoder)) return false;
+  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder, &c->encoder) ||
+      (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   lunai_seq2seq_sizes(c, &s);
@@ -12229,7 +12827,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   context = luna_encoder_forward(&model->encoder, source, &p);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, model->positions, NULL, target) : NULL;
+  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target) : NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
@@ -12951,6 +13549,7 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
   classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits; classifier.pair = s->pair != 0;
+  classifier.per_step = s->per_step != 0;
   seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0; seq2seq.separate_output = s->separate_output != 0;
   seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
   if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
@@ -14202,6 +14801,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->scale = 1;
   if (!s->kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
+  if (z->features || z->outputs) return "models of features, or with outputs of their own, are not streamed";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
@@ -14928,6 +15528,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 }
 #endif /* !LUNA_ONLY_STREAM */
 
+#if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
+#pragma GCC diagnostic pop
+#endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
 #endif

@@ -105,9 +105,7 @@ __device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float 
 #define LUNACU_MOST_BLOCKS 65535     /* along y and z; loops stride further */
 
 /* What one context needs of its device */
-struct lunacu_block;
 struct lunacu {
-  luna_ctx *ctx;
   int device, processors;
   luna_cuda_math math;
   cudaStream_t stream;
@@ -117,7 +115,6 @@ struct lunacu {
   double *partials;                  /* of sums that end in one number */
   char *staging;                     /* pinned, on its way to the device */
   size_t staged;                     /* bytes of it handed out since it was last known to be empty */
-  lunacu_block *kept;                /* released memory, to be given out again */
 };
 static inline lunacu *lunacu_self(const luna_ctx *ctx) { return (lunacu *)luna_backend_self(ctx); }
 /* the stream of a context's work */
@@ -367,26 +364,10 @@ __device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float
 #define LUNACU_PARTIALS_SIZE 4096
 #define LUNACU_DEVICES 16
 
-struct lunacu_block {                /* released device memory */
-  lunacu_block *next;
-  void *at;
-  size_t bytes;
-};
-
-static void lunacu_forget(lunacu *self) { /* gives the kept memory back to the device */
-  while (self->kept) {
-    lunacu_block *block = self->kept;
-    self->kept = block->next;
-    (void)lunacu_own(cudaFree(block->at));
-    free(block);
-  }
-}
-
 static void lunacu_close(void *user) {
   lunacu *self = (lunacu *)user;
   (void)lunacu_enter(self);
   if (self->stream) (void)lunacu_own(cudaStreamSynchronize(self->stream));
-  lunacu_forget(self);
   if (self->blas) (void)cublasDestroy(self->blas);
   if (self->blas_workspace) (void)lunacu_own(cudaFree(self->blas_workspace));
   if (self->partials) (void)lunacu_own(cudaFree(self->partials));
@@ -449,36 +430,17 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   return luna_backend_fail(ctx, lunacu_status(error), sentence);
 }
 
-/* Memory is given out again where it fits without much waste: the stream's order makes that safe without waiting. */
+/* luna.h takes a steady step's memory once: what it releases goes back to the device, when work that uses it is done. */
 static void *lunacu_allocate(void *user, size_t bytes) {
   lunacu *self = (lunacu *)user;
-  lunacu_block **at, **best = NULL, *block;
   void *memory = NULL;
   if (!self || lunacu_enter(self) != cudaSuccess) return NULL;
-  for (at = &self->kept; *at; at = &(*at)->next)
-    if ((*at)->bytes >= bytes && (*at)->bytes / 4 * 3 <= bytes && (!best || (*at)->bytes < (*best)->bytes)) best = at;
-  if (best) {
-    block = *best;
-    *best = block->next;
-    memory = block->at;
-    free(block);
-    return memory;
-  }
-  if (lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1)) == cudaSuccess) return memory;
-  lunacu_forget(self);
   return lunacu_own(cudaMalloc(&memory, bytes ? bytes : 1)) == cudaSuccess ? memory : NULL;
 }
 static void lunacu_release(void *user, void *memory, size_t bytes) {
-  lunacu *self = (lunacu *)user;
-  lunacu_block *block = (lunacu_block *)malloc(sizeof *block);
-  if (!block) {
-    (void)lunacu_own(cudaFree(memory));
-    return;
-  }
-  block->next = self->kept;
-  block->at = memory;
-  block->bytes = bytes;
-  self->kept = block;
+  (void)bytes;
+  (void)lunacu_enter((lunacu *)user);
+  (void)lunacu_own(cudaFree(memory));
 }
 
 /* Values carried by the launch itself: a graph that is being captured keeps them, where memory of the host would have to stay */
@@ -519,19 +481,12 @@ static luna_status lunacu_to_device(luna_ctx *ctx, void *to, const void *from, s
   }
   return lunacu_check(ctx, error, "copy to the device");
 }
-/* Pieces no longer than the distance between the two do not overlap; luna.h moves memory only downwards. */
-static luna_status lunacu_within(luna_ctx *ctx, char *to, const char *from, size_t bytes) {
-  const size_t distance = from > to ? (size_t)(from - to) : (size_t)(to - from);
-  const size_t part = to < from && distance < bytes ? distance : bytes;
-  cudaError_t error = cudaSuccess;
-  for (size_t at = 0; at < bytes && distance > 0 && error == cudaSuccess; at += part)
-    error = cudaMemcpyAsync(to + at, from + at, bytes - at < part ? bytes - at : part, cudaMemcpyDeviceToDevice, lunacu_self(ctx)->stream);
-  return lunacu_check(ctx, error, "copy on the device");
-}
 static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   lunacu *self = lunacu_self(ctx);
   if (bytes == 0) return LUNA_OK;
-  if (direction == 0) return lunacu_within(ctx, (char *)to, (const char *)from, bytes);
+  if (direction == 0)
+    return lunacu_check(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, self->stream),
+                        "copy on the device");
   if (direction == 1) return lunacu_to_device(ctx, to, from, bytes);
   cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, self->stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(self->stream);
@@ -1943,6 +1898,33 @@ static luna_status lunacu_scatter_add_backward(luna_op *op) {
   if (dx && dx != op->out[0]->grad) lunacu_scaled_run(op, op->out[0]->grad, 1, dx, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
+
+/* --- sinusoidal positions, of no inputs: a thread turns one angle over some rows --- */
+#define LUNACU_TURNS 16
+__global__ void lunacu_sinusoids_kernel(int64_t first, int64_t n, int64_t d, float *y) {
+  const int64_t half = d / 2, columns = half + d % 2, tiles = (n + LUNACU_TURNS - 1) / LUNACU_TURNS;
+  for (int64_t u = lunacu_index(); u < columns * tiles; u += lunacu_stride()) {
+    const int64_t i = u % columns, row = u / columns * LUNACU_TURNS, end = min(row + LUNACU_TURNS, n);
+    const double w = (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0));
+    const double sine = sin(w), cosine = cos(w);
+    double s = sin((double)(first + row) * w), c = cos((double)(first + row) * w);
+    for (int64_t t = row; t < end; t++) {
+      const double next = s * cosine + c * sine;
+      y[t * d + i] = i < half ? (float)s : 0.0f;
+      if (i < half) y[t * d + half + i] = (float)c;
+      c = c * cosine - s * sine;
+      s = next;
+    }
+  }
+}
+static luna_status lunacu_sinusoids_forward(luna_op *op) {
+  const int64_t n = op->out[0]->shape[0], d = lunacu_last(op->out[0]);
+  const unsigned blocks = lunacu_blocks(lunacu_divide_up(n, LUNACU_TURNS) * (d / 2 + d % 2), LUNACU_BLOCK);
+  LUNACU_LAUNCH(lunacu_sinusoids_kernel, blocks, LUNACU_BLOCK, 0, lunacu_stream(op), op->arg.sinusoids.first, n, d,
+                op->out[0]->data);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; }
 
 /* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n; index: labels (-1: ignored); number:
    smoothing, factor. kept: log-sum-exp of each row. One pass: each thread rescales its sum when it meets a new maximum. --- */
@@ -4080,6 +4062,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->version = 1;
         b->size = sizeof *b;
         b->device = device + 1;
+        b->opened = LUNACU_BLAS_WORKSPACE + LUNACU_PARTIALS_SIZE * sizeof(double);
         b->open = lunacu_open;
         b->close = lunacu_close;
         b->allocate = lunacu_allocate;
@@ -4116,6 +4099,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
         LUNACU_OP(SCATTER_ADD, scatter_add, scatter_add, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0))
+        LUNACU_OP(SINUSOIDS, nothing, sinusoids, 0)
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)
         LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product,

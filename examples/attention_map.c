@@ -48,7 +48,7 @@ static luna_tensor *projected(const luna_linear_layer *layer, luna_tensor *x) { 
 /* pack [1,l,n], eq. 3; unpack [1,n,l], eq. 4. False on failure. */
 static bool look(const luna_encoder *e, const int32_t *tokens, int64_t n, luna_tensor **pack, luna_tensor **unpack) {
   const luna_encoder_layer *layer = NULL;
-  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ tokens, NULL, 1, n }, &p);
+  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ tokens, NULL, 1, n, NULL }, &p);
   for (int64_t i = 0; i < own.layer; i++) {
     if (layer) x = luna_encoder_layer_forward(layer, x, &p, NULL);
     layer = &e->layers[e->config.tied_layers ? 0 : i];

@@ -1,154 +1,142 @@
-/* classifier.h: how the examples that tell sequences apart train and measure a luna_classifier. Included after example.h.
+/* classifier.h: samples for the examples that classify: batches of similar length, and how many a model gets right. Included
+   after example.h.
 
-   A program says what there is to learn in a `struct task`; train_classifier() learns it, and accuracy() measures a model on it. */
+   A program says in a `struct samples` what there is, and for a sample's number writes its tokens and returns its label:
+     batch_open(&s)                                  memory for batches: 0, or 2 after a sentence. batch_close() at the end
+     batch_random(&s, step)                          the batch of a training step
+     batch_at(&s, first, count, at)                  the batch at `at` of samples first .. first + count - 1 */
+#define QUICK 500                    /* samples that validations during a training look at, at most */
 #define POOL 16                      /* batches fetched at once and sorted by length, so that little of a batch is padding */
 
-typedef struct task {
+typedef struct samples {
   const char *title;
   int64_t vocab, classes, longest;   /* tokens 0 .. vocab - 1, at most `longest` in a sample; labels 0 .. classes - 1 */
   int64_t training, held;            /* samples to learn from; samples kept for validation, which come after them */
   int32_t (*fetch)(int64_t index, int32_t *tokens, int32_t *length); /* writes sample `index`, returns its label */
-} task;
+} samples;
 
-typedef struct pool {
-  int32_t *tokens, *batch, *lengths, *labels; /* tokens: `longest` a sample. batch: what the model reads */
-  int32_t *order;                    /* samples by length */
+typedef struct batch { luna_input input; const int32_t *labels; } batch; /* of the pool, until it is filled again */
+
+static struct pool {                 /* POOL batches of samples */
+  int64_t first, count;              /* which samples lie here */
+  int32_t *tokens, *batch;           /* [rows, longest], and those of one batch [set.batch, its longest] */
+  int32_t *lengths, *labels, *order; /* order: samples by length */
   int32_t *sorted_lengths, *sorted_labels;
 } pool;
 
-TOOL bool pool_open(pool *p, const task *t) {
+TOOL int batch_open(const samples *s) {
   size_t rows = POOL * (size_t)set.batch;
-  *p = (pool){ 0 };
-  if ((p->tokens = (int32_t *)calloc(rows * (POOL + 1) / POOL, (size_t)t->longest * sizeof(int32_t))) == NULL) return false;
-  if ((p->lengths = (int32_t *)calloc(rows, 5 * sizeof(int32_t))) == NULL) return false;
-  p->batch = p->tokens + rows * (size_t)t->longest;
-  p->labels = p->lengths + rows, p->order = p->labels + rows, p->sorted_lengths = p->order + rows, p->sorted_labels = p->sorted_lengths + rows;
-  return true;
+  pool = (struct pool){ .tokens = (int32_t *)calloc(rows * (POOL + 1) / POOL, (size_t)s->longest * sizeof(int32_t)),
+                        .lengths = (int32_t *)calloc(rows, 5 * sizeof(int32_t)) };
+  if (!pool.tokens || !pool.lengths) return fail("out of memory");
+  pool.batch = pool.tokens + rows * (size_t)s->longest;
+  pool.labels = pool.lengths + rows, pool.order = pool.labels + rows;
+  pool.sorted_lengths = pool.order + rows, pool.sorted_labels = pool.sorted_lengths + rows;
+  return 0;
 }
-TOOL void pool_close(pool *p) { free(p->tokens), free(p->lengths); }
+TOOL void batch_close(void) { free(pool.tokens), free(pool.lengths); }
 
-static const int32_t *compared;
 TOOL int by_length(const void *a, const void *b) {
-  int32_t i = *(const int32_t *)a, j = *(const int32_t *)b, more = compared[i] - compared[j];
+  int32_t i = *(const int32_t *)a, j = *(const int32_t *)b, more = pool.lengths[i] - pool.lengths[j];
   return more ? more : i - j;
 }
 
-/* Fetches `rows` samples: those from `first` on, or random ones of the training's for step number -first. */
-TOOL void pool_fill(pool *p, const task *t, int64_t first, int64_t rows) {
-  for (int64_t i = 0; i < rows; i++) {
-    int64_t index = first < 0 ? (int64_t)(draw(0, -first, i) % (uint64_t)t->training) : first + i;
-    p->labels[i] = t->fetch(index, p->tokens + i * t->longest, &p->lengths[i]);
-    p->order[i] = (int32_t)i;
+/* Fetches `count` samples from `first` on, or, where it is negative, random ones of the training's. */
+TOOL void pool_fill(const samples *s, int64_t first, int64_t count) {
+  if (pool.count == count && pool.first == first) return;  /* they are here */
+  pool.first = first, pool.count = count;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t index = first < 0 ? (int64_t)(draw(0, -first, i) % (uint64_t)s->training) : first + i;
+    pool.labels[i] = s->fetch(index, pool.tokens + i * s->longest, &pool.lengths[i]);
+    pool.order[i] = (int32_t)i;
   }
-  compared = p->lengths;
-  qsort(p->order, (size_t)rows, sizeof(int32_t), by_length);
-  for (int64_t i = 0; i < rows; i++) p->sorted_lengths[i] = p->lengths[p->order[i]], p->sorted_labels[i] = p->labels[p->order[i]];
+  qsort(pool.order, (size_t)count, sizeof(int32_t), by_length);
+  for (int64_t i = 0; i < count; i++) {
+    pool.sorted_lengths[i] = pool.lengths[pool.order[i]];
+    pool.sorted_labels[i] = pool.labels[pool.order[i]];
+  }
 }
 
-/* Logits of `rows` samples from the pool's `at` on, in the order of their lengths. */
-TOOL luna_tensor *pool_classify(const pool *p, const task *t, const luna_classifier *model, int64_t at, int64_t rows) {
-  int64_t n = p->sorted_lengths[at + rows - 1];            /* the longest is the last */
+/* `rows` of the pool's samples from `at` on, in the order of their lengths. */
+TOOL batch pool_batch(const samples *s, int64_t at, int64_t rows) {
+  int64_t n = pool.sorted_lengths[at + rows - 1];          /* the longest is the last */
   for (int64_t i = 0; i < rows; i++) {
-    int64_t length = p->sorted_lengths[at + i];
-    memcpy(p->batch + i * n, p->tokens + p->order[at + i] * t->longest, (size_t)length * sizeof(int32_t));
-    memset(p->batch + i * n + length, 0, (size_t)(n - length) * sizeof(int32_t));
+    int64_t length = pool.sorted_lengths[at + i];
+    memcpy(pool.batch + i * n, pool.tokens + pool.order[at + i] * s->longest, (size_t)length * sizeof(int32_t));
+    memset(pool.batch + i * n + length, 0, (size_t)(n - length) * sizeof(int32_t));
   }
-  return luna_classifier_forward(model, &(luna_input){ p->batch, p->sorted_lengths + at, rows, n });
+  return (batch){ { pool.batch, pool.sorted_lengths + at, rows, n, NULL }, pool.sorted_labels + at };
+}
+
+TOOL batch batch_random(const samples *s, int64_t step) {  /* short and long batches by turns */
+  pool_fill(s, -1 - step / POOL * POOL, POOL * set.batch);
+  return pool_batch(s, (step * 7 + 3) % POOL * set.batch, set.batch);
+}
+
+TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) {
+  int64_t block = at / (POOL * set.batch) * POOL * set.batch, left = count - block, rows = count - at;
+  pool_fill(s, first + block, left < POOL * set.batch ? left : POOL * set.batch);
+  return pool_batch(s, at - block, rows < set.batch ? rows : set.batch);
 }
 
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
-TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const task *t, pool *p, int64_t first, int64_t count, double *loss) {
-  int64_t right = 0, classes = t->classes, rows, size;
-  float *logits = (float *)malloc((size_t)(set.batch * classes) * sizeof(float));
+TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count, double *loss) {
+  float *logits = (float *)malloc((size_t)(set.batch * s->classes) * sizeof(float));
+  int64_t right = 0;
   *loss = 0;
-  for (int64_t done = 0; logits && done < count; done += size) {
-    pool_fill(p, t, first + done, size = count - done < POOL * set.batch ? count - done : POOL * set.batch);
-    for (int64_t at = 0; at < size; at += rows) {
-      rows = size - at < set.batch ? size - at : set.batch;
-      luna_begin_inference(ctx);
-      luna_tensor *out = pool_classify(p, t, model, at, rows);
-      *loss += (double)(luna_item(luna_cross_entropy(out, p->sorted_labels + at))) * (double)rows / (double)count;
-      if (luna_read(out, logits) != LUNA_OK) return free(logits), -1;
-      for (int64_t i = 0; i < rows; i++) {
-        int32_t best = 0;
-        for (int32_t c = 1; c < classes; c++) if (logits[i * classes + c] > logits[i * classes + best]) best = c;
-        right += best == p->sorted_labels[at + i];
-      }
+  for (int64_t at = 0; logits && at < count; at += set.batch) {
+    batch b = batch_at(s, first, count, at);
+    luna_begin_inference(ctx);
+    luna_tensor *out = luna_classifier_forward(model, &b.input);
+    *loss += (double)luna_item(luna_cross_entropy(out, b.labels)) * (double)b.input.batch / (double)count;
+    if (luna_read(out, logits) != LUNA_OK) return free(logits), -1;
+    for (int64_t i = 0; i < b.input.batch; i++) {
+      int32_t best = 0;
+      for (int32_t c = 1; c < s->classes; c++)
+        if (logits[i * s->classes + c] > logits[i * s->classes + best]) best = c;
+      right += best == b.labels[i];
     }
   }
   free(logits);
   return logits && isfinite(*loss) ? (double)right / (double)count : -1;
 }
 
-static progress bar;
-
-/* Ten times, and at the end, it is measured how well the model does on (some of) the samples that it does not learn from. */
-TOOL bool learn(luna_ctx *ctx, luna_classifier *model, luna_optimizer *adam, const task *t, pool *p, pool *held) {
-  double loss_held;
-  progress_start(&bar, 0);
-  while (bar.step < set.steps && !interrupted) {
-    if (bar.step % POOL == 0) pool_fill(p, t, -1 - bar.step, POOL * set.batch);
-    int64_t at = (bar.step * 7 + 3) % POOL * set.batch;    /* short and long batches by turns */
-    luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(pool_classify(p, t, model, at, set.batch), p->sorted_labels + at);
-    luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) return false;
-    progress_step(&bar, (double)luna_item(loss), (double)(set.batch * p->sorted_lengths[at + set.batch - 1]));
-    if (bar.step % (set.steps < 10 ? 1 : set.steps / 10) || bar.step == set.steps) continue;
-    double share = accuracy(ctx, model, t, held, t->training, t->held < 500 ? t->held : 500, &loss_held);
-    if (share < 0) return false;
-    curve_add(&bar.validation, (double)bar.step, loss_held);
-    snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * share);
-  }
-  progress_end(&bar);
-  return true;
+/* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure. */
+TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar, int64_t count) {
+  double loss, since = seconds(), share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count, &loss);
+  progress_validated(bar, since, loss);
+  snprintf(bar->note, sizeof bar->note, "validation %.1f%%", 100 * share);
+  return share;
 }
 
-/* Trains a model that the common settings describe, writes it to --out, and tells how well it does on the samples held back. */
-TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const task *t) {
-  luna_classifier model;
-  pool p = { 0 }, held = { 0 };
-  double start = seconds(), loss = 0, share = -1;
-  luna_classifier_config config = { .vocab = t->vocab, .classes = t->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
-    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-    .positions = (luna_positions)set.positions, .max_length = t->longest,
-    .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
-      .attention = (luna_attention_kind)set.attention, .linformer = { .k = t->longest < 64 ? t->longest : 64 } } } };
-  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
-  if (!adam) return failed(ctx);
-  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", t->title, (long long)t->classes, (long long)t->held,
-         (long long)luna_params_element_count(params));
-  fflush(stdout);
-
-  bool room = pool_open(&p, t) && pool_open(&held, t);
-  bool fine = room && learn(ctx, &model, adam, t, &p, &held) && (bar.step == 0 || luna_save(params, set.out) == LUNA_OK);
-  if (fine && bar.step > 0) share = accuracy(ctx, &model, t, &held, t->training, t->held, &loss);
-  pool_close(&p), pool_close(&held);
-  if (!room) return fail("out of memory");
-  if (fine && bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+/* Saves what has been learnt, measures it on all samples kept for that, and draws the loss. Returns 0, or 2 after a sentence. */
+TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar) {
+  const double took = seconds() - bar->start;
+  progress_end(bar);
+  if (bar->step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (luna_save(model->params, set.out) != LUNA_OK) return failed(ctx);
+  if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
+  const double share = validate(ctx, model, s, bar, s->held);
   if (share < 0) return failed(ctx);
-  curve_add(&bar.validation, (double)bar.step, loss);
-  if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar.step, set.out);
-  printf("%s: %lld steps in %.0f s, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n", set.out, (long long)bar.step, seconds() - start,
-         (long long)t->held, 100 * share, loss);
-  return plot(&bar, t->title);
+  printf("%s: %lld steps in %.0f s, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n", set.out, (long long)bar->step,
+         took, (long long)s->held, 100 * share, bar->validation.y[bar->validation.count - 1]);
+  return plot(bar, s->title);
 }
 
-/* Loads what train_classifier() wrote, and looks that it is a model of this vocabulary. */
+/* Loads a classifier that this program wrote, and looks that it has this vocabulary. */
 TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, const char *path, int64_t vocab) {
   if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
-  if (model->kind == LUNA_MODEL_CLASSIFIER && model->classifier.config.vocab == vocab && !model->classifier.config.pair) return 0;
+  const luna_classifier_config *config = &model->classifier.config;
+  if (model->kind == LUNA_MODEL_CLASSIFIER && config->vocab == vocab && !config->pair) return 0;
   return fail("%s is not a model that %s made", path, program);
 }
 
-/* Measures a model on all of a task's samples. */
-TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const task *t) {
-  pool p;
-  double loss, share = pool_open(&p, t) ? accuracy(ctx, model, t, &p, 0, t->training + t->held, &loss) : -1;
-  pool_close(&p);
-  if (share < 0) return luna_ctx_status(ctx) == LUNA_OK ? fail("out of memory") : failed(ctx);
-  printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f)\n", t->title, (long long)(t->training + t->held), 100 * share, loss);
-  return 0;
+/* Measures a model on all samples. */
+TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samples *s) {
+  int64_t count = s->training + s->held;
+  double loss, share = -1;
+  int status = batch_open(s);
+  if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
+  if (!status) printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f)\n", s->title, (long long)count, 100 * share, loss);
+  return batch_close(), status;
 }

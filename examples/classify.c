@@ -141,10 +141,42 @@ static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   return fail("%s is not a model that classify made", path);
 }
 
+/* ---- training ------------------------------------------------------------------------------------------------------ */
+
+static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
+  static progress bar;
+  luna_classifier model;
+  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
+    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+    .positions = (luna_positions)set.positions, .max_length = s->longest,
+    .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+      .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
+  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
+  if (!adam) return failed(ctx);
+  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes, (long long)s->held,
+         (long long)luna_params_element_count(params));
+  fflush(stdout);
+
+  bar.last = (double)s->held / QUICK;
+  progress_start(&bar, 0);
+  while (bar.step < set.steps && !interrupted) {
+    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
+    batch b = batch_random(s, bar.step);
+    luna_begin_step(ctx);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
+    luna_backward(loss);
+    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
+    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n));
+  }
+  return finish_training(ctx, &model, s, &bar);
+}
+
 /* ---- commands ------------------------------------------------------------------------------------------------------ */
 
-static task the_task(const char *title, int64_t held) {
-  return (task){ .title = title, .vocab = own.vocab, .classes = label_count, .longest = own.longest, .training = file.count, .held = held, .fetch = fetch };
+static samples the_samples(const char *title, int64_t held) {
+  return (samples){ .title = title, .vocab = own.vocab, .classes = label_count, .longest = own.longest, .training = file.count, .held = held, .fetch = fetch };
 }
 
 static int train(luna_ctx *ctx, const char **words) {
@@ -156,8 +188,9 @@ static int train(luna_ctx *ctx, const char **words) {
     status = fail("%s has %d labels, and %lld of its %lld lines to validate on; it takes more", words[0], (int)label_count, (long long)held,
                   (long long)(file.count + held));
   if (!status && remember(params) != LUNA_OK) status = failed(ctx);
-  task t = the_task(words[0], held);
-  if (!status) status = train_classifier(ctx, params, &t);
+  samples s = the_samples(words[0], held);
+  if (!status && (status = batch_open(&s)) == 0) status = learn(ctx, params, &s);
+  batch_close();
   free(file.lines), free(file.text.data);
   return status;
 }
@@ -168,8 +201,8 @@ static int eval(luna_ctx *ctx, const char **words) {
   int status = load(ctx, words[0], &model);
   if (!status) status = read_lines(words[1], false, &held);
   if (!status && file.count == 0) status = fail("%s has no lines", words[1]);
-  task t = the_task(words[1], 0);
-  if (!status) status = eval_classifier(ctx, &model.classifier, &t);
+  samples s = the_samples(words[1], 0);
+  if (!status) status = eval_classifier(ctx, &model.classifier, &s);
   free(file.lines), free(file.text.data);
   return status;
 }
@@ -186,7 +219,7 @@ static int predict(luna_ctx *ctx, const char **words) {
     for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof line) line[size++] = (unsigned char)c;
     length = cut(line, size, tokens);
     luna_begin_inference(ctx);
-    luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier, &(luna_input){ tokens, &length, 1, length }), NULL);
+    luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier, &(luna_input){ tokens, &length, 1, length, NULL }), NULL);
     if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }
     int32_t best = 0;
     for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;
@@ -198,10 +231,12 @@ static int predict(luna_ctx *ctx, const char **words) {
   return status;
 }
 
+#define TEXT_FILE "text: lines of a label, a tab and a text, without a header; a label is any word"
+#define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
-  { "train", { "text" }, "learns labels of texts, and writes a model", train },
-  { "eval", { "model", "text" }, "the share of a file's labels that a model finds", eval },
-  { "predict", { "model" }, "labels the lines that come in", predict },
+  { "train", { TEXT_FILE }, "learns labels of texts, and writes a model", train },
+  { "eval", { MODEL_FILE, TEXT_FILE }, "the share of a file's labels that a model finds", eval },
+  { "predict", { MODEL_FILE }, "labels the lines that come in", predict },
   { 0 }
 };
 

@@ -3,7 +3,7 @@
    A program includes it once, after luna.h, and defines
      static struct settings set = { ... };                      its defaults of the common settings
      static const flag flags[] = { ..., { 0 } };                FLAGS_TRAIN, FLAGS_MODEL, FLAGS_CLASSIFIER and its own rows
-     static const command commands[] = { ..., { 0 } };          their first letters differ
+     static const command commands[] = { ..., { 0 } };          their first letters differ; files with their format: "text: any file"
      int main(int count, char **given) { return example("name", commands, flags, count, given); }
    example() reads the command line, tries whether the files that will be written can be, opens a context, runs the command, closes the
    context, and returns what the command returned: 0, or 2 after one sentence by fail().
@@ -26,12 +26,18 @@
 #ifdef _WIN32
 #include <io.h>
 TOOL bool on_terminal(void) { return _isatty(1) != 0; }
+TOOL int terminal_width(void) { return 80; }
 TOOL double seconds(void) { return (double)clock() / CLOCKS_PER_SEC; } /* wall time there */
 TOOL int move(const char *from, const char *to) { return remove(to), rename(from, to); }
 #else
+#include <sys/ioctl.h>
 #include <sys/time.h>
 #include <unistd.h>
 TOOL bool on_terminal(void) { return isatty(1) != 0; }
+TOOL int terminal_width(void) {
+  struct winsize size;
+  return ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
 TOOL double seconds(void) {
   struct timeval now;
   gettimeofday(&now, NULL);
@@ -101,7 +107,7 @@ typedef struct flag {
   { "--plot", commands, WRITES(set.plot), "file to draw the loss in, SVG" }, \
   { "--steps", commands, WHOLE(set.steps, 1, 1e9), "optimiser steps" }, \
   { "--batch", commands, WHOLE(set.batch, 1, 65536), "sequences a step" }, \
-  { "--lr", commands, REAL(set.lr, 1e-9, 10), "greatest learning rate" }
+  { "--lr", commands, REAL(set.lr, 1e-9, 10), "learning rate, after warm-up and before its decay" }
 #define FLAGS_MODEL FLAGS_MODEL_OF("t")
 #define FLAGS_MODEL_OF(commands) \
   { "--layers", commands, WHOLE(set.layers, 1, 1000), "layers" }, \
@@ -122,12 +128,18 @@ typedef struct flag {
 #define FLAG_DEVICE(commands) { "--device", commands, CHOICE(set.device, "cpu cuda"), "cuda: the first NVIDIA GPU, of a program that make cuda built" }
 
 typedef struct command {
-  const char *name, *files[4];       /* what the file names that follow it are: "model", "text"; "?target" may be left out */
+  const char *name, *files[4];       /* the files that follow it, "model" or "text: any file"; "?target" may be left out */
   const char *help;
   int (*run)(luna_ctx *ctx, const char **words); /* words: the file names. Returns 0, or 2 after a sentence */
 } command;
 
-TOOL const char *file_name(const command *c, int i) { return c->files[i] + (*c->files[i] == '?'); }
+typedef struct phrase { char text[120]; } phrase;          /* a short text, by value */
+TOOL phrase file_name(const command *c, int i) {
+  const char *name = c->files[i] + (*c->files[i] == '?');
+  phrase out;
+  snprintf(out.text, sizeof out.text, "%.*s", (int)strcspn(name, ":"), name);
+  return out;
+}
 TOOL const char *name_at(const char *names, int64_t n, int *length) { /* word n of a list; null at its end */
   for (; *names; names += *length + (names[*length] == ' ')) {
     *length = (int)strcspn(names, " ");
@@ -144,21 +156,48 @@ TOOL void flag_text(const flag *f, char *out, size_t size) { /* a number as one 
   else snprintf(out, size, "%.15g", f->real ? *f->real : 0);
 }
 
-TOOL void usage(FILE *to, const command *commands, const flag *flags) {
+TOOL phrase takers(const flag *f, const command *commands) { /* "train, eval": the commands that take a flag */
+  phrase out = { "" };
+  for (const command *c = commands; c->name; c++)
+    if (strchr(f->commands, *c->name)) strcat(strcat(out.text, *out.text ? ", " : ""), c->name);
+  return out;
+}
+
+/* Of one command, or of all (null). */
+TOOL void usage(FILE *to, const command *commands, const flag *flags, const command *one) {
+  int wide = 0, formats = 0;
   for (const command *c = commands; c->name; c++) {
+    if (one && c != one) continue;
     int width = fprintf(to, "%s %s ", program, c->name);
-    for (int i = 0; c->files[i]; i++) width += fprintf(to, *c->files[i] == '?' ? "[%s] " : "<%s> ", file_name(c, i));
-    fprintf(to, "[flags]%*s%s\n", width < 26 ? 26 - width : 1, "", c->help);
+    for (int i = 0; c->files[i]; i++)
+      width += fprintf(to, *c->files[i] == '?' ? "[%s] " : "<%s> ", file_name(c, i).text);
+    fprintf(to, "[flags]%*s%s\n", width < 32 ? 32 - width : 1, "", c->help);
   }
-  fprintf(to, "\n");
+  for (const command *c = commands; c->name; c++)          /* the formats of files, each once */
+    for (int i = 0; c->files[i] && (!one || c == one); i++) {
+      bool known = !strchr(c->files[i], ':');
+      for (const command *d = commands; d < c && !one; d++)
+        for (int k = 0; d->files[k]; k++) known = known || strcmp(d->files[k], c->files[i]) == 0;
+      if (!known) fprintf(to, "%s  %-18s%s\n", formats++ ? "" : "\nfiles\n", file_name(c, i).text, strchr(c->files[i], ':') + 1);
+    }
+  for (const flag *f = flags; f->name && !one; f++) {
+    int size = (int)strlen(takers(f, commands).text);
+    if (size > wide) wide = size;
+  }
+  fprintf(to, one ? "\nflags (default)\n" : "\nflags, which commands take them, what they say (default)\n");
   for (const flag *f = flags; f->name; f++) {
     char value[40];
+    if (one && !strchr(f->commands, *one->name)) continue;
     flag_text(f, value, sizeof value);
-    fprintf(to, "  %-14s %-4s %s", f->name, f->commands, f->help);
+    int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : f->real ? "X" : f->kind ? "NAME" : "N");
+    fprintf(to, "%*s", width < 21 ? 21 - width : 1, "");
+    if (!one) fprintf(to, "%-*s  ", wide, takers(f, commands).text);
+    fprintf(to, "%s", f->help);
     if (f->text && *f->text) fprintf(to, " (%s)", **f->text == '\n' ? "a line break" : *f->text);
     if (!f->text) fprintf(to, f->kind ? ": %s (%s)" : "%s (%s)", f->kind ? f->kind : "", value);
     fprintf(to, "\n");
   }
+  if (!one) fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
 }
 
 TOOL int set_flag(const flag *f, const char *value) {
@@ -200,7 +239,7 @@ TOOL int check_files(const command *c, const flag *flags, const char **words) {
   for (const flag *f = flags; f->name; f++) {
     if (!f->text || !*f->text || !f->kind || strcmp(f->kind, "out") != 0 || !strchr(f->commands, *c->name)) continue;
     for (int i = 0; words[i]; i++)
-      if (strcmp(words[i], *f->text) == 0) return fail("%s %s would overwrite the %s itself", f->name, *f->text, file_name(c, i));
+      if (strcmp(words[i], *f->text) == 0) return fail("%s %s would overwrite the %s itself", f->name, *f->text, file_name(c, i).text);
     for (const flag *g = flags; g->name; g++)
       if (g != f && g->text && *g->text && g->kind && strcmp(*g->text, *f->text) == 0) return fail("%s and %s are both %s", f->name, g->name, *f->text);
     if (!writable(*f->text)) return fail("cannot write %s: %s", *f->text, strerror(errno));
@@ -208,22 +247,33 @@ TOOL int check_files(const command *c, const flag *flags, const char **words) {
   return 0;
 }
 
+TOOL bool asks_help(const char *word) { return strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0; }
+
+/* "--name value" or "--name=value", given[*at]; *at moves to the last word of it. */
+TOOL int parse_flag(const command *c, const flag *flags, int count, char **given, int *at) {
+  const char *word = given[*at];
+  const size_t size = strcspn(word, "=");
+  const flag *f = flags;
+  while (f->name && (strlen(f->name) != size || memcmp(f->name, word, size) != 0 || !strchr(f->commands, *c->name))) f++;
+  if (!f->name)
+    return fail("this command has no flag %.*s; see %s %s --help", (int)size, word, program, c->name);
+  if (!word[size] && ++*at == count) return fail("%s needs a value after it", f->name);
+  flags_given |= (uint64_t)1 << (f - flags);
+  return set_flag(f, word[size] ? word + size + 1 : given[*at]);
+}
+
 TOOL int parse(const command *c, const flag *flags, int count, char **given, const char **words) {
   int found = 0;
   for (int i = 0; i < count; i++) {
-    if (strncmp(given[i], "--", 2) != 0) {
-      if (!c->files[found]) return fail("'%s' is one word too many; see %s --help", given[i], program);
-      words[found++] = given[i];
+    if (strncmp(given[i], "--", 2) == 0) {
+      if (parse_flag(c, flags, count, given, &i)) return 2;
       continue;
     }
-    const flag *f = flags;
-    while (f->name && (strcmp(f->name, given[i]) != 0 || !strchr(f->commands, *c->name))) f++;
-    if (!f->name) return fail("this command has no flag %s; see %s --help", given[i], program);
-    if (++i == count) return fail("%s needs a value after it", f->name);
-    if (set_flag(f, given[i])) return 2;
-    flags_given |= (uint64_t)1 << (f - flags);
+    if (!c->files[found]) return fail("'%s' is one word too many; see %s %s --help", given[i], program, c->name);
+    words[found++] = given[i];
   }
-  if (c->files[found] && *c->files[found] != '?') return fail("the %s file is missing; see %s --help", c->files[found], program);
+  if (c->files[found] && *c->files[found] != '?')
+    return fail("the %s file is missing; see %s %s --help", file_name(c, found).text, program, c->name);
   return check_files(c, flags, words);
 }
 
@@ -231,14 +281,16 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
   const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
   const command *c = commands;
   program = name;
-  if (strcmp(word, "--help") == 0) return usage(stdout, commands, flags), 0;
+  if (asks_help(word)) return usage(stdout, commands, flags, NULL), 0;
   while (c->name && strcmp(c->name, word) != 0) c++;
   if (!c->name) {
     char list[80] = "";
     for (c = commands; c->name; c++) strcat(strcat(list, c == commands ? "" : c[1].name ? ", " : " or "), c->name);
-    usage(stderr, commands, flags);
+    usage(stderr, commands, flags, NULL);
     return *word ? fail("there is no command %s", word) : fail("%s?", list);
   }
+  for (int i = 2; i < count; i++)
+    if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;
   if (parse(c, flags, count - 2, given + 2, words)) return 2;
   luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed };
 #ifdef EXAMPLE_CUDA

@@ -28,7 +28,7 @@ static struct {
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--data", "te", READS(own.data), "lists to learn or measure, lines: answer TAB list; without it they are made" },
+  { "--data", "te", READS(own.data), "lists to learn or measure, lines: answer TAB list, as write makes them; without it they are made" },
   { "--shortest", "tew", WHOLE(own.shortest, 1, 1e5), "tokens of a list, at least" },
   { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "and at most" },
   { "--depth", "tew", WHOLE(own.depth, 2, 100), "how deep lists are nested, at most" },
@@ -140,15 +140,47 @@ static int read_lists(void) {
   return file.count >= 10 ? 0 : fail("%s has %lld lists; the minimum is 10", own.data, (long long)file.count);
 }
 
+/* ---- training ------------------------------------------------------------------------------------------------------ */
+
+static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
+  static progress bar;
+  luna_classifier model;
+  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
+    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+    .positions = (luna_positions)set.positions, .max_length = s->longest,
+    .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+      .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
+  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
+  if (!adam) return failed(ctx);
+  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes, (long long)s->held,
+         (long long)luna_params_element_count(params));
+  fflush(stdout);
+
+  bar.last = (double)s->held / QUICK;
+  progress_start(&bar, 0);
+  while (bar.step < set.steps && !interrupted) {
+    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
+    batch b = batch_random(s, bar.step);
+    luna_begin_step(ctx);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
+    luna_backward(loss);
+    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
+    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n));
+  }
+  return finish_training(ctx, &model, s, &bar);
+}
+
 /* ---- commands ------------------------------------------------------------------------------------------------------ */
 
 /* What there is to learn: made lists, practically without end, or the file's. */
-static int open_task(task *t) {
+static int open_lists(samples *s) {
   if (own.data && read_lists()) return 2;
-  *t = (task){ .title = own.data ? own.data : "lists made as needed", .vocab = SYMBOLS, .classes = 10, .longest = own.longest,
+  *s = (samples){ .title = own.data ? own.data : "lists made as needed", .vocab = SYMBOLS, .classes = 10, .longest = own.longest,
     .training = (int64_t)1 << 40, .held = own.held, .fetch = fetch_made };
   if (own.data) {
-    t->fetch = fetch_read, t->held = own.held < file.count / 10 ? own.held : file.count / 10, t->training = file.count - t->held;
+    s->fetch = fetch_read, s->held = own.held < file.count / 10 ? own.held : file.count / 10, s->training = file.count - s->held;
     return 0;
   }
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t));
@@ -161,30 +193,31 @@ static int open_task(task *t) {
 }
 
 static int train(luna_ctx *ctx, const char **words) {
-  task t;
-  int status = open_task(&t);
+  samples s;
+  int status = open_lists(&s);
   (void)words;
-  if (!status) status = train_classifier(ctx, luna_params_open(ctx), &t);
+  if (!status && (status = batch_open(&s)) == 0) status = learn(ctx, luna_params_open(ctx), &s);
+  batch_close();
   free(file.lists), free(file.text.data);
   return status;
 }
 
 static int eval(luna_ctx *ctx, const char **words) {
   luna_model model;
-  task t;
+  samples s;
   int status = load_classifier(&model, ctx, luna_params_open(ctx), words[0], SYMBOLS);
-  if (!status) status = open_task(&t);
-  if (!status && !own.data) t.training = 0;
-  if (!status) status = eval_classifier(ctx, &model.classifier, &t);
+  if (!status) status = open_lists(&s);
+  if (!status && !own.data) s.training = 0;
+  if (!status) status = eval_classifier(ctx, &model.classifier, &s);
   free(file.lists), free(file.text.data);
   return status;
 }
 
 static int write_lists(luna_ctx *ctx, const char **words) {
-  task t;
+  samples s;
   int32_t length;
   (void)ctx, (void)words;
-  if (open_task(&t)) return 2;
+  if (open_lists(&s)) return 2;
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t));
   for (int64_t i = 0; tokens && i < own.count && !ferror(stdout); i++) {
     printf("%d\t", (int)fetch_made(i, tokens, &length));
@@ -197,7 +230,7 @@ static int write_lists(luna_ctx *ctx, const char **words) {
 
 static const command commands[] = {
   { "train", { NULL }, "learns to work out lists, and writes a model", train },
-  { "eval", { "model" }, "the share of lists that a model works out", eval },
+  { "eval", { "model: a file that train wrote" }, "the share of lists that a model works out", eval },
   { "write", { NULL }, "writes lists and their answers", write_lists },
   { 0 }
 };

@@ -17,7 +17,8 @@
 #define LN2 0.69314718055994530942
 #define SAMPLE 400                   /* bytes of the samples that training shows */
 #define PROMPT 60                    /* bytes of the text, at most, that they go on from */
-#define VALIDATION 1024              /* of a long text's last tenth, training measures about this many windows, evenly spread */
+#define VALIDATION 128               /* of a long text's last tenth, training measures about this many windows, evenly spread; */
+#define LAST_VALIDATION 1024         /* at its end, so many */
 
 static struct settings set = {
   .out = "lm.safetensors",
@@ -62,10 +63,10 @@ static int read_text(const char *path, text *t) {
 
 /* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. */
 static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const int32_t *next, int64_t rows, int64_t n) {
-  return luna_lm_loss(model, &(luna_input){ bytes, NULL, rows, n }, next);
+  return luna_lm_loss(model, &(luna_input){ bytes, NULL, rows, n, NULL }, next);
 }
 
-/* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `most` are enough. NaN on failure. */
+/* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `max` are enough. NaN on failure. */
 static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t max) {
   int64_t skip = t.size / window / max * 16 * window;
   double sum = 0, count = 0;
@@ -85,7 +86,7 @@ static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t win
 static bool write_on(const luna_lm *model, const text *prompt, luna_sampling sampling, int64_t count, unsigned char *out) {
   luna_stream *stream = luna_stream_open(model, NULL);
   if (!stream) return false;
-  int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size }), 256, &sampling);
+  int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size, NULL }), 256, &sampling);
   for (int64_t i = 0; token >= 0 && (count == 0 || i < count); i++) {
     if (out) out[i] = (unsigned char)token;
     else if (putchar(token) == EOF || fflush(stdout) != 0) break;
@@ -131,9 +132,18 @@ static bool save(const luna_optimizer *adam, luna_params *params) {
   return keep_settings(params, flags, bar.step) == LUNA_OK && luna_save_training(adam, set.out) == LUNA_OK;
 }
 
+/* The loss of the text kept back, in the progress line and the plot; NaN on failure. */
+static double validate(luna_ctx *ctx, const luna_lm *model, text held, int64_t max) {
+  double since = seconds(), loss = mean_loss(ctx, model, held, own.window, max);
+  progress_validated(&bar, since, loss);
+  snprintf(bar.note, sizeof bar.note, "validation %.3f", loss);
+  return loss;
+}
+
 /* False on failure. After Ctrl-C fewer steps than asked have been made. */
-static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, text t, int32_t *bytes, int32_t *next) {
+static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, text t, text held, int32_t *bytes, int32_t *next) {
   while (bar.step < set.steps && !interrupted) {
+    if (progress_due(&bar) && !(validate(ctx, model, held, VALIDATION) >= 0)) return false;
     pick_windows(t, bar.step, bytes, next);
     luna_begin_step(ctx);
     luna_tensor *loss = loss_of(model, bytes, next, set.batch, own.window);
@@ -144,6 +154,16 @@ static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, tex
   }
   progress_end(&bar);
   return true;
+}
+
+/* Logits are products of features and embeddings. A last norm of small weights makes them small at first: no byte is then
+   likelier than others, and the first loss is near ln(256). */
+static luna_status start_calm(const luna_lm *model) {
+  luna_tensor *weight = model->layers[model->config.layers - 1].final_norm.weight;
+  float *small = (float *)grow(NULL, luna_count(weight), sizeof(float));
+  for (int64_t i = 0; i < luna_count(weight); i++) small[i] = 0.1f;
+  luna_status status = luna_write(weight, small);
+  return free(small), status;
 }
 
 /* Some bytes of a text, from the start of a line where it has lines. */
@@ -164,30 +184,29 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   luna_lm model;
   luna_lm_config config = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout } };
-  if (luna_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  if (luna_lm_init(&model, params, &config) != LUNA_OK || start_calm(&model) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size, (long long)held.size, (long long)luna_params_element_count(params));
   if (set.resume && luna_load_training(adam, set.resume) != LUNA_OK) return failed(ctx);
   if (set.resume) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
-  double first = mean_loss(ctx, &model, held, own.window, VALIDATION), start = seconds();
+  double first = mean_loss(ctx, &model, held, own.window, LAST_VALIDATION);
   if (!adam || !(first >= 0) || !show_sample("before the first step", &model, &prompt)) return failed(ctx);
 
   int32_t *bytes = (int32_t *)malloc((size_t)(2 * set.batch * own.window) * sizeof(int32_t));
   if (!bytes) return fail("out of memory");
+  int64_t windows = held.size / own.window;
+  if (windows > VALIDATION) bar.last = (double)(windows < LAST_VALIDATION ? windows : LAST_VALIDATION) / VALIDATION;
   progress_start(&bar, begin);
-  bool fine = learn(ctx, &model, adam, t, bytes, bytes + set.batch * own.window);
+  bool fine = learn(ctx, &model, adam, t, held, bytes, bytes + set.batch * own.window);
   free(bytes);
   if (fine && bar.step == begin) return fail("stopped before the first step: nothing learnt, nothing written");
   if (!fine || !save(adam, params)) return failed(ctx);
-  double took = seconds() - start;
+  double took = seconds() - bar.start, last = validate(ctx, &model, held, LAST_VALIDATION);
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar.step, set.out);
   if (luna_optimizer_skipped(adam)) printf("%lld steps skipped, their gradients were not finite\n", (long long)luna_optimizer_skipped(adam));
 
   if (!show_sample("after the last step", &model, &prompt)) return failed(ctx);
-  double last = mean_loss(ctx, &model, held, own.window, VALIDATION);
-  curve_add(&bar.validation, (double)begin, first);
-  curve_add(&bar.validation, (double)bar.step, last);
   if (plot(&bar, path)) return 2;
   printf("%s: %lld steps in %.0f s, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte\n", set.out, (long long)(bar.step - begin), took,
          first, last, first / LN2, last / LN2);
@@ -239,9 +258,9 @@ static int eval(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "train", { "text" }, "learns a text and writes a model", train },
-  { "generate", { "model" }, "writes on from a prompt", generate },
-  { "eval", { "model", "text" }, "bits per byte of a text", eval },
+  { "train", { "text: any file, whose bytes are the tokens" }, "learns a text and writes a model", train },
+  { "generate", { "model: a file that train wrote" }, "writes on from a prompt", generate },
+  { "eval", { "model: a file that train wrote", "text: any file, whose bytes are the tokens" }, "bits per byte of a text", eval },
   { 0 }
 };
 

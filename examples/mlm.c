@@ -63,13 +63,15 @@ static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t 
     const unsigned char *from = text.data + draw(0, step, row) % (uint64_t)(text.size - own.window + 1);
     for (int64_t i = 0; i < own.window; i++) tokens[row * own.window + i] = from[i];
   }
-  luna_mask_tokens(&masking, &(luna_input){ tokens, NULL, set.batch, own.window }, tokens, labels);
-  return luna_masked_lm_loss(model, &(luna_input){ tokens, NULL, set.batch, own.window }, labels);
+  luna_mask_tokens(&masking, &(luna_input){ tokens, NULL, set.batch, own.window, NULL }, tokens, labels);
+  return luna_masked_lm_loss(model, &(luna_input){ tokens, NULL, set.batch, own.window, NULL }, labels);
 }
 
-static double mean_loss(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* NaN on failure */
-  double sum = 0;
+static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* the mean loss; NaN on failure */
+  double sum = 0, since = seconds();
   for (int64_t i = 0; i < 16; i++) luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
+  progress_validated(&bar, since, sum);
+  snprintf(bar.note, sizeof bar.note, "validation %.3f", sum);
   return sum;
 }
 
@@ -81,10 +83,10 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);
   printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size, (long long)luna_params_element_count(params));
-  double first = mean_loss(ctx, &model, held);
-  if (!adam || !(first >= 0)) return failed(ctx);
+  if (!adam) return failed(ctx);
   progress_start(&bar, 0);
   while (bar.step < set.steps && !interrupted) {
+    if (progress_due(&bar) && !(validate(ctx, &model, held) >= 0)) return failed(ctx);
     luna_begin_step(ctx);
     luna_tensor *loss = loss_of(&model, text, bar.step);
     luna_backward(loss);
@@ -92,9 +94,7 @@ static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
     progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
   }
   if (keep(ctx, params)) return 2;
-  double last = mean_loss(ctx, &model, held);
-  curve_add(&bar.validation, 0, first);
-  curve_add(&bar.validation, (double)bar.step, last);
+  double first = bar.validation.y[0], last = validate(ctx, &model, held);
   printf("validation loss %.3f -> %.3f nats, %.3f bits per masked byte\n", first, last, last / 0.69314718055994530942);
   return last >= 0 ? plot(&bar, "masked language model") : failed(ctx);
 }
@@ -145,7 +145,7 @@ static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *
     int32_t best = 0;
     put(&d->rows[i], 0, lengths);
     luna_begin_inference(ctx);
-    if (luna_read(luna_classifier_forward(model, &(luna_input){ tokens, lengths, 1, lengths[0] }), logits) != LUNA_OK) return -1;
+    if (luna_read(luna_classifier_forward(model, &(luna_input){ tokens, lengths, 1, lengths[0], NULL }), logits) != LUNA_OK) return -1;
     for (int32_t c = 1; c < d->classes; c++) if (logits[c] > logits[best]) best = c;
     right += best == d->rows[i].label;
   }
@@ -174,7 +174,7 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
       put(&d->rows[k + k / 9], i, lengths);                /* k / 9 rows before it are for the test */
     }
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, lengths, set.batch, own.window }), labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, lengths, set.batch, own.window, NULL }), labels);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) status = failed(ctx);
     else progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
@@ -209,8 +209,8 @@ static int tune(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "pretrain", { "text" }, "learns to fill in masked bytes", pretrain },
-  { "tune", { "model", "text" }, "makes a classifier of it", tune },
+  { "pretrain", { "text: any file, whose bytes are the tokens" }, "learns to fill in masked bytes", pretrain },
+  { "tune", { "model: a file that pretrain wrote", "lines: a number from 0, a tab and a text" }, "makes a classifier of it", tune },
   { 0 }
 };
 

@@ -75,6 +75,38 @@ static int64_t classes(void) {                             /* labels are 0 .. cl
   return max + 1;
 }
 
+/* ---- training ------------------------------------------------------------------------------------------------------ */
+
+static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
+  static progress bar;
+  luna_classifier model;
+  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
+    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+    .positions = (luna_positions)set.positions, .max_length = s->longest,
+    .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+      .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
+  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
+  if (!adam) return failed(ctx);
+  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes, (long long)s->held,
+         (long long)luna_params_element_count(params));
+  fflush(stdout);
+
+  bar.last = (double)s->held / QUICK;
+  progress_start(&bar, 0);
+  while (bar.step < set.steps && !interrupted) {
+    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
+    batch b = batch_random(s, bar.step);
+    luna_begin_step(ctx);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
+    luna_backward(loss);
+    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
+    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n));
+  }
+  return finish_training(ctx, &model, s, &bar);
+}
+
 /* ---- commands ------------------------------------------------------------------------------------------------------ */
 
 static int load(luna_ctx *ctx, luna_model *model, const char *path) {
@@ -89,8 +121,10 @@ static int train(luna_ctx *ctx, const char **words) {
   if (!status && images.size[0] < 6) status = fail("%s has %lld images; the minimum is 6", words[0], (long long)images.size[0]);
   if (!status) {
     int64_t held = images.size[0] / 6;
-    status = train_classifier(ctx, luna_params_open(ctx), &(task){ .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),
-      .training = images.size[0] - held, .held = held, .fetch = fetch });
+    samples s = { .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),
+      .training = images.size[0] - held, .held = held, .fetch = fetch };
+    if ((status = batch_open(&s)) == 0) status = learn(ctx, luna_params_open(ctx), &s);
+    batch_close();
   }
   free(images.file.data), free(labels.file.data);
   return status;
@@ -101,7 +135,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   int status = load(ctx, &model, words[0]);
   if (!status) status = read_both(words + 1);
   if (!status && classes() > model.classifier.config.classes) status = fail("%s has labels that the model does not know", words[2]);
-  if (!status) status = eval_classifier(ctx, &model.classifier, &(task){ .title = words[1], .vocab = own.greys, .classes = model.classifier.config.classes,
+  if (!status) status = eval_classifier(ctx, &model.classifier, &(samples){ .title = words[1], .vocab = own.greys, .classes = model.classifier.config.classes,
     .longest = pixels(), .training = images.size[0], .fetch = fetch });
   free(images.file.data), free(labels.file.data);
   return status;
@@ -112,7 +146,7 @@ static int show_one(luna_ctx *ctx, const luna_classifier *model, int64_t index, 
   fetch(index, tokens, &length);
   for (int64_t i = 0; i < pixels(); i++) printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.greys], (i + 1) % images.size[2] ? "" : "\n");
   luna_begin_inference(ctx);
-  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length }), NULL), shares) != LUNA_OK) return failed(ctx);
+  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length, NULL }), NULL), shares) != LUNA_OK) return failed(ctx);
   for (int32_t c = 1; c < model->config.classes; c++) if (shares[c] > shares[best]) best = c;
   printf("image %lld: %d, with probability %.3f\n\n", (long long)index, (int)best, (double)shares[best]);
   return 0;
@@ -134,10 +168,13 @@ static int show(luna_ctx *ctx, const char **words) {
   return status;
 }
 
+#define IMAGES_FILE "images: an IDX file of bytes with 3 axes, unzipped (train-images-idx3-ubyte)"
+#define LABELS_FILE "labels: an IDX file of bytes with 1 axis, unzipped (train-labels-idx1-ubyte)"
+#define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
-  { "train", { "images", "labels" }, "learns what images show, and writes a model", train },
-  { "eval", { "model", "images", "labels" }, "the share of images that a model reads as they are labelled", eval },
-  { "show", { "model", "images" }, "draws images, and says what the model reads in them", show },
+  { "train", { IMAGES_FILE, LABELS_FILE }, "learns what images show, and writes a model", train },
+  { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE }, "the share of images that a model reads as they are labelled", eval },
+  { "show", { MODEL_FILE, IMAGES_FILE }, "draws images, and says what the model reads in them", show },
   { 0 }
 };
 

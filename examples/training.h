@@ -2,8 +2,12 @@
 
      static progress bar;                                       large: not for the stack
      progress_start(&bar, 0);                                   from here Ctrl-C sets `interrupted`
-     while (bar.step < set.steps && !interrupted) { ...; progress_step(&bar, luna_item(loss), tokens); }
-     progress_end(&bar);
+     while (bar.step < set.steps && !interrupted) {
+       if (progress_due(&bar)) { double since = seconds(); ...; progress_validated(&bar, since, loss); }      or without this line
+       ...
+       progress_step(&bar, luna_item(loss), tokens);
+     }
+     progress_end(&bar);                                        then the last validation, in the same way
      ...                                                        luna_save to set.out
      return plot(&bar, words[0]);                               draws the loss in set.plot, if there is one */
 
@@ -29,9 +33,11 @@ TOOL void curve_add(curve *c, double x, double y) {
 typedef struct progress {
   int64_t step, first;               /* steps made; of these, before this run */
   double start, shown, mean, tokens; /* mean: of the loss, over about 20 steps */
+  double validating, last;           /* seconds of all validations; the last one takes so many times as long as others, 0 = 1 */
+  int64_t validations;
   bool live, bits;                   /* bits: the loss is reported in bits per byte too */
-  char note[40];                     /* shown after the loss: "accuracy 0.87" */
-  curve training, validation;        /* validation: the example adds to it, by curve_add(&bar.validation, bar.step, loss) */
+  char note[40];                     /* shown after the loss: "validation 87.0%" */
+  curve training, validation;
 } progress;
 
 static volatile sig_atomic_t interrupted;
@@ -47,21 +53,54 @@ TOOL void progress_start(progress *p, int64_t first) {
   signal(SIGINT, interrupt);
 }
 
+/* Validations come at the start, after each tenth of the steps, and at the end. */
+TOOL int64_t validation_period(void) { return set.steps < 10 ? 1 : set.steps / 10; }
+TOOL bool progress_due(const progress *p) { return p->step == p->first || p->step % validation_period() == 0; }
+TOOL void progress_validated(progress *p, double since, double loss) { /* it began at `since` */
+  p->validating += seconds() - since;
+  p->validations++;
+  curve_add(&p->validation, (double)p->step, loss);
+}
+
+/* "1:02:03": for the steps and validations that are still to come, as long as those so far took */
+TOOL phrase time_left(const progress *p, double now) {
+  const int64_t every = validation_period();
+  int64_t to_validate = set.steps / every - (p->step - 1) / every + (set.steps % every != 0);
+  double left = (now - p->start - p->validating) / (double)(p->step - p->first) * (double)(set.steps - p->step);
+  if (p->validations) left += p->validating / (double)p->validations * ((double)to_validate + (p->last > 0 ? p->last - 1 : 0));
+  const int whole = (int)left;
+  phrase out;
+  if (whole < 3600) snprintf(out.text, sizeof out.text, "%d:%02d", whole / 60, whole % 60);
+  else snprintf(out.text, sizeof out.text, "%d:%02d:%02d", whole / 3600, whole / 60 % 60, whole % 60);
+  return out;
+}
+
 TOOL void progress_step(progress *p, double loss, double tokens) {
   int64_t every = set.steps < 20 ? 1 : set.steps / 20, done = ++p->step - p->first;
-  double now = seconds(), each = (now - p->start) / (double)done;
+  double now = seconds();
   curve_add(&p->training, (double)p->step, loss);
   p->mean += (loss - p->mean) / (done < 20 ? (double)done : 20);
   p->tokens += tokens;
   if (p->step != set.steps && (p->live ? now - p->shown < 0.1 : p->step % every != 0)) return;
   p->shown = now;
-  int left = (int)(each * (double)(set.steps - p->step));
-  char bar[11] = "..........";
-  memset(bar, '#', (size_t)(10 * p->step / set.steps));
-  printf("%sstep %4lld/%lld ", p->live ? "\r" : "", (long long)p->step, (long long)set.steps);
-  if (p->live) printf("[%s] ", bar);
-  printf(p->bits ? "%.3f nats %.3f bits/byte " : "loss %.3f ", p->mean, p->mean / 0.69314718055994530942);
-  printf("%s%s%.1fk tokens/s %d:%02d left%s", p->note, *p->note ? " " : "", p->tokens / (now - p->start) / 1000, left / 60, left % 60, p->live ? " " : "\n");
+  char loss_text[60], line[200], done_of[60];
+  snprintf(done_of, sizeof done_of, "step %4lld/%lld", (long long)p->step, (long long)set.steps);
+  snprintf(loss_text, sizeof loss_text, p->bits ? "%.3f nats %.3f bits/byte" : "loss %.3f", p->mean, p->mean / 0.69314718055994530942);
+  const double speed = p->tokens / (now - p->start - p->validating) / 1000;
+  const char *gap = *p->note ? " " : "";
+  if (!p->live) {
+    printf("%s %s%s%s %.1fk tokens/s %s left\n", done_of, loss_text, gap, p->note, speed, time_left(p, now).text);
+  } else {                                                 /* one line, rewritten: what the terminal has room for */
+    const int size = snprintf(line, sizeof line, "%s left %s%s%s %.1fk tokens/s", time_left(p, now).text, loss_text, gap, p->note, speed);
+    int room = terminal_width() - printf("\r%s ", done_of), cells = room - size - 3;
+    if (cells > 40) cells = 40;
+    if (cells >= 5) {
+      const int full = (int)(cells * p->step / set.steps);
+      printf("[%.*s%.*s] ", full, "########################################", cells - full, "........................................");
+      room -= cells + 3;
+    }
+    if (room > 0) printf("%-*.*s", room, room, line);
+  }
   fflush(stdout);
 }
 
@@ -95,7 +134,7 @@ TOOL int plot(const progress *p, const char *title) {
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" width=\"720\" height=\"400\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n"
              "<rect width=\"720\" height=\"400\" fill=\"#fff\"/>\n<text x=\"60\" y=\"28\" font-size=\"15\">%s: ", program);
   for (; *title; title++) fputc(*title < 32 || *title > 126 || strchr("<>&", *title) ? '?' : *title, f);
-  fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n<text x=\"60\" y=\"44\" text-anchor=\"end\">loss</text>\n");
+  fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n<text x=\"54\" y=\"36\" text-anchor=\"end\">loss</text>\n");
   for (double v = x.low; v < x.high + x.tick / 2; v += x.tick)
     fprintf(f, "<path d=\"M%.1f 350V50\" stroke=\"#eee\"/><text x=\"%.1f\" y=\"368\" text-anchor=\"middle\">%g</text>\n", X(v), X(v), v);
   for (double v = y.low; v < y.high + y.tick / 2; v += y.tick)

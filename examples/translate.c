@@ -137,7 +137,7 @@ static void merge(ints *units, table *counts, uint64_t pair, int32_t token) {
   *value_of(counts, pair) = 0;
 }
 
-/* Makes the commonest pair a token until there are `most` tokens or no pair is left that comes twice. */
+/* Makes the commonest pair a token until there are `max` tokens or no pair is left that comes twice. */
 static void learn_pairs(vocab *v, ints *units, int64_t max) {
   table counts = { 0 };
   for (int64_t i = 0, weight = 0; i + 1 < units->size; i++) {
@@ -238,7 +238,7 @@ static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t 
   luna_beam_config search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .max_length = 2 * b->n + 10, .length_penalty = (float)own.length };
   int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)), *lengths = out + rows * search.max_length;
   unsigned char *text = (unsigned char *)grow(NULL, search.max_length * UNIT + 1, 1);
-  int status = luna_seq2seq_generate(model, &search, &(luna_input){ b->source, b->lengths[0], rows, b->n }, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
+  int status = luna_seq2seq_generate(model, &search, &(luna_input){ b->source, b->lengths[0], rows, b->n, NULL }, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
   for (int64_t r = 0; r < rows && !status; r++) take(d->pairs + first + r, decode(&d->v, out + r * search.max_length, lengths[r], text));
   free(out), free(text);
   return status;
@@ -249,7 +249,7 @@ static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t 
 static progress bar;
 
 static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smoothing) {
-  luna_tensor *logits = luna_seq2seq_forward(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n }, &(luna_input){ b->given, b->lengths[1], b->rows, b->m });
+  luna_tensor *logits = luna_seq2seq_forward(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n, NULL }, &(luna_input){ b->given, b->lengths[1], b->rows, b->m, NULL });
   return luna_cross_entropy_with(logits, b->labels, &(luna_cross_entropy_config){ .smoothing = smoothing });
 }
 
@@ -258,23 +258,25 @@ static void show(const pair *p, line t) {
          (const char *)p->text[1].at, (int)t.size, (const char *)t.at);
 }
 
-/* The loss of the last `held` pairs, and a translation. Returns 0, or 2 after a sentence. */
+/* The loss of the last `held` pairs and, after the first step, a translation. Returns 0, or 2 after a sentence. */
 static int validate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t held) {
-  double sum = 0, tokens = 0;
+  double sum = 0, tokens = 0, since = seconds();
   for (int64_t at = d->count - held; at < d->count; at += 64) {
     const batch *b = fill(d, at, d->count - at < 64 ? d->count - at : 64);
     luna_begin_inference(ctx);
     sum += (double)luna_item(loss_of(model, b, 0)) * b->tokens, tokens += b->tokens;
   }
   if (!(sum >= 0)) return failed(ctx);
-  curve_add(&bar.validation, (double)bar.step, sum / tokens);
+  progress_validated(&bar, since, sum / tokens);
+  if (bar.step == 0) return 0;
   printf("%sstep %lld: validation loss %.3f, perplexity %.2f\n", bar.live ? "\n" : "", (long long)bar.step, sum / tokens, exp(sum / tokens));
   return translate(ctx, model, d, d->count - held + (int64_t)(draw(1, bar.step, 0) % (uint64_t)held), 1, show);
 }
 
 static int learn(luna_ctx *ctx, const luna_seq2seq *model, luna_optimizer *adam, data *d, int64_t held) {
-  int64_t count = d->count - held, rows = set.batch < count ? set.batch : count, every = set.steps < 10 ? 1 : set.steps / 10;
+  int64_t count = d->count - held, rows = set.batch < count ? set.batch : count;
   progress_start(&bar, 0);
+  if (validate(ctx, model, d, held)) return 2;
   while (bar.step < set.steps && !interrupted) {
     const batch *b = fill(d, (int64_t)(draw(0, bar.step, 0) % (uint64_t)(count - rows + 1)), rows);
     luna_begin_step(ctx);
@@ -282,7 +284,7 @@ static int learn(luna_ctx *ctx, const luna_seq2seq *model, luna_optimizer *adam,
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
     progress_step(&bar, (double)luna_item(loss), b->tokens);
-    if (bar.step % every == 0 && validate(ctx, model, d, held)) return 2;
+    if (progress_due(&bar) && validate(ctx, model, d, held)) return 2;
   }
   return progress_end(&bar), 0;
 }
@@ -410,10 +412,13 @@ static int run(luna_ctx *ctx, const char **words) {
   return done(&d, status);
 }
 
+#define SOURCE_FILE "source: lines, or, without a target, lines of a source, a tab and a target"
+#define TARGET_FILE "?target: the translation of each line"
+#define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
-  { "train", { "source", "?target" }, "learns from lines that belong together", train },
-  { "eval", { "model", "source", "?target" }, "BLEU of its translations", eval },
-  { "run", { "model" }, "translates the lines of the input", run },
+  { "train", { SOURCE_FILE, TARGET_FILE }, "learns from lines that belong together", train },
+  { "eval", { MODEL_FILE, SOURCE_FILE, TARGET_FILE }, "BLEU of its translations", eval },
+  { "run", { MODEL_FILE }, "translates the lines of the input", run },
   { 0 }
 };
 

@@ -823,6 +823,21 @@ static void case_luna_linear_cross_entropy(void) {
   c.sum = coin();
   got_tensor(luna_linear_cross_entropy(x, weight, optional(1, classes, 1, 1, 1), labels, coin() ? NULL : &c), x && weight);
 }
+/* a target for each of x's elements, NaN among them; null where the array could not be that long */
+static const float *targets_of(const luna_tensor *x) {
+  static float targets[NUMBERS];
+  for (int i = 0; i < NUMBERS; i++) targets[i] = i % 9 == 8 ? NAN : fabsf(numbers[i]);
+  if (turn()) targets[pick(8)] = hostile_real();
+  return turn() || luna_count(x) > NUMBERS ? NULL : targets;
+}
+static void loss_of(int kind) {
+  luna_tensor *x = tensor(3, small(), small(), small(), 1);
+  const float *targets = targets_of(x);
+  got_tensor(kind == 0 ? luna_mse(x, targets) : kind == 1 ? luna_huber(x, targets, real(0.5f)) : luna_binary_cross_entropy(x, targets), x != NULL);
+}
+static void case_luna_mse(void) { loss_of(0); }
+static void case_luna_huber(void) { loss_of(1); }
+static void case_luna_binary_cross_entropy(void) { loss_of(2); }
 static void case_luna_softmax_attention(void) {
   static int32_t offsets[2][4];
   const int64_t b = small(), n = small(), m = small(), h = size(1 + pick(3)), d = product(h, small()), e = product(h, small());
@@ -875,6 +890,9 @@ static void case_luna_causal_nested_attention(void) {
   got_tensor(luna_causal_nested_attention(q, k, v, s, h, omega, lengths_of(q ? q->shape[0] : b, l), probability()), q || k || v);
 }
 static void double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  const luna_run run = luna_custom_run(out);
+  expect(run.threads >= 1 && (!run.scratch_size || run.scratch), "a custom op has no workspace");
+  if (run.scratch_size) memset(run.scratch, 1, run.scratch_size);
   for (int64_t i = 0; i < luna_count(out); i++) out->data[i] = count > 0 && i < luna_count(in[0]) && *(const char *)state ? 2 * in[0]->data[i] : 0;
 }
 static void double_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
@@ -885,15 +903,19 @@ static void case_luna_custom_op(void) {
   luna_tensor *in[9];
   const int count = number(1 + (int)pick(8));
   const int64_t shape[4] = {small(), small(), small(), small()};
-  luna_custom c = {double_forward, double_backward, "ab", 3};
+  luna_custom c = {double_forward, double_backward, "ab", 3, 0};
   for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (turn()) c.forward = NULL;
   if (turn()) c.backward = NULL;
   if (turn()) c.state = NULL;
   if (turn()) c.state = NULL, c.state_size = SIZE_MAX;
+  c.workspace_size = turn() ? SIZE_MAX : pick(300);
   if (count > 9 || shape_count(4, shape) > 100000) return;
   const bool given = !turn();
   got_tensor(luna_custom_op(given ? in : NULL, count, number(1 + (int)pick(4)), turn() ? NULL : shape, turn() ? NULL : &c), given && any_of(in, count < 8 ? count : 8));
+}
+static void case_luna_custom_run(void) {
+  expect(luna_custom_run(turn() ? NULL : any_tensor()).threads == 0, "luna_custom_run outside a custom op");
 }
 static void case_luna_scope_recompute(void) {
   const luna_scope scope = luna_scope_recompute(turn() ? NULL : w->ctx), inner = luna_scope_recompute(w->ctx);
@@ -913,6 +935,10 @@ static luna_init an_init(void) {
   init.kind = ENUM(luna_init_kind, 6);
   init.scale = real(0);
   return init;
+}
+static void case_luna_params_ctx(void) {
+  const luna_params *set = turn() ? NULL : w->set[0];
+  expect(luna_params_ctx(set) == (set ? w->ctx : NULL), "a set's context");
 }
 static void case_luna_params_open(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
@@ -1133,6 +1159,34 @@ static void case_luna_norm_layer_init(void) {
 static void case_luna_norm_layer_forward(void) {
   luna_tensor *x = rows(small(), small(), DIM);
   got_tensor(luna_norm_layer_forward(&w->norm, x), x != NULL);
+}
+enum { FEATURES = 3 };
+static const luna_input *features_input(void) {
+  static luna_input input;
+  input.batch = small(), input.n = small();
+  input.tokens = NULL;
+  input.lengths = lengths_of(input.batch, input.n);
+  input.features = turn() || product(product(input.batch, input.n), FEATURES) > NUMBERS ? NULL : numbers;
+  return turn() ? NULL : &input;
+}
+static void case_luna_input_layer_init(void) {
+  luna_input_layer layer;
+  got_status(luna_input_layer_init(turn() ? NULL : &layer, new_set(), prefix(), size(FEATURES), small(), an_init()), true);
+}
+static luna_input_layer *input_layer(void) {
+  static luna_input_layer layer;
+  const luna_init init = {LUNA_INIT_XAVIER, 0};
+  luna_params *params = luna_params_open(w->ctx);
+  if (luna_input_layer_init(&layer, params, "p.", FEATURES, 5, init) != LUNA_OK) return NULL;
+  return turn() ? NULL : &layer;
+}
+static void case_luna_input_layer_fit(void) {
+  luna_input_layer *layer = input_layer();
+  got_status(luna_input_layer_fit(layer, features_input()), layer != NULL);
+}
+static void case_luna_input_layer_forward(void) {
+  luna_input_layer *layer = input_layer();
+  got_tensor(luna_input_layer_forward(layer, features_input()), layer != NULL);
 }
 static void nested(const luna_nested_attention_layer *layer) {
   const int64_t b = small(), n = small(), m = small(), d = layer->config.dim;
@@ -1697,6 +1751,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
+  F(luna_custom_run) F(luna_params_ctx) \
   F(luna_scope_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
   F(luna_params_element_count) F(luna_params_zero_grad) F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) \
   F(luna_load_borrowed) F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_load) \
@@ -1715,7 +1770,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
   F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
   F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep) \
-  F(luna_linear_cross_entropy) F(luna_lm_loss)
+  F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) F(luna_binary_cross_entropy) \
+  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define BINARY_ROW(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) ROW(luna_##name)

@@ -20,6 +20,7 @@ check "no carriage return in them" sh -c "! grep -q \"$(printf '\r')\" out"
 check "a line has nats, bits per byte, speed and the time left" grep -q '^step .* nats .* bits/byte .* tokens/s .* left$' out
 check "samples before and after" [ "$(grep -c '^---- .* step: ' out)" = 2 ]
 check "the last line has both validation losses" sh -c "tail -n 1 out | grep -q 'validation loss [0-9.]* -> [0-9.]* nats'"
+check "the first one is near ln 256" sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> .*/\1/' | awk '{ exit !(\$1 > 5.4 && \$1 < 5.7) }'"
 check "validation loss falls" sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/' | awk '{ exit !(\$2 < 0.8 * \$1) }'"
 check "the model is there" [ -s a.safetensors ]
 check "and nothing beside it" [ "$(echo a.safetensors*)" = a.safetensors ]
@@ -58,6 +59,17 @@ printf 'ab' >two
 check "two bytes can be measured" lm eval a.safetensors two
 check "lm --help succeeds" lm --help
 check "it names the flags" grep -q -- --temperature out
+check "with the commands that take them" grep -q -- '--seed N  *train, generate  ' out
+check "and the formats of files" grep -q '^  text  *any file' out
+check "lm eval --help succeeds" lm eval --help
+check "it names the flags of eval" grep -q -- '--window N' out
+check "and no others" sh -c "! grep -q -- --temperature out"
+check "-h after other words is the same" sh -c "'$build/lm' eval missing -h | cmp - out"
+lm generate a.safetensors --bytes 50 --seed 5 && cp out first
+lm generate a.safetensors --bytes=50 --seed=5
+check "--name=value is --name value" same out first
+check "a value may have an equals sign" lm generate a.safetensors --bytes=5 --prompt=a=b
+check "all of it" grep -q '^a=b' out
 
 # ---- texts that are short
 printf 'a text shorter than any window, but not too short' >short
@@ -81,6 +93,8 @@ refuses "no flag --stepz" train text --stepz 3
 refuses "no flag --steps" generate a.safetensors --steps 3
 refuses "needs a value" train text --steps
 refuses "whole number" train text --steps three
+refuses "whole number" train text --steps=
+refuses "no flag --step;" train text --step=3
 refuses "whole number" train text --steps 1.5
 refuses "whole number" train text --steps 0 --out a.safetensors
 refuses "whole number" train text --steps -5 --out a.safetensors
@@ -135,6 +149,9 @@ check "it goes on, into the same file, drawing the loss" lm train text --resume 
 check "it says from where" grep -q '^going on from step [1-9][0-9]* of on.safetensors' out
 check "to the same bits" same on.safetensors whole.safetensors
 check "the loss is drawn" drawn on.svg
+lm train text --out b.safetensors --plot b.svg --steps 40 $small
+check "with a point for the start, each tenth and the end" [ "$(tags b.svg circle)" = 11 ]
+rm -f b.safetensors b.svg
 refuses "has made all its 1500 steps" train text --resume on.safetensors
 refuses "was 1500 in the training of middle.safetensors" train text --resume middle.safetensors --steps 9
 refuses "was 4 in the training of middle.safetensors" train text --resume middle.safetensors --batch 8

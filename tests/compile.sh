@@ -56,6 +56,7 @@ done
 for c in g++ clang++; do
   have "$c" || { echo "skipped: $c is not here"; continue; }
   add "$c -std=c++11" "$c -std=c++11 -O1 $cpp_strict -c implementation.cpp -o $c-cpp11.o"
+  add "$c -std=c++17 -Wold-style-cast" "$c -std=c++17 $cpp_strict -Wold-style-cast -fsyntax-only implementation.cpp"
   add "$c: stdio.h, stdlib.h, time.h before it" "$c -std=c++11 $cpp_strict -fsyntax-only after.cpp"
   add "$c: LUNA_STATIC" "$c -std=c++11 $cpp_strict -fsyntax-only static.cpp"
   add "$c: declarations alone" "$c -std=c++11 $cpp_strict -c declarations.cpp -o $c-declarations.o"

@@ -41,7 +41,7 @@ static void square_backward(luna_tensor *const *in, int count, const luna_tensor
   LUNACU_LAUNCH(square_slope_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state, in[0]->data, in[1]->data, out->grad, in[0]->grad, in[1]->grad);
 }
 static const float square_factor = 0.5f;
-extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor};
+extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor, 0};
 
 static void overrun_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t n = luna_count(out) + 1;
@@ -54,9 +54,9 @@ static void unlaunched_forward(const luna_tensor *const *in, int count, luna_ten
   (void)LUNACU_START(square_kernel, 1, 4096, 0, luna_cuda_stream(out->ctx), luna_count(out), *(const float *)state,
                      in[0]->data, in[0]->data, out->data);
 }
-extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor};
+extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor, 0};
 extern "C" const luna_custom cuda_unlaunched = {unlaunched_forward, square_backward, &square_factor,
-                                                sizeof square_factor};
+                                                sizeof square_factor, 0};
 
 extern "C" void cuda_leave_error(void) {
   void *memory = NULL;
@@ -139,6 +139,13 @@ extern "C" void cuda_mend(void) {
 }
 extern "C" void cuda_quiet(bool quiet) { cuda_host.quiet = quiet; }
 extern "C" size_t cuda_allocated(void) { return cuda_host.allocated; }
+extern "C" cuda_counts cuda_counted(void) {
+  const cuda_counts now = {cuda_host.launches + cuda_host.products, cuda_host.replays, cuda_host.copies,
+                           cuda_host.synchronisations, cuda_host.max_allocated};
+  cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.copies = cuda_host.synchronisations = 0;
+  cuda_host.max_allocated = cuda_host.allocated;
+  return now;
+}
 extern "C" unsigned long long cuda_errors(const char **message) {
   *message = cuda_host.message;
   return cuda_host.errors;
@@ -151,5 +158,6 @@ extern "C" void cuda_mend(void) {}
 extern "C" const luna_backend *cuda_strict_backend(bool) { return NULL; }
 extern "C" void cuda_quiet(bool) {}
 extern "C" size_t cuda_allocated(void) { return 0; }
+extern "C" cuda_counts cuda_counted(void) { return {}; }
 extern "C" unsigned long long cuda_errors(const char **message) { return *message = "", 0; }
 #endif

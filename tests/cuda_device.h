@@ -37,6 +37,11 @@ void cuda_mend(void);
 const luna_backend *cuda_strict_backend(bool exact);
 void cuda_quiet(bool quiet);               /* findings are counted, not printed */
 size_t cuda_allocated(void);               /* bytes on the device */
+typedef struct cuda_counts {               /* since they were last read */
+  long launches, replays, copies, synchronisations; /* launches: kernels and products; not those of replayed graphs */
+  size_t max_allocated;
+} cuda_counts;
+cuda_counts cuda_counted(void);
 unsigned long long cuda_errors(const char **message); /* what the emulator found wrong with kernels and their launches */
 #ifdef __cplusplus
 }

@@ -26,6 +26,7 @@
      Shared       Filled with NaN bits for every block; every access is checked for bounds and alignment. With cuda_host.debug every word remembers
                   who wrote and read it: reading what nobody wrote, and two threads of which one writes with no barrier between, are errors.
                   Barriers are __syncthreads and, within a warp, a full __syncwarp. Shuffles and votes order no memory, as CUDA's manual says.
+     Copies       Of device memory to itself, they must not overlap.
      Global       Device memory is a separate region, closed while host code runs: touching it there ends the program. New memory and freed memory is
                   NaN bits. 256 bytes before and after each allocation are watched; with the address sanitizer they are poisoned. A kernel given a
                   pointer, alone or (by g++) inside a struct, to pageable host memory or to freed memory is an error. A wild access is a sticky fault.
@@ -95,8 +96,8 @@ struct cuda_host_state {
   long fail_launch = 0;                    /* the n-th launch or product from now is refused with cudaErrorLaunchFailure */
   long fault = 0;                          /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
   bool no_image = false;                   /* no kernel was compiled for this device: cudaErrorNoKernelImageForDevice */
-  long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0;
-  size_t allocated = 0;                    /* device bytes now */
+  long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0, copies = 0;
+  size_t allocated = 0, max_allocated = 0; /* device bytes now; the maximum since it was set */
   long errors = 0;
   char message[600] = "";                  /* of the first error */
 };
@@ -1163,7 +1164,7 @@ inline void cuda_host_reset() {
   m.capturing.reset();
   m.serial = 0;
   cuda_host.fail_allocation = cuda_host.fail_launch = cuda_host.fault = 0;
-  cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.synchronisations = cuda_host.allocations = cuda_host.errors = 0;
+  cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.synchronisations = cuda_host.allocations = cuda_host.copies = cuda_host.errors = 0;
   cuda_host.message[0] = 0;
 }
 
@@ -1216,6 +1217,7 @@ inline cudaError_t cudaMalloc(void **p, size_t n) {
   CUDA_HOST_NEED((*p = cudahost::take(n)) != nullptr, cudaErrorMemoryAllocation);
   cuda_host.allocations++;
   cuda_host.allocated += n;
+  cuda_host.max_allocated = std::max(cuda_host.max_allocated, cuda_host.allocated);
   return cudaSuccess;
 }
 template <class T> cudaError_t cudaMalloc(T **p, size_t n) { return cudaMalloc((void **)p, n); }
@@ -1292,6 +1294,11 @@ inline cudaError_t copy(void *to, const void *from, size_t n, cudaMemcpyKind kin
     m.capturing->spoilt = true;
     return fail(cudaErrorStreamCaptureUnsupported);
   }
+  if (a == cudaMemoryTypeDevice && b == a && (const char *)to < (const char *)from + n && (const char *)from < (char *)to + n) {
+    report(-1, nullptr, 0, "a copy of %zu bytes from %p to %p, which overlap", n, from, to);
+    return fail(cudaErrorInvalidValue);
+  }
+  cuda_host.copies++;
   std::shared_ptr<std::vector<char>> staged;
   if (!waits && !b && a) staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + n);
   const cudaError_t e = enqueue(s, false, [=] {

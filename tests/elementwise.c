@@ -44,16 +44,17 @@ static void check_activations(int64_t n) {
   release(x), release(dy), release(before), free(want);
 }
 
-enum { ADD, SCALE, SCALE_ADD, MAPS };
-static const char *const map_name[MAPS] = {"add", "scale", "scale_add"};
+enum { ADD, MUL, SCALE, SCALE_ADD, MAPS };
+static const char *const map_name[MAPS] = {"add", "mul", "scale", "scale_add"};
 static void map_run(const lunai_kernels *table, int map, int64_t n, const float *a, const float *b, float *y) {
   if (map == ADD) table->add(n, a, b, y);
+  if (map == MUL) table->mul(n, a, b, y);
   if (map == SCALE) table->scale(n, 0.3f, a, y);
   if (map == SCALE_ADD) table->scale_add(n, 0.3f, a, y);
 }
 static double map_exact(int map, double a, double b, double y) {
   const double factor = (double)0.3f;
-  return map == ADD ? a + b : map == SCALE ? factor * a : y + factor * a;
+  return map == ADD ? a + b : map == MUL ? a * b : map == SCALE ? factor * a : y + factor * a;
 }
 static void check_maps(int64_t n) {
   float *a = random_floats(n, 2), *b = random_floats(n, 2), *before = random_floats(n, 1);

@@ -1,5 +1,5 @@
 #!/bin/sh
-# examples_more.sh: examples/translate.c, mlm.c, summary.c and attention_map.c from outside, on small tasks made here. Needs those four in $BUILD.
+# examples_more.sh: examples/translate.c, mlm.c, summary.c, attention_map.c and lesson.c from outside, on small tasks made here. Needs those in $BUILD.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 name=examples_more
@@ -63,6 +63,12 @@ check "the old model is as it was" same a.safetensors before
 check "Ctrl-C ends a training well" interrupted '^step .* loss' train en de --steps 100000 --out stopped.safetensors $small
 check "it says so" grep -q 'stopped early' out
 check "the model is saved" run eval stopped.safetensors short.en short.de
+
+# ---- lesson
+program=lesson
+check "lesson succeeds" run
+check "the equations agree with the library's" [ "$(grep -c '^(\|^section' out) $(grep -c ' agrees, ' out)" = "8 8" ]
+check "its training loop learns" sh -c "tail -n 1 out | sed 's/.* //' | awk '{ exit !(\$1 < 0.35) }'"
 
 # ---- mlm
 program=mlm

@@ -6,22 +6,6 @@
 #include "common.h"
 #include "kernels.h"
 
-typedef void (*product_fn)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                           int64_t b_row, int64_t b_column, float alpha, float *c, int64_t c_row, bool accumulate, float *panels);
-typedef struct product { luna_isa isa; product_fn run; int64_t (*panels_size)(int64_t n, int64_t k); } product;
-static const product products[] = {
-  {LUNA_ISA_SCALAR, lunai_product_scalar, lunai_panels_size_scalar},
-#ifdef LUNAI_X86
-  {LUNA_ISA_SSE2, lunai_product_sse2, lunai_panels_size_sse2},
-  {LUNA_ISA_AVX2, lunai_product_avx2, lunai_panels_size_avx2},
-  {LUNA_ISA_AVX512, lunai_product_avx512, lunai_panels_size_avx512},
-#elif defined(LUNAI_NEON)
-  {LUNA_ISA_NEON, lunai_product_neon, lunai_panels_size_neon},
-#elif defined(LUNAI_WASM)
-  {LUNA_ISA_WASM, lunai_product_wasm, lunai_panels_size_wasm},
-#endif
-};
-
 /* ---- one multiplication: its arguments, its matrices, what C was before and what it must become ---- */
 typedef struct trial {
   lunai_gemm g;
@@ -144,10 +128,9 @@ static void check_alone(const trial *t, const float *c, bool column) {
 }
 static void check_product(const trial *t, const float *c) {
   const lunai_gemm *g = &t->g;
-  const product *p = products;
-  while (lunai_kernels_of(p->isa) != kernels) p++;
-  float *panels = zeros(p->panels_size(g->n, g->k)), *own = copied(t->before, t->c_size);
-  p->run(g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row, g->accumulate, panels);
+  float *panels = zeros(lunai_panels_size(kernels, g->n, g->k)), *own = copied(t->before, t->c_size);
+  lunai_matmul(kernels, g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row,
+               g->accumulate, panels);
   CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m, (int)g->k, (int)g->k,
         (int)g->n);
   release(panels), release(own);

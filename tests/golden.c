@@ -1,12 +1,15 @@
-/* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data), on every instruction set, in the plain and the
-   folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is zero in
+/* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data, and tests/data/baselines), on every instruction
+   set, in the plain and the folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is zero in
    exact arithmetic, as key biases' and those of a softmax over one key: see golden_gradient_error).
    A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs x, p, context, lengths, outputs y,
    yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model (classifier, seq2seq)
-   tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean cross-entropy. Included by cuda.c, it runs on a device. */
+   tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean cross-entropy. One of another attention
+   (its kind is a name in examples/attentions/attentions.h): its options as metadata, its parameters, arrays and inputs. Included by
+   cuda.c, it runs on a device. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
+#include "../examples/attentions/attentions.h"
 #include "common.h"
 #include <dirent.h>
 
@@ -31,6 +34,7 @@ typedef struct golden {
   double largest;                        /* root mean square of the file's largest gradient */
   golden_worst output, gradient, zero;   /* zero: gradients that are zero in exact arithmetic */
   const char *how; /* instruction set and form of the run */
+  bool system;     /* kind is another attention's name */
 } golden;
 
 static const luna_backend *golden_backend; /* null: the CPU, on every instruction set */
@@ -47,12 +51,17 @@ static bool golden_is(const golden *g, const char *key, const char *value) {
   return lunai_st_meta(&g->st, key, &text) && lunai_st_equal(text, value);
 }
 
+static int32_t golden_integer(const uint8_t *at) {
+  return (int32_t)((uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
+}
 /* a file's array as floats, to be freed; null when it is not there */
 static float *golden_floats(const golden *g, const char *name, lunai_st_tensor *t) {
   float *out;
   if (!lunai_st_find(&g->st, name, t)) return NULL;
   out = common_floats(t->count);
   if (lunai_st_floats(t, out)) return out;
+  for (int64_t i = 0; t->dtype == LUNAI_ST_I32 && i < t->count; i++) out[i] = (float)golden_integer(t->data + 4 * i);
+  if (t->dtype == LUNAI_ST_I32) return out;
   free(out);
   return NULL;
 }
@@ -69,10 +78,7 @@ static int32_t *golden_numbers(const golden *g, const char *name, int64_t *colum
   if (!lunai_st_find(&g->st, name, &t) || t.dtype != LUNAI_ST_I32) return NULL;
   if (columns) *columns = t.shape[t.rank - 1];
   out = (int32_t *)common_alloc((size_t)t.count * sizeof(int32_t));
-  for (int64_t i = 0; i < t.count; i++) {
-    const uint8_t *at = t.data + 4 * i;
-    out[i] = (int32_t)((uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
-  }
+  for (int64_t i = 0; i < t.count; i++) out[i] = golden_integer(t.data + 4 * i);
   return out;
 }
 
@@ -231,9 +237,12 @@ static void golden_gradients(golden *g, const luna_params *params, int compared)
   lunai_st_tensor t;
   size_t cursor = 0;
   int count = 0;
+  char full[128];
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const char *name;
     const luna_tensor *parameter = luna_params_at(params, i, &name);
+    snprintf(full, sizeof full, "grad.%s", name);
+    if (g->system && !parameter->has_grad && !lunai_st_find(&g->st, full, &t)) continue; /* an array that is not trained */
     compared += golden_gradient(g, name, parameter);
   }
   while (lunai_st_next(&g->st, &cursor, &t)) count += t.name.size > 5 && memcmp(t.name.at, "grad.", 5) == 0;
@@ -360,19 +369,154 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   free(tokens), free(lengths), free(other), free(other_lengths), free(labels);
 }
 
+/* ---- other attentions ---- */
+typedef struct golden_attention {
+  golden *g;
+  attentions choice;
+  bool good;
+} golden_attention;
+static void golden_option(void *user, const char *key, const char *value) {
+  golden_attention *a = (golden_attention *)user;
+  static const char *const frame[4] = {"kind", "dim", "heads", "causal"};
+  for (int i = 0; i < 4; i++) if (strcmp(key, frame[i]) == 0) return;
+  a->good &= CHECK(attentions_set(&a->choice, key, value), "%s: %s", a->g->name, a->choice.error) != 0;
+}
+/* what a file says by its tensors alone: an axis (or -1: that there is one) of a tensor is an option */
+static void golden_shapes(golden_attention *a) {
+  static const struct { const char *system, *option, *tensor; int axis; } shapes[] = {
+    {"synthesizer", "mixture", "mixture", -1}, {"synthesizer", "a", "dense_a.weight", 1}, {"synthesizer", "b", "dense_b.weight", 1},
+  };
+  for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+    char text[32] = "true";
+    lunai_st_tensor t;
+    if (strcmp(a->g->kind, shapes[i].system) != 0 || !lunai_st_find(&a->g->st, shapes[i].tensor, &t)) continue;
+    if (shapes[i].axis >= 0) snprintf(text, sizeof text, "%d", (int)t.shape[shapes[i].axis]);
+    golden_option(a, shapes[i].option, text);
+  }
+}
+/* an option that is a list comes as a tensor of its name; none: the empty list */
+static void golden_lists(golden_attention *a) {
+  for (const attention_option *o = a->choice.system->options; o->name; o++) {
+    char text[ATTENTION_LIST_SIZE * 12] = "";
+    lunai_st_tensor t;
+    if (o->kind != ATTENTION_LIST) continue;
+    int32_t *values = golden_numbers(a->g, o->name, NULL);
+    for (int64_t i = 0; values && lunai_st_find(&a->g->st, o->name, &t) && i < t.count && i < ATTENTION_LIST_SIZE; i++)
+      snprintf(text + strlen(text), sizeof text - strlen(text), "%s%d", i ? "," : "", (int)values[i]);
+    free(values);
+    golden_option(a, o->name, text);
+  }
+}
+/* x beyond the lengths is never read: there, NaN */
+static luna_tensor *golden_padded(const golden *g, luna_ctx *ctx, const int32_t *lengths, float change, int64_t from) {
+  lunai_st_tensor t;
+  float *x = golden_floats(g, "x", &t);
+  for (int64_t i = 0; x && i < t.count; i++) {
+    const int64_t b = i / (t.shape[1] * t.shape[2]), row = i / t.shape[2] % t.shape[1];
+    if (lengths && row >= lengths[b]) x[i] = NAN;
+    else if (row >= from) x[i] += change;
+  }
+  luna_tensor *made = x ? luna_require_grad(luna_tensor_new(ctx, x, t.rank, t.shape)) : NULL;
+  free(x);
+  return made;
+}
+/* a later token changes no bit before it; not so where sorting moves chunks, nor where token 0 sees all */
+static void golden_causality(golden *g, luna_ctx *ctx, attentions *choice, luna_attention_call call, const float *y) {
+  const int64_t n = call.x->shape[1], d = call.x->shape[2], batch = call.x->shape[0];
+  const float changes[3] = {3, INFINITY, NAN};
+  if (!call.causal || strcmp(g->kind, "reformer") == 0 || golden_is(g, "cls", "true")) return;
+  for (int i = 0; i < 6; i++) {
+    const int64_t cut = i % 2 ? n / 2 : 1;
+    luna_attention_call again = call;
+    float *got = common_floats(batch * n * d);
+    again.x = again.input = golden_padded(g, ctx, call.lengths, changes[i / 2], cut);
+    luna_tensor *t = choice->hook.forward(choice->layers, &again);
+    int64_t differ = 0;
+    if (t) luna_read(t, got);
+    for (int64_t b = 0; b < batch; b++)
+      for (int64_t j = 0; j < cut * d; j++) differ += memcmp(&got[b * n * d + j], &y[b * n * d + j], sizeof(float)) != 0;
+    CHECK(t && differ == 0, "%s (%s): %d numbers before token %d depend on it", g->name, g->how, (int)differ, (int)cut);
+    free(got);
+  }
+}
+static void golden_attention_outputs(golden *g, const golden_attention *a, luna_tensor *y, const luna_attention_call *call) {
+  const attention *layer = a->choice.layers;
+  golden_output(g, "y", y, call->lengths);
+  golden_output(g, "yp", call->next_p, NULL);
+  golden_output(g, "next_memory", layer->next_memory, NULL);
+  golden_output(g, "next_compressed", layer->next_compressed, NULL);
+  golden_output(g, "loss", layer->loss, NULL);
+}
+static void golden_attention_run(golden_attention *a, luna_ctx *ctx, luna_params *params, const int32_t *lengths, bool training) {
+  golden *g = a->g;
+  attention *layer = a->choice.layers;
+  luna_attention_call call;
+  memset(&call, 0, sizeof call);
+  call.x = call.input = training ? golden_padded(g, ctx, lengths, 0, 0) : golden_tensor(g, ctx, "x");
+  call.p = golden_tensor(g, ctx, "p");
+  call.lengths = lengths;
+  call.causal = golden_is(g, "causal", "true");
+  layer->memory = luna_detach(golden_tensor(g, ctx, "memory"));
+  layer->compressed = luna_detach(golden_tensor(g, ctx, "compressed"));
+  layer->noise = luna_detach(golden_tensor(g, ctx, "gumbel"));
+  luna_tensor *x = call.x, *p = call.p, *y = a->choice.hook.forward(layer, &call);
+  if (!CHECK(y, "%s (%s): %s", g->name, g->how, luna_error(ctx))) return;
+  golden_attention_outputs(g, a, y, &call);
+  if (!training) {
+    float *values = common_floats(luna_count(y));
+    call.x = x;
+    luna_read(y, values);
+    golden_causality(g, ctx, &a->choice, call, values);
+    free(values);
+    return;
+  }
+  luna_tensor *loss = attentions_loss(&a->choice, golden_loss(g, y, call.next_p));
+  if (CHECK(luna_backward(loss) == LUNA_OK, "%s (%s): %s", g->name, g->how, luna_error(ctx)))
+    golden_gradients(g, params, golden_gradient(g, "x", x) + golden_gradient(g, "p", p));
+}
+static void golden_run_attention(golden *g, luna_isa isa, luna_form form, bool training) {
+  golden_attention a = {0};
+  luna_inspection inspection = {0};
+  luna_layer_config config = {0};
+  luna_options options = {0};
+  char how[96];
+  (void)form;
+  snprintf(how, sizeof how, "%s%s", luna_isa_name(isa), training ? "" : " inference");
+  g->how = how;
+  options.threads = 2, options.isa = isa;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  int32_t *lengths = golden_numbers(g, "lengths", NULL);
+  a.g = g;
+  a.good = CHECK(attentions_open(&a.choice, g->kind), "%s: %s", g->name, a.choice.error) != 0;
+  inspection.pair = golden_option, inspection.user = &a;
+  if (a.good) luna_inspect_bytes(ctx, g->bytes, g->size, &inspection), golden_shapes(&a), golden_lists(&a);
+  config.dim = g->dim, config.heads = g->heads;
+  if (a.good && CHECK(a.choice.hook.init(&a.choice, params, "", &config), "%s: %s", g->name, luna_error(ctx))) {
+    golden_set(g, params);
+    if (training) luna_begin_step(ctx);
+    else luna_begin_inference(ctx);
+    golden_attention_run(&a, ctx, params, lengths, training);
+  }
+  attentions_close(&a.choice);
+  luna_close(ctx);
+  free(lengths);
+}
+
 static int golden_file(golden *g) { /* 1 when it was compared */
   static const char *const kinds[6] = {"attention", "causal", "encoder_layer", "decoder_layer", "classifier", "seq2seq"};
   int known = 0;
   if (!golden_open(g)) return 0;
+  for (int i = 0; i < ATTENTION_SYSTEMS; i++) g->system |= strcmp(g->kind, attention_systems[i]->name) == 0;
   while (known < 6 && strcmp(g->kind, kinds[known]) != 0) known++;
-  if (known == 6) {
-    printf("golden: skipped %s, of the kind %s\n", g->name, g->kind);
-    return 0;
-  }
+  if (strcmp(g->kind, "optimizers") == 0) return 0; /* tests/trainer.c's */
+  if (!CHECK(known < 6 || g->system, "%s: its kind %s is unknown", g->name, g->kind)) return 0;
   g->largest = golden_largest(g);
   for (int i = 0; i < COMMON_ISAS; i++) {
     if (!luna_isa_available(common_isas[i]) || (golden_backend && i > 0)) continue;
-    for (int mode = 0; mode < 4; mode++) (known < 4 ? golden_run : golden_run_model)(g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, mode < 2);
+    for (int mode = 0; mode < 4; mode += g->system ? 2 : 1)
+      (g->system ? golden_run_attention : known < 4 ? golden_run : golden_run_model)(
+          g, common_isas[i], mode & 1 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, mode < 2);
   }
   printf("golden: %s: outputs %.2g (%s), gradients %.2g (%s)", g->name, g->output.error, g->output.where,
          g->gradient.error, g->gradient.where);
@@ -453,7 +597,8 @@ static void golden_check_rule(void) {
 }
 int main(int argc, char **argv) {
   golden_check_rule();
-  if (golden_folder(argc > 1 && argv[1][0] ? argv[1] : "tests/data")) return 1;
+  const bool given = argc > 1 && argv[1][0];
+  if (golden_folder(given ? argv[1] : "tests/data") || (!given && golden_folder("tests/data/baselines"))) return 1;
   return test_report("golden");
 }
 #endif

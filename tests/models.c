@@ -1138,10 +1138,13 @@ static void *average_make(void *user, luna_params *params, const char *prefix, c
   return luna_linear_layer_init(&layer->out, params, name, config->dim, config->dim, xavier) == LUNA_OK ? layer : NULL;
 }
 static average_hook *average_now; /* forward gets only the layer */
-static luna_tensor *average_run(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
+static luna_tensor *average_run(void *layer, luna_attention_call *call) {
   const average_layer *a = (const average_layer *)layer;
+  luna_tensor *x = call->x, *p = call->p;
+  const int32_t *lengths = call->lengths;
+  const bool causal = call->causal;
   average_state state;
-  luna_custom custom = {average_forward, average_backward, &state, sizeof state};
+  luna_custom custom = {average_forward, average_backward, &state, sizeof state, 0};
   luna_tensor *in[2];
   memset(&state, 0, sizeof state);
   state.causal = causal;
@@ -1284,13 +1287,13 @@ static void check_hook_lm(void) {
   free(tokens);
   luna_close(ctx);
 }
-static luna_tensor *null_run(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
-  (void)layer, (void)x, (void)p, (void)lengths, (void)causal;
+static luna_tensor *null_run(void *layer, luna_attention_call *call) {
+  (void)layer, (void)call;
   return NULL;
 }
-static luna_tensor *wrong_shape_run(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
-  (void)layer, (void)p, (void)lengths, (void)causal;
-  return luna_mean(x, 0);
+static luna_tensor *wrong_shape_run(void *layer, luna_attention_call *call) {
+  (void)layer;
+  return luna_mean(call->x, 0);
 }
 static void check_hook_refusals(void) {
   average_hook state;

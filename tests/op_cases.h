@@ -435,7 +435,7 @@ static void op_custom_backward(luna_tensor *const *in, int count, const luna_ten
 }
 static void op_custom(trial *t, int v) {
   float factor = (float)1.25;
-  luna_custom custom = {op_custom_forward, op_custom_backward, NULL, sizeof factor};
+  luna_custom custom = {op_custom_forward, op_custom_backward, NULL, sizeof factor, 0};
   const int64_t shape[2] = {3, 4};
   luna_tensor *in[2];
   in[0] = in2(t, 3, 4);

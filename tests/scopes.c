@@ -186,6 +186,20 @@ static void check_training(void) {
   free(without);
 }
 
+/* What a scope's end leaves to backward is released by it; what luna_keep or nobody's scope holds stays */
+static void check_after_backward(void) {
+  luna_ctx *ctx = open_ctx(true);
+  luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 8, 6, 0, 0));
+  const luna_scope scope = luna_scope_begin(ctx);
+  luna_tensor *inner = luna_mul(x, x), *kept = luna_keep(luna_mul(x, inner)), *y = luna_mul(inner, kept), *loss;
+  y = luna_scope_end(scope, &y, 1);
+  loss = common_loss(luna_mul(y, y), 3);
+  CHECK(inner->data && kept->data, "the end released what backward reads");
+  CHECK(luna_backward(loss) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(!inner->data && kept->data && y->data, "backward released a result, or did not release the rest");
+  luna_close(ctx);
+}
+
 /* What the table says of doing things in place saves memory: without the bit a step takes more */
 static luna_tensor *in_place_part(luna_op_kind kind, luna_tensor *x) {
   const luna_scope scope = luna_scope_begin(x->ctx);
@@ -206,7 +220,8 @@ static size_t in_place_peak(luna_op_kind kind, int without) {
   if (kind == LUNA_OP_FEED_FORWARD) {
     c.residual = y = luna_scale(x, 2);
     y = luna_feed_forward(y, x, NULL, x, NULL, &c);
-  } else {                           /* computed again when its gradient is there, and little else will be */
+  } else if (kind == LUNA_OP_LAYER_NORM) y = luna_layer_norm(luna_mul(x, x), NULL, NULL);
+  else {                             /* computed again when its gradient is there, and little else will be */
     const luna_scope scope = luna_scope_begin(ctx);
     luna_tensor *part = in_place_part(kind, x);
     y = luna_add(luna_gelu(part), part);
@@ -279,10 +294,12 @@ int main(void) {
   check_results(true);
   check_released_input();
   check_training();
+  check_after_backward();
   check_in_place(LUNA_OP_ADD, LUNA_FORWARD_IN_PLACE);
   check_in_place(LUNA_OP_SCALE, LUNA_FORWARD_IN_PLACE);
   check_in_place(LUNA_OP_DROPOUT, LUNA_FORWARD_IN_PLACE);
   check_in_place(LUNA_OP_FEED_FORWARD, LUNA_ADDS_IN_PLACE(0));
+  check_in_place(LUNA_OP_LAYER_NORM, LUNA_SETS_IN_PLACE);
   check_models();
   return test_report("scopes");
 }

@@ -438,6 +438,7 @@ static void check_lr(void) {
 /* One by one each parameter of a model is frozen: it has no gradient and does not change, and all others have the
    gradient, read by their names, that they had. */
 static const int32_t frozen_tokens[16] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3};
+static const int32_t frozen_labels[2] = {2, 0};
 static luna_tensor *frozen_loss(int kind, luna_params *params, void *model, bool init) {
   const luna_input input = {frozen_tokens, NULL, 2, 8};
   luna_classifier_config classifier = {0};
@@ -456,7 +457,7 @@ static luna_tensor *frozen_loss(int kind, luna_params *params, void *model, bool
     return NULL;
   }
   if (kind == 0) return luna_lm_loss((luna_lm *)model, &input, frozen_tokens);
-  if (kind == 1) return luna_cross_entropy(luna_classifier_forward((luna_classifier *)model, &input), frozen_tokens + 1);
+  if (kind == 1) return luna_cross_entropy(luna_classifier_forward((luna_classifier *)model, &input), frozen_labels);
   return luna_cross_entropy(luna_seq2seq_forward((luna_seq2seq *)model, &input, &input), frozen_tokens);
 }
 static void check_frozen(int kind, luna_form form) {
@@ -805,7 +806,7 @@ static void poison_backward(luna_tensor *const *in, int count, const luna_tensor
   for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i] + (i == 0 ? *(const float *)state : 0);
 }
 static luna_tensor *poisoned(luna_tensor *x, float poison) {
-  const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison};
+  const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison, 0};
   return luna_custom_op(&x, 1, x->rank, x->shape, &custom);
 }
 /* sum c w^2 of every part, but a gradient with `poison` in it at one part, and a number of no gradient added to the loss */

@@ -1,0 +1,177 @@
+/* attentions.h: the attentions that papers compare Luna with, by name, as hooks of luna.h's encoder and causal layers:
+
+     attentions a;
+     if (!attentions_open(&a, "performer features=64 kernel=relu")) puts(a.error);
+     config.layer.hook = &a.hook;               then luna_lm_init, luna_classifier_init, luna_encoder_layer_init, ...
+     ...
+     attentions_close(&a);                      after the last call of the models
+
+   Each file is one system, with its equation, its source and its options at its top. Parameters have the names of the
+   golden files (q_proj.weight, ...) after the layer's prefix; what is random and not trained is a parameter too. */
+#ifndef ATTENTIONS_H
+#define ATTENTIONS_H
+#include "base.h"
+#include "compressive.h"
+#include "isab.h"
+#include "performer.h"
+#include "rfa.h"
+#include "synthesizer.h"
+#include "transformer_xl.h"
+#include "workspace.h"
+
+static const attention_system *const attention_systems[] = {
+  &performer_system, &rfa_system, &synthesizer_system, &workspace_system, &transformer_xl_system, &compressive_system,
+  &isab_system,
+};
+#define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
+
+typedef struct attentions {
+  luna_attention_hook hook;          /* for luna_layer_config.hook; must not move */
+  const attention_system *system;
+  attention *options;                /* a layer's struct that holds the options alone */
+  attention *layers;                 /* what was made with them, newest first */
+  char error[200];
+} attentions;
+
+/* ---- options by name ---- */
+ATTENTION_FN bool attentions_refuse(attentions *a, const char *what, const char *key, const char *value) {
+  snprintf(a->error, sizeof a->error, "attention %s: %s: %s %s", a->system ? a->system->name : "", what, key, value);
+  return false;
+}
+/* value's place in "one|two|three"; -1: not there */
+ATTENTION_FN int64_t attentions_word(const char *list, const char *value) {
+  const size_t size = strlen(value);
+  for (int64_t i = 0; list; i++) {
+    const char *end = strchr(list, '|');
+    if ((end ? (size_t)(end - list) : strlen(list)) == size && memcmp(list, value, size) == 0) return i;
+    list = end ? end + 1 : NULL;
+  }
+  return -1;
+}
+ATTENTION_FN bool attentions_put_list(attentions *a, const attention_option *option, const char *value) {
+  attention_list list;
+  const char *at = value;
+  memset(&list, 0, sizeof list);
+  while (*at) {
+    char *end;
+    const long number = strtol(at, &end, 10);
+    if (end == at || (*end && *end != ',') || list.count == ATTENTION_LIST_SIZE)
+      return attentions_refuse(a, "not numbers, or too many", option->name, value);
+    list.value[list.count++] = number;
+    at = *end ? end + 1 : end;
+  }
+  memcpy((char *)a->options + option->at, &list, sizeof list);
+  return true;
+}
+ATTENTION_FN bool attentions_put(attentions *a, const attention_option *option, const char *value) {
+  void *at = (char *)a->options + option->at;
+  char *end = NULL;
+  int64_t number = 0;
+  double real = 0;
+  if (option->kind == ATTENTION_LIST) return attentions_put_list(a, option, value);
+  if (option->kind == ATTENTION_TEXT) {
+    if (strlen(value) >= ATTENTION_TEXT_SIZE) return attentions_refuse(a, "too long", option->name, value);
+    memcpy(at, value, strlen(value) + 1);
+    return true;
+  }
+  if (option->kind == ATTENTION_NUMBER) {
+    real = strtod(value, &end);
+    if (end == value || *end || !(real - real == 0)) return attentions_refuse(a, "not a number", option->name, value);
+    memcpy(at, &real, sizeof real);
+    return true;
+  }
+  if (option->kind == ATTENTION_COUNT) number = strtol(value, &end, 10);
+  else number = attentions_word(option->kind == ATTENTION_FLAG ? "false|true" : option->value, value);
+  if (number < 0 || (end && (end == value || *end))) return attentions_refuse(a, "not a value of", option->name, value);
+  memcpy(at, &number, sizeof number);
+  return true;
+}
+/* false, with a sentence in a->error: no such option, or not a value of it */
+ATTENTION_FN bool attentions_set(attentions *a, const char *key, const char *value) {
+  const attention_option *option = a->system ? a->system->options : NULL;
+  while (option && option->name && strcmp(option->name, key) != 0) option++;
+  return option && option->name ? attentions_put(a, option, value) : attentions_refuse(a, "no such option", key, value);
+}
+
+/* ---- the hook ---- */
+ATTENTION_FN void *attentions_init(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
+  attentions *choice = (attentions *)user;
+  attention *a = (attention *)malloc(choice->system->size);
+  if (!a) return NULL;
+  memcpy(a, choice->options, choice->system->size);
+  a->dim = config->dim, a->heads = config->heads;
+  a->dropout = config->attention_dropout;
+  a->bert_init = config->bert_init;
+  a->params = params, a->prefix = prefix ? prefix : "";
+  a->good = true;
+  attention_require(a, a->heads > 0 && a->dim % a->heads == 0, "attentions: dim is not a multiple of heads");
+  if (a->good) a->system->init(a);
+  a->params = NULL, a->prefix = NULL;
+  if (!a->good) {
+    free(a);
+    return NULL;
+  }
+  a->next = choice->layers;
+  return choice->layers = a;
+}
+ATTENTION_FN luna_tensor *attentions_forward(void *layer, luna_attention_call *call) {
+  attention *a = (attention *)layer;
+  luna_ctx *ctx = call->x->ctx;
+  luna_tensor *y;
+  a->next_memory = a->next_compressed = a->loss = NULL;
+  if (call->x->device != 0) return attention_fail(ctx, a, "its custom ops are for the CPU");
+  if (call->causal && !a->system->causal) return attention_fail(ctx, a, "it has no causal form");
+  if (!call->causal && !a->system->bidirectional) return attention_fail(ctx, a, "it has a causal form only");
+  call->x = luna_mask(call->x, call->lengths);
+  if (!call->x) return NULL;
+  y = a->system->forward(a, call);
+  call->kept[0] = a->next_memory, call->kept[1] = a->next_compressed, call->kept[2] = a->loss;
+  return y;
+}
+
+/* "key=value key=value" */
+ATTENTION_FN bool attentions_set_all(attentions *a, const char *options) {
+  while (*(options += strspn(options, " "))) {
+    const size_t size = strcspn(options, " "), key = strcspn(options, "= ");
+    char text[2][128];
+    if (key >= size || key >= sizeof text[0] || size - key > sizeof text[1]) return attentions_refuse(a, "not key=value", options, "");
+    memcpy(text[0], options, key), text[0][key] = 0;
+    memcpy(text[1], options + key + 1, size - key - 1), text[1][size - key - 1] = 0;
+    if (!attentions_set(a, text[0], text[1])) return false;
+    options += size;
+  }
+  return true;
+}
+/* Chooses a system, "name" or "name key=value ...", else with its defaults; false with a sentence in a->error. */
+ATTENTION_FN bool attentions_open(attentions *a, const char *name) {
+  const size_t size = strcspn(name, " ");
+  memset(a, 0, sizeof *a);
+  for (int i = 0; i < ATTENTION_SYSTEMS; i++)
+    if (strlen(attention_systems[i]->name) == size && memcmp(attention_systems[i]->name, name, size) == 0) a->system = attention_systems[i];
+  if (!a->system) return attentions_refuse(a, "no such system", name, "");
+  a->options = (attention *)calloc(1, a->system->size);
+  if (!a->options) return attentions_refuse(a, "out of memory", "", "");
+  a->options->system = a->system;
+  for (const attention_option *o = a->system->options; o->name; o++)
+    if (o->kind != ATTENTION_WORD && !attentions_put(a, o, o->value)) return false; /* a word's default is 0 */
+  a->hook.init = attentions_init;
+  a->hook.forward = attentions_forward;
+  a->hook.user = a;
+  return attentions_set_all(a, name + size);
+}
+ATTENTION_FN void attentions_close(attentions *a) {
+  while (a->layers) {
+    attention *layer = a->layers;
+    a->layers = layer->next;
+    free(layer);
+  }
+  free(a->options);
+  memset(a, 0, sizeof *a);
+}
+/* loss and the losses of all layers made with `a`, which forward has just left; loss itself where there are none */
+ATTENTION_FN luna_tensor *attentions_loss(const attentions *a, luna_tensor *loss) {
+  for (const attention *layer = a->layers; layer; layer = layer->next)
+    if (layer->loss) loss = luna_add(loss, layer->loss);
+  return loss;
+}
+#endif

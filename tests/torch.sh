@@ -1,0 +1,172 @@
+#!/bin/sh
+# torch.sh: examples/luna_torch.py beside luna.h. Models of every kind made here give the same logits there, and models trained there
+# give the same logits here, to 1e-5 of their norm. PYTHON: the interpreter; without torch the script says so and checks nothing.
+cd "$(dirname "$0")/.." || exit 1
+build=${BUILD:-build}
+case $build in /*) ;; *) build=$PWD/$build ;; esac
+work=$build/torch
+python=${PYTHON:-python3}
+if ! "$python" -c 'import torch' 2>/dev/null; then
+  echo "no Python with torch here: examples/luna_torch.py is not checked (pip install torch; PYTHON=... make test)"
+  echo "torch: 0 passed, 0 failed"
+  exit 0
+fi
+rm -rf "$work"
+mkdir -p "$work"
+
+cat >"$work/peer.c" <<'END'
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BATCH = 3, N = 21, M = 9, VOCAB = 50 };
+
+static const luna_input *input(int64_t n, bool with_lengths) { /* the same as in compare.py; only the newest is valid */
+  static int32_t tokens[2][BATCH * N], lengths[2][BATCH];
+  static luna_input in[2];
+  static int which;
+  which = !which;
+  for (int64_t i = 0; i < BATCH * n; i++) tokens[which][i] = (int32_t)((i * i + 7 * i + n) % VOCAB);
+  for (int32_t b = 0; b < BATCH; b++) lengths[which][b] = b == 0 ? (int32_t)n : 1 + 4 * b;
+  in[which] = (luna_input){ tokens[which], with_lengths ? lengths[which] : NULL, BATCH, n };
+  return &in[which];
+}
+
+static luna_tensor *logits_of(const luna_model *m) {
+  if (m->kind == LUNA_MODEL_LM) return luna_lm_forward(&m->lm, input(N, false));
+  if (m->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_forward(&m->masked_lm, input(N, true));
+  if (m->kind == LUNA_MODEL_SEQ2SEQ) return luna_seq2seq_forward(&m->seq2seq, input(N, true), input(M, true));
+  if (m->classifier.config.pair) return luna_classifier_forward_pair(&m->classifier, input(N, true), input(M, true));
+  return luna_classifier_forward(&m->classifier, input(N, true));
+}
+
+static int run(luna_ctx *ctx, const luna_model *m, const char *path) { /* writes the logits */
+  luna_begin_inference(ctx);
+  luna_tensor *logits = logits_of(m);
+  float *out = (float *)malloc((size_t)luna_count(logits) * sizeof(float) + 1);
+  FILE *file = luna_read(logits, out) == LUNA_OK ? fopen(path, "wb") : NULL;
+  if (!file) return puts(luna_error(ctx)), 1;
+  for (int64_t i = 0; i < luna_count(logits); i++) fprintf(file, "%.9g\n", (double)out[i]);
+  return free(out), fclose(file) != 0;
+}
+
+static int make(luna_ctx *ctx, int number, const char *path) { /* a model of that number; biases and norms away from 0 and 1 */
+  luna_params *params = luna_params_open(ctx);
+  luna_model m = { 0 };
+  luna_encoder_config e = { .layers = 2, .dim = 24, .heads = 4, .ffn = 40, .memory = 6, .max_length = 64 };
+  switch (number) {
+    case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 6, .layer = { .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
+    case 1: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 3, .dim = 30, .heads = 3, .positions = LUNA_POSITIONS_LEARNED,
+              .layer = { .sharing = LUNA_SHARING_FULL, .pre_norm = true, .omega = LUNA_ACTIVATION_ELU1 } }); break;
+    case 2: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 25, .heads = 5, .positions = LUNA_POSITIONS_SINUSOIDAL, .layer = { .omega = LUNA_ACTIVATION_SOFTPLUS } }); break;
+    case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
+    case 4: e.positions = LUNA_POSITIONS_LEARNED, e.norm_embedding = true, e.first_position = 2, e.layer.sharing = LUNA_SHARING_FULL; goto classifier;
+    case 5: e.own_memory = true, e.layer.sharing = LUNA_SHARING_QK, e.layer.pack_heads = 2, e.embedding_scale = LUNA_EMBEDDING_SCALE_ONE; goto classifier;
+    case 6: e.tied_layers = true, e.layer.sharing = LUNA_SHARING_NO_KEY, e.keep_padding = true; goto classifier;
+    classifier: luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .classes = 7, .encoder = e, .pair = number == 4,
+              .pre_logits = number == 4 ? 10 : 0, .pooling = (luna_pooling)((int[]){ LUNA_POOLING_MEMORY, LUNA_POOLING_CLS, LUNA_POOLING_MEAN, LUNA_POOLING_MEMORY_BATCH }[number - 3]) }); break;
+    case 7: luna_masked_lm_init(&m.masked_lm, params, &(luna_masked_lm_config){ .vocab = VOCAB, .encoder = e }); break;
+    case 8: luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .share_embeddings = true, .encoder = e }); break;
+    default:
+      e.layer.pre_norm = true, e.positions = LUNA_POSITIONS_LEARNED;
+      luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5, .separate_output = true, .decoder_layers = 3, .encoder = e });
+  }
+  m.kind = number < 3 ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER : number < 8 ? LUNA_MODEL_MASKED_LM : LUNA_MODEL_SEQ2SEQ;
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
+    luna_tensor *t = luna_params_at(params, i, NULL);
+    float values[4096];
+    if (t->rank > 1 || luna_read(t, values) != LUNA_OK) continue;
+    for (int64_t k = 0; k < luna_count(t); k++) values[k] += 0.2f * sinf((float)(i + 3 * k));
+    luna_write(t, values);
+  }
+  luna_params_set(params, "note", "kept");
+  if (luna_save(params, path) != LUNA_OK) return puts(luna_error(ctx)), 1;
+  char name[4096];
+  snprintf(name, sizeof name, "%s.logits", path);
+  return run(ctx, &m, name);
+}
+
+int main(int count, char **given) { /* make NUMBER FILE, or run FILE: the logits go to FILE.logits */
+  luna_ctx *ctx = luna_open(NULL);
+  luna_model model;
+  char name[4096];
+  int status = 1;
+  if (count == 4) status = make(ctx, atoi(given[2]), given[3]);
+  else if (luna_load_model(&model, luna_params_open(ctx), given[2]) != LUNA_OK) puts(luna_error(ctx));
+  else snprintf(name, sizeof name, "%s.logits", given[2]), status = run(ctx, &model, name);
+  return luna_close(ctx), status;
+}
+END
+
+cat >"$work/compare.py" <<'END'
+import subprocess, sys
+import torch
+sys.path.insert(0, "examples")
+import luna_torch
+
+work, VOCAB, passed, failed = sys.argv[1], 50, 0, 0
+torch.manual_seed(1)
+torch.set_num_threads(1)
+
+def inputs(n, with_lengths=True):
+    i = torch.arange(3 * n)
+    return ((i * i + 7 * i + n) % VOCAB).reshape(3, n), torch.tensor([n, 5, 9]) if with_lengths else None
+
+def logits_of(model):
+    if model.kind == "causal_lm": return model(*inputs(21, False))
+    if model.kind == "masked_lm" or (model.kind == "classifier" and not model.c.pair): return model(*inputs(21))
+    return model(*inputs(21), *inputs(9))
+
+def check(what, good):
+    global passed, failed
+    passed, failed = passed + good, failed + (not good)
+    if not good: print("failed:", what)
+
+def compare(what, model, path):
+    with torch.no_grad(): mine = logits_of(model.eval()).flatten()
+    theirs = torch.tensor([float(line) for line in open(path + ".logits")])
+    error = float((mine - theirs).norm() / theirs.norm()) if len(mine) == len(theirs) else float("inf")
+    check("%s: error %.1e" % (what, error), error < 1e-5)
+
+for number in range(10):                                           # made here, run there; trained there, run here
+    path = "%s/%d.safetensors" % (work, number)
+    if subprocess.run([work + "/peer", "make", str(number), path]).returncode: check("model %d is made" % number, False); continue
+    model = luna_torch.load(path)
+    compare("luna.h's model %d in torch" % number, model, path)
+    check("text pairs are kept", model.pairs == {"note": "kept"})
+    model.train()
+    adam = torch.optim.Adam(model.parameters(), 1e-3)
+    first = None
+    for step in range(5):
+        adam.zero_grad()
+        logits = logits_of(model)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.arange(logits[..., 0].numel()) % 7)
+        loss.backward()
+        adam.step()
+        first = loss.item() if first is None else first
+    check("model %d learns in torch" % number, loss.item() < first)
+    luna_torch.save(model, path)
+    check("luna.h opens what torch wrote", subprocess.run([work + "/peer", "run", path]).returncode == 0)
+    compare("model %d, trained in torch, in luna.h" % number, model, path)
+
+fresh = {"lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, pre_norm=1), "classifier": luna_torch.Classifier(vocab=VOCAB, dropout=10 ** 8),
+         "masked_lm": luna_torch.MaskedLM(vocab=VOCAB, ffn=64), "seq2seq": luna_torch.Seq2Seq(vocab=VOCAB, share_embeddings=1, positions=3)}
+for name, model in fresh.items():                                  # made there
+    path = "%s/%s.safetensors" % (work, name)
+    luna_torch.save(model, path)
+    check("luna.h opens a new " + name, subprocess.run([work + "/peer", "run", path]).returncode == 0)
+    compare("a new " + name, model, path)
+print("torch: %d passed, %d failed" % (passed, failed))
+sys.exit(failed != 0)
+END
+
+have=$build/luna.o
+if [ -e "$have" ]; then flags="-DLUNAI_IMPLEMENTED $have"; else flags=; fi
+if ! ${CC:-cc} -O1 -I. "$work/peer.c" $flags -o "$work/peer" -lm -lpthread; then
+  echo "torch: 0 passed, 1 failed"
+  exit 1
+fi
+"$python" "$work/compare.py" "$work"
