@@ -262,9 +262,8 @@ static void *look_init(void *user, luna_params *params, const char *prefix, cons
   snprintf(name, sizeof name, "%sw", prefix);
   return luna_param(params, name, 2, shape, (luna_init){LUNA_INIT_XAVIER, 1});
 }
-static luna_tensor *look_forward(void *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths, bool causal) {
-  luna_tensor *y = luna_linear(x, (luna_tensor *)layer, NULL);
-  (void)p, (void)lengths, (void)causal;
+static luna_tensor *look_forward(void *layer, luna_attention_call *call) {
+  luna_tensor *y = luna_linear(call->x, (luna_tensor *)layer, NULL);
   seen = luna_keep(luna_gelu(y));
   return luna_mul(y, seen);
 }
