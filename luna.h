@@ -702,6 +702,9 @@ typedef struct luna_feed_forward_config {
   float activation_dropout, dropout; /* of the hidden layer; of the result */
   luna_tensor *residual;             /* [...,out], added to the result, or null */
   bool recompute;                    /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+  luna_tensor *gate, *gate_bias;     /* [hidden,in], and [hidden] or null: the hidden layer is act(x W1^T + b1) times
+                                        x G^T + g [arXiv 2002.05202]: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with
+                                        LUNA_ACTIVATION_SILU; null: not gated */
 } luna_feed_forward_config;
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config);
 /* luna_relu(x), luna_gelu, luna_elu1, luna_softplus, luna_softplus2, luna_sigmoid, luna_silu, luna_tanh, luna_exp,
@@ -720,6 +723,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same 
 /* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
    (e / 8, i, step) under key seed is below round(65536 p). */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight); /* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
 /* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
@@ -1003,6 +1007,8 @@ struct luna_layer_config {
   int64_t ffn;                       /* 0 = 4 dim */
   luna_sharing sharing;
   luna_activation activation;        /* of the feed-forward; 0 = LUNA_ACTIVATION_RELU */
+  bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
+                                        with LUNA_ACTIVATION_SILU; such models are not streamed yet */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
@@ -1026,7 +1032,7 @@ typedef struct luna_encoder_layer {
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
   luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
-  luna_linear_layer fc1, fc2;
+  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. p may be null with own_memory (then P' is not
@@ -1038,7 +1044,7 @@ typedef struct luna_decoder_layer {
   luna_causal_attention_layer self_attention;
   luna_nested_attention_layer cross_attention;
   luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
-  luna_linear_layer fc1, fc2;
+  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_decoder_layer;
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
@@ -1055,7 +1061,7 @@ typedef struct luna_causal_layer {
   luna_attention_layer other_attention;        /* softmax, linear */
   void *hook_state;                  /* the hook's */
   luna_norm_layer attention_norm, final_norm;
-  luna_linear_layer fc1, fc2;
+  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_causal_layer;
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config);
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
@@ -1466,6 +1472,7 @@ typedef struct luna_op {
     } elementwise;
     struct { float factor; } scale;
     struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct { bool rms; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
@@ -1861,7 +1868,8 @@ typedef struct lunai_epilogue {
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
-  T(void, layer_norm_backward, (int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
+  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, float *mean, float *rstd)) \
+  T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
   T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
   R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
@@ -3210,14 +3218,29 @@ LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const
   }
 }
 
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd */
-LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float *x, const float *weight, const float *mean,
+/* RMS norm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon); as a layer norm of mean 0 [arXiv 1910.07467] */
+LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, float *mean,
+                                float *rstd) {
+  int64_t row, i;
+  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+    const float r = (float)(1 / sqrt(LUNAI_K(sum_squares)(n, x) / (double)n + (double)epsilon));
+    for (i = 0; i < n; i += VF) {
+      const vf v = vf_mul(LUNAI_GET(x), vf_set(r));
+      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
+    }
+    if (mean) mean[row] = 0;
+    if (rstd) rstd[row] = r;
+  }
+}
+
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
+LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, const float *x, const float *weight, const float *mean,
                                            const float *rstd, const float *dy, float *dx, bool add) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
     double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean[row], rstd[row], &moment);
     const vf center = vf_set(mean[row]), r = vf_set(rstd[row]);
-    const vf mean_g = vf_set((float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
+    const vf mean_g = vf_set(rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
     for (i = 0; i < n; i += VF) {
       const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
       vf g = LUNAI_GET(dy);
@@ -8231,9 +8254,11 @@ LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  float *kept = (float *)op->kept;
-  lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2), LUNAI_NORM_EPSILON,
-                          op->out[0]->data + first * n, kept ? kept + first : NULL, kept ? kept + rows + first : NULL);
+  float *kept = (float *)op->kept, *mean = kept ? kept + first : NULL, *rstd = kept ? kept + rows + first : NULL;
+  if (op->arg.norm.rms)
+    lunai_k(op)->rms_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), LUNAI_NORM_EPSILON, op->out[0]->data + first * n, mean, rstd);
+  else lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2), LUNAI_NORM_EPSILON,
+                          op->out[0]->data + first * n, mean, rstd);
 }
 LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
@@ -8246,7 +8271,7 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
       memset(sums, 0, (size_t)(2 * n) * sizeof(float));
       lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
+    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
@@ -10496,8 +10521,8 @@ LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
 
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
-  static const luna_feed_forward_config other_attention = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false };
-  const luna_feed_forward_config *c = config ? config : &other_attention;
+  static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
+  const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
   int64_t shape[LUNA_MAX_RANK];
   luna_tensor want;
@@ -10517,10 +10542,14 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   lunai_tensor_set(&want, x->ctx, x->rank, shape);
   if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
     return lunai_fail(x->ctx, LUNA_ERROR_RESIDUAL_SHAPE, "luna_feed_forward", c->residual, &want);
-  if (!x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
-    x = luna_dropout(lunai_linear_activated(x, w1, b1, activation), c->activation_dropout);
-    x = luna_dropout(luna_linear(x, w2, b2), c->dropout);
-    return c->residual ? luna_add(c->residual, x) : x;
+  if (c->gate && (!lunai_is_weight(x->ctx, s.name, "gate", c->gate, lunai_last(x)) ||
+                  !lunai_is_vector(x->ctx, s.name, "gate_bias", c->gate_bias, w1->shape[0]))) return NULL;
+  if (c->gate && c->gate->shape[0] != w1->shape[0]) return lunai_fail(x->ctx, LUNA_ERROR_BROADCAST, s.name, w1, c->gate);
+  if (c->gate || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
+    const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
+    luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
+    if (c->gate) y = luna_mul(y, luna_linear(x, c->gate, c->gate_bias));
+    return lunai_result(scope, lunai_linear_with(luna_dropout(y, c->activation_dropout), w2, b2, LUNA_ACTIVATION_NONE, c->residual, c->dropout));
   }
   lunai_input(&s, b1);
   lunai_input(&s, w2);
@@ -10581,16 +10610,18 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   return lunai_finish(&s, x->rank, shape);
 }
 
-LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, "luna_layer_norm", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_layer_norm", x, 1) ||
-      !lunai_is_vector(x->ctx, "luna_layer_norm", "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, "luna_layer_norm", "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
+      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  s.op.arg.norm.rms = rms;
   lunai_input(&s, weight);
   lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_norm(x, weight, bias, false, "luna_layer_norm"); }
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) { return lunai_norm(x, weight, NULL, true, "luna_rms_norm"); }
 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
@@ -11767,9 +11798,11 @@ LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_params *params, const char *prefix, const luna_layer_config *c) {
+LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3, luna_params *params, const char *prefix, const luna_layer_config *c) {
   const luna_init init = lunai_projection_init(c->bert_init, true);
-  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init);
+  memset(fc3, 0, sizeof *fc3);
+  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init) &&
+         (!c->gated || lunai_linear_init(fc3, params, prefix, "fc3", c->dim, c->ffn, init));
 }
 
 /* the end of a half-layer: its sum, normed when post-norm */
@@ -11786,12 +11819,15 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 }
 
 /* x + FFN(x) */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_norm_layer *norm) {
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_linear_layer *fc3,
+                                const luna_norm_layer *norm) {
   luna_feed_forward_config f;
   f.activation = c->activation;
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
+  f.gate = fc3->weight;
+  f.gate_bias = fc3->bias;
   f.recompute = c->recompute != LUNA_RECOMPUTE_NONE; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
   return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
 }
@@ -11866,7 +11902,7 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, false);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
   if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
@@ -11912,7 +11948,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   if (!next_p) p = NULL;
   if (next_x) {
     x = lunai_results(scope, x, p);
-    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
     x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
     if (x) *next_x = x;
   } else (void)lunai_result(scope, p);
@@ -11946,7 +11982,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
   good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
   good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
@@ -11968,7 +12004,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
   x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
   x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
   if (x && p) *next_p = p;
   return x;
@@ -12001,7 +12037,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
@@ -12023,7 +12059,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result(scope, y);
-  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm));
+  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
   return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
 }
 #endif /* !LUNA_ONLY_STREAM */
@@ -12035,7 +12071,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
+  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
   F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
@@ -12093,7 +12129,7 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
 /* Sizes in a file's metadata are untrusted: before anything is allocated by them, the file's tensors must be as many
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
-  const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0), layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
   if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
                               s->layers * layer + (s->pre_norm ? 2 : 0))
     return "its tensors are not those of luna.layers layers";
@@ -12214,7 +12250,7 @@ LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t siz
 LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
   s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
   s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
   s->features = c->features; s->outputs = c->outputs;
 }
@@ -12223,7 +12259,7 @@ LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
   c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0;
+  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
   c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
   c->features = s->features; c->outputs = s->outputs;
 }
@@ -12327,7 +12363,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* --- the fields of models with an encoder --- */
 #define LUNAI_MODEL_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, 1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(omega, 0, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
+  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
   F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
@@ -12348,7 +12384,7 @@ LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_s
   const luna_linformer_config *l = &c->layer.linformer;
   memset(s, 0, sizeof *s);
   s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory; s->pack_heads = c->layer.pack_heads;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
   s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position; s->embedding_scale = c->embedding_scale;
   s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
   s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
@@ -12360,7 +12396,7 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   memset(c, 0, sizeof *c);
   c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory; c->layer.pack_heads = s->pack_heads;
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.attention = (luna_attention_kind)s->attention;
+  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0; c->layer.attention = (luna_attention_kind)s->attention;
   c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position; c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
   c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
@@ -14801,6 +14837,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->scale = 1;
   if (!s->kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
+  if (z->gated) return "models with a gated feed-forward are not streamed";
   if (z->features || z->outputs) return "models of features, or with outputs of their own, are not streamed";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";

@@ -1603,7 +1603,7 @@ static luna_status lunacu_softmax_backward(luna_op *op) {
 /* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of each row --- */
 #define LUNACU_NORM_EPSILON 1e-5f
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, const float *bias, float *y, float *kept) {
+lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *bias, float *y, float *kept) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
@@ -1614,7 +1614,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, co
       held.get(k, c, v);
       LUNACU_UNROLL for (int i = 0; i < W; i++) sum += v[i];
     }
-    const float center = lunacu_team_sum(t.team, sum, scratch) / (float)t.n; /* rounded: the second pass also finds by how much it is off */
+    const float center = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n; /* rounded: the second pass also finds by how much it is off */
     sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
@@ -1623,7 +1623,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, co
         squares += (v[i] - center) * (v[i] - center);
       }
     }
-    const float off = lunacu_team_sum(t.team, sum, scratch) / (float)t.n, variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
+    const float off = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n, variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
     const float r = 1 / sqrtf((variance < 0 ? 0 : variance) + LUNACU_NORM_EPSILON);
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= held.n) continue;
@@ -1642,7 +1642,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, co
 /* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2, n], where K > 0, or null: sums over
    the block's rows of dy xhat and of dy, by each team in registers, then over its teams in turn. */
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_layer_norm_back_kernel(lunacu_teams t, const float *x, const float *weight, const float *kept, const float *dy, float *dx, bool add, float *partial) {
+lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *kept, const float *dy, float *dx, bool add, float *partial) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   LUNACU_SHARED(float, both, 2 * LUNACU_WARP * LUNACU_HELD);
   const int lane = threadIdx.x % t.team, turns = K && partial ? blockDim.x / t.team : 0;
@@ -1665,7 +1665,7 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, const float *x, const float *weigh
         dbias[K ? k : 0][i] += g[i];
       }
     }
-    sum = lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
+    sum = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
     moment = lunacu_team_sum(t.team, moment, scratch) / (float)t.n;
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= n || !dx) continue;
@@ -1722,7 +1722,7 @@ static luna_status lunacu_layer_norm_forward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
   const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *bias = lunacu_data(op, 2);
   float *y = op->out[0]->data;
-  if (t.rows > 0) LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), x, weight, bias, y, (float *)op->kept);
+  if (t.rows > 0) LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), op->arg.norm.rms, x, weight, bias, y, (float *)op->kept);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_layer_norm_backward(luna_op *op) {
@@ -1733,7 +1733,7 @@ static luna_status lunacu_layer_norm_backward(luna_op *op) {
   const lunacu_sums_to to = {{dweight, dbias}, {1, 1}, t.n, 2, 1.0f, true};
   const int64_t blocks = lunacu_layer_norm_blocks(t);
   if (t.rows == 0) return LUNA_OK;
-  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, x, weight, kept, dy, dx, !lunacu_sets(op, 0), sums ? partial : NULL);
+  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, op->arg.norm.rms, x, weight, kept, dy, dx, !lunacu_sets(op, 0), sums ? partial : NULL);
   if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
   else if (sums) lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
   return lunacu_row_done(op);

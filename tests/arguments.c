@@ -763,6 +763,8 @@ static void case_luna_feed_forward(void) {
   c.dropout = probability();
   c.residual = optional(3, b, n, out, 1);
   c.recompute = coin();
+  c.gate = optional(2, hidden, in, 1, 1);
+  c.gate_bias = optional(1, hidden, 1, 1, 1);
   got_tensor(luna_feed_forward(x, w1, optional(1, hidden, 1, 1, 1), w2, optional(1, out, 1, 1, 1), coin() ? NULL : &c), x || w1);
 }
 static void case_luna_activate(void) {
@@ -792,6 +794,11 @@ static void case_luna_layer_norm(void) {
   const int64_t n = small();
   luna_tensor *x = tensor(3, small(), small(), n, 1);
   got_tensor(luna_layer_norm(x, optional(1, n, 1, 1, 1), optional(1, n, 1, 1, 1)), x != NULL);
+}
+static void case_luna_rms_norm(void) {
+  const int64_t n = small();
+  luna_tensor *x = tensor(3, small(), small(), n, 1);
+  got_tensor(luna_rms_norm(x, optional(1, n, 1, 1, 1)), x != NULL);
 }
 static void case_luna_embedding(void) {
   luna_tensor *table = tensor(2, size(VOCAB), small(), 1, 1);
@@ -1747,7 +1754,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
   F(luna_cumsum) F(luna_sum_all) F(luna_mean_all) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
-  F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
+  F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
   F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \

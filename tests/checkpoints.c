@@ -699,6 +699,26 @@ static void check_lm(void) {
   remove(path), free(file.at);
 }
 
+/* a gated feed-forward with another activation: the file says so, and a stream says that it has none */
+static void check_gated(void) {
+  luna_lm_config config = lm_config();
+  config.layer.gated = true;
+  config.layer.activation = LUNA_ACTIVATION_SILU;
+  heap h, hs;
+  luna_ctx *ctx = ctx_open(&h), *second = ctx_open(&hs);
+  luna_params *params = luna_params_open(ctx), *loaded = luna_params_open(second);
+  luna_lm model, other;
+  float want[110], got[110] = {0};
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_find(params, "layers.0.fc3.weight"), "%s", luna_error(ctx));
+  buffer file = saved(params);
+  CHECK(luna_lm_load_bytes(&other, loaded, file.at, file.size) == LUNA_OK && other.config.layer.gated, "gated: %s", luna_error(second));
+  lm_logits(&model, ctx, want);
+  lm_logits(&other, second, got);
+  CHECK(memcmp(got, want, sizeof want) == 0, "a gated model has other logits when it is loaded");
+  CHECK(!luna_stream_open(&model, NULL) && strstr(luna_error(ctx), "gated"), "a stream of a gated model: %s", luna_error(ctx));
+  free(file.at), ctx_close(second, &hs), ctx_close(ctx, &h);
+}
+
 /* a model of as many layers as there may be: what saves loads, and streams */
 static void check_deep(void) {
   heap h;
@@ -1077,6 +1097,7 @@ int main(void) {
   check_between();
 #endif
   check_lm();
+  check_gated();
   check_deep();
   check_claims();
   check_lm_cuts();

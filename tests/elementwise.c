@@ -246,10 +246,10 @@ static void check_norm_backward(int64_t rows, int64_t n, const float *x, const n
     }
   }
   float *start = copied(dx, rows * n);
-  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx, true);
+  kernels->layer_norm_backward(false, rows, n, x, weight, mean, rstd, dy, dx, true);
   if (n > 2) near("layer_norm_backward", n, rows * n, dx, want, back);
   for (int64_t i = 0; i < rows * n; i++) want[i] -= (double)start[i], dx[i] = (float)NAN;
-  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx, false);
+  kernels->layer_norm_backward(false, rows, n, x, weight, mean, rstd, dy, dx, false);
   if (n > 2) near("layer_norm_backward, set", n, rows * n, dx, want, back);
   release(dy), release(dx), release(start), free(want);
 }
@@ -291,6 +291,34 @@ static void check_norm(int64_t rows, int64_t n, double shift) {
   check_norm_backward(rows, n, x, &e, NULL, mean, rstd, back);
   check_norm_weights(rows, n, x, &e, mean, rstd, back);
   release(x), release(weight), release(bias), release(y), release(mean), release(rstd), free(want), free(e.hat), free(e.rstd);
+}
+static void check_rms_norm(int64_t rows, int64_t n) {
+  const uint64_t seed = kernels_seed;
+  float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *y = zeros(rows * n), *mean = random_floats(rows, 1), *rstd = zeros(rows);
+  float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *set = random_floats(rows * n, 1);
+  double *want = doubles(rows * n), *slope = doubles(rows * n);
+  for (int with = 0; with < 2; with++) {
+    for (int64_t r = 0; r < rows; r++) {
+      double squares = 0, moment = 0;
+      for (int64_t i = r * n; i < (r + 1) * n; i++) squares += (double)x[i] * (double)x[i] / (double)n;
+      squares = 1 / sqrt(squares + 1e-5);
+      for (int64_t i = 0; i < n; i++) {
+        want[r * n + i] = (double)x[r * n + i] * squares * (with ? (double)weight[i] : 1);
+        moment += (double)dy[r * n + i] * want[r * n + i] / (double)n;
+      }
+      for (int64_t i = 0; i < n; i++)
+        slope[r * n + i] = squares * ((double)dy[r * n + i] * (with ? (double)weight[i] : 1) - (double)x[r * n + i] * squares * moment);
+    }
+    kernels->rms_norm(rows, n, x, with ? weight : NULL, 1e-5f, y, mean, rstd);
+    near("rms_norm", n, rows * n, y, want, 5e-7);
+    kernels->layer_norm_backward(true, rows, n, x, with ? weight : NULL, mean, rstd, dy, set, false);
+    near("rms_norm's gradient", n, rows * n, set, slope, 2e-6);
+    for (int64_t i = 0; i < rows * n; i++) slope[i] += (double)dx[i];
+    kernels->layer_norm_backward(true, rows, n, x, with ? weight : NULL, mean, rstd, dy, dx, true);
+    near("rms_norm's gradient, added", n, rows * n, dx, slope, 2e-6);
+  }
+  release(x), release(weight), release(y), release(mean), release(rstd), release(dy), release(dx), release(set), free(want), free(slope);
+  kernels_seed = seed;
 }
 static void check_sum_rows(int64_t rows, int64_t n) {
   const int64_t stride = n + 3;
@@ -578,7 +606,7 @@ static void check_updates(int64_t n) {
 }
 
 static void check_small(int64_t n) {
-  check_activations(n), check_maps(n), check_elementwise(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_sum_rows(5, n),
+  check_activations(n), check_maps(n), check_elementwise(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_rms_norm(5, n), check_sum_rows(5, n),
     check_updates(n);
   if (n > 0) check_softmax_odd(n), check_cross_entropy(9, n, 0), check_cross_entropy(9, n, 0.1);
   check_convolution(n % 9, n, n % 5 + 1, n % 2 != 0, n % 3 != 0);

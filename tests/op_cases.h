@@ -268,6 +268,23 @@ static void op_layer_norm(trial *t, int v) {
   luna_tensor *weight = v == 0 || v == 1 || v >= 4 ? in1(t, d) : NULL;
   give(t, luna_layer_norm(x, weight, v == 0 || v == 2 || v >= 4 ? in1(t, d) : NULL));
 }
+static void op_rms_norm(trial *t, int v) {
+  const int64_t d = v == 2 ? SIZE(6, 1031) : SIZE(5, 67);
+  luna_tensor *x = in3(t, 2, SIZE(3, 17), d);
+  give(t, luna_rms_norm(v == 1 ? luna_scale(x, 2) : x, v ? in1(t, d) : NULL));
+}
+static void op_gated(trial *t, int v) { /* GLU, SwiGLU; with dropout, a residual, recomputed */
+  const int64_t in = SIZE(3, 33), hidden = SIZE(4, 45);
+  luna_feed_forward_config c = {0};
+  luna_tensor *x = in3(t, 2, SIZE(3, 17), in), *w1 = in2(t, hidden, in), *b1 = v ? in1(t, hidden) : NULL, *w2 = in2(t, in, hidden);
+  c.gate = in2(t, hidden, in);
+  c.gate_bias = v ? in1(t, hidden) : NULL;
+  c.activation = v == 0 ? LUNA_ACTIVATION_SIGMOID : LUNA_ACTIVATION_SILU;
+  c.activation_dropout = c.dropout = v >= 2 ? (float)0.3 : 0;
+  c.residual = v >= 2 ? x : NULL;
+  c.recompute = v == 3;
+  give(t, luna_feed_forward(x, w1, b1, w2, v ? in1(t, in) : NULL, &c));
+}
 static void op_embedding(trial *t, int v) {
   const int32_t tokens[6] = {4, 0, 4, 2, 4, 1};
   give(t, luna_embedding(in2(t, 5, SIZE(3, 67)), tokens, v ? 1 : 2, v ? 6 : 3));
@@ -532,7 +549,8 @@ static luna_layer_config op_layer_config(trial *t, int v) {
   config.pack_heads = v % 2 ? 4 : 0;
   config.ffn = SIZE(6, 50);
   config.sharing = v % 4 >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  config.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  config.activation = v == 8 ? LUNA_ACTIVATION_SILU : v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  config.gated = v == 8;
   config.pre_norm = v % 2 != 0;
   config.dropout = v >= 4 ? (float)0.1 : 0;
   config.attention_dropout = v >= 4 ? (float)0.2 : 0;
@@ -714,6 +732,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"softmax", op_softmax, 5},
                                    {"dropout", op_dropout, 2},
                                    {"layer_norm", op_layer_norm, 6},
+                                   {"rms_norm", op_rms_norm, 3},
+                                   {"feed_forward gated", op_gated, 4},
                                    {"embedding", op_embedding, 2},
                                    {"gather_rows", op_gather_rows, 3},
                                    {"scatter_add_rows", op_scatter_add_rows, 3},
@@ -737,9 +757,9 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"norm_layer", op_norm_layer, 1},
                                    {"nested_attention_layer", op_nested_layer, 24},
                                    {"causal_attention_layer", op_causal_attention_layer, 12},
-                                   {"encoder_layer", op_encoder_layer, 8},
-                                   {"decoder_layer", op_decoder_layer, 8},
-                                   {"causal_layer", op_causal_layer, 8},
+                                   {"encoder_layer", op_encoder_layer, 9},
+                                   {"decoder_layer", op_decoder_layer, 9},
+                                   {"causal_layer", op_causal_layer, 9},
                                    {"lm", op_lm, 6},
                                    {"lm of another attention", op_lm_other, 4},
                                    {"attention_layer", op_attention_layer, 16},
