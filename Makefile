@@ -27,7 +27,7 @@ WARN = -Wall -Wextra -Wno-missing-field-initializers
 NAMES = $(filter-out bench_% cuda,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
-SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh
+SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer

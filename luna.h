@@ -51,11 +51,13 @@
         labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
         to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
         Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
-        Regression is a classifier of one class with another loss, here the mean squared error to targets [batch]:
-              luna_tensor *y = luna_classifier_forward(&model, &input);          [batch,1]
-              int64_t shape[2] = { batch, 1 };
-              luna_tensor *error = luna_add(y, luna_scale(luna_tensor_new(ctx, targets, 2, shape), -1));
-              luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, shape), 0);
+        Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, or, for several
+        questions with yes and no, luna_binary_cross_entropy. NaN targets are ignored.
+        Sequences of numbers: with .features = k in its config a model reads input.features [batch,n,k] in place of
+        tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on training data
+        first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
+        mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. A classifier with
+        .per_step has classes at each step, found from the whole sequence.
      4. Save it, use it.
             if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -180,6 +182,20 @@
 #else
 #define LUNA_API extern
 #endif
+#endif
+
+#ifdef LUNA_ONLY_STREAM              /* streams run the layers: what these are made of is private, and what streams do not use is left out */
+#if defined(__GNUC__) || defined(__clang__)
+#define LUNAI_PRIVATE static __attribute__((unused))
+#else
+#define LUNAI_PRIVATE static
+#endif
+#undef LUNA_NO_TRAIN
+#define LUNA_NO_TRAIN
+#undef LUNA_NO_STDIO
+#define LUNA_NO_STDIO
+#undef LUNA_NO_THREADS
+#define LUNA_NO_THREADS
 #endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -426,7 +442,14 @@ typedef struct luna_input {
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 
-#ifndef LUNA_ONLY_STREAM
+#endif /* what every build has */
+
+#if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
+#ifdef LUNA_ONLY_STREAM
+#pragma push_macro("LUNA_API")
+#undef LUNA_API
+#define LUNA_API LUNAI_PRIVATE
+#endif
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
@@ -443,6 +466,7 @@ typedef struct luna_run {
   void *parallel_user;
   int threads;                       /* tasks for parallel_for; 0 = 1 */
 } luna_run;
+#ifndef LUNA_ONLY_STREAM
 
 /* C = act(alpha A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
 typedef struct luna_gemm_args {
@@ -507,6 +531,8 @@ LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
 /* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
+#endif
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>context: memory, threads, errors, the step protocol
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -559,7 +585,9 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
+#ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx);
+#endif
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
@@ -614,7 +642,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
-typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; } luna_scope;
+typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2]; } luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
@@ -626,12 +654,14 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a t
 LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values; fails when they were released: luna_keep */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
+#ifndef LUNA_ONLY_STREAM
 /* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
    indices [...,k], and values [...,k] or null. luna_argmax: indices [...] of the largest. */
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
 LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
 /* The values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6 */
 LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user);
+#endif
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
 
 #ifndef LUNA_NO_TRAIN
@@ -821,6 +851,7 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
 
+#ifndef LUNA_ONLY_STREAM
 /* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file whole. */
 typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
@@ -870,6 +901,8 @@ LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
 
+#endif
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
    An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
@@ -886,8 +919,8 @@ typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
-/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN) counts as
-   its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
+/* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
+   counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
    luna_input_layer_fit, or luna_write. */
 typedef struct luna_input_layer {
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
@@ -898,7 +931,8 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
 /* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A feature
    that never changes gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
-LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input); /* [batch,n,dim] */
+/* -> [batch,n,dim] */
+LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
 /* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
 typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
@@ -1008,7 +1042,7 @@ struct luna_layer_config {
   luna_sharing sharing;
   luna_activation activation;        /* of the feed-forward; 0 = LUNA_ACTIVATION_RELU */
   bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
-                                        with LUNA_ACTIVATION_SILU; such models are not streamed yet */
+                                        with LUNA_ACTIVATION_SILU */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
@@ -1074,7 +1108,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 typedef struct luna_lm_config {
   int64_t vocab;                     /* 0 = 256, bytes */
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
-  int64_t outputs;                   /* a step, by a matrix of their own; 0 = logits of the next token; of features: 0 = features */
+  int64_t outputs;                   /* a step, by a matrix of their own; 0 = the next token's logits, or of features as
+                                        many as features */
   int64_t layers;                    /* 0 = 2 */
   int64_t dim, heads, ffn;           /* of every layer; 0 = 128, 4, 4 dim */
   int64_t memory;                    /* l; 0 = 16 */
@@ -1092,6 +1127,7 @@ typedef struct luna_lm {
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
   luna_linear_layer output;          /* "output_projection" [outputs,d], with outputs only */
 } luna_lm;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
 /* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths have no effect: leave them null
    (with features they say what is padding, which then counts as missing). */
@@ -1340,7 +1376,13 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
+#ifdef LUNA_ONLY_STREAM
+#pragma pop_macro("LUNA_API")
+#endif
+#endif /* LUNAI_REST_H */
 
+#ifndef LUNAI_STREAM_H
+#define LUNAI_STREAM_H
 /* ----------------------------------------------------------------------------------------------------------------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
    A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device is stored
@@ -1403,12 +1445,22 @@ typedef struct luna_beam_config {
 LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores);
 
+#endif
+#endif /* LUNAI_STREAM_H */
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>backend: the table of functions that a device implements
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status. It takes and
    returns no host value that changes from step to step: those are in luna_step_state, in backend memory. Entries of tier 2 may be null: the
    op is then composed from tier 1.
    ---------------------------------------------------------------------------------------------------------------------- */
+#if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
+#define LUNAI_REST_H
+#ifdef LUNA_ONLY_STREAM
+#pragma push_macro("LUNA_API")
+#undef LUNA_API
+#define LUNA_API LUNAI_PRIVATE
+#endif
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
    backward needs elsewhere is computed again instead of kept. */
@@ -1492,8 +1544,9 @@ typedef struct luna_op {
                                         is asked again; or null */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
-  int64_t position;                  /* where it is 0 the means count as 0, and are not read */
+  const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
+  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -1567,8 +1620,9 @@ LUNA_API void *luna_backend_self(const luna_ctx *ctx);             /* what open 
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx); /* the context's: seed, step, nonfinite */
 /* for an entry's or a hook's `return`: the context's error, if it is the first; its id is LUNA_ERROR_BACKEND */
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence);
-#endif /* !LUNA_ONLY_STREAM */
-
+#ifdef LUNA_ONLY_STREAM
+#pragma pop_macro("LUNA_API")
+#endif
 #endif /* LUNA_H */
 
 /* ======================================================================================================================
@@ -1681,12 +1735,17 @@ LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
   c->task(c->work, index, c->threads);
 }
 LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
+#ifdef LUNA_ONLY_STREAM
+  (void)parallel;
+  task(work, 0, 1);
+#else
   lunai_parallel_call call;
   call.task = task;
   call.work = work;
   call.threads = parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
   if (call.threads == 1) task(work, 0, 1);
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
+#endif
 }
 LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
   return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
@@ -1840,6 +1899,11 @@ typedef struct lunai_epilogue {
 #else
 #define LUNAI_REST(function) function
 #endif
+#ifdef LUNA_NO_TRAIN
+#define LUNAI_TRAINS false           /* no tape, no dropout */
+#else
+#define LUNAI_TRAINS true
+#endif
 
 /* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does, R the rest. The pass
    below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so nothing refers to it. */
@@ -1857,10 +1921,10 @@ typedef struct lunai_epilogue {
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
+  K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
   T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, const float *dy, float *y, bool add)) \
-  R(void, scale, (int64_t n, float factor, const float *x, float *y)) \
+  K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
@@ -2902,8 +2966,8 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
   p.columns = lunai_min(p.columns, panels * nr);
-  p.b_size = g->b_panels ? 0 : p.columns * block_k;
-  if (g->n > 2 * nr && g->m > 1 && !dense)
+  p.b_size = g->b_panels || p.dots ? 0 : p.columns * block_k;
+  if (!p.dots && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
@@ -3069,7 +3133,6 @@ LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_
 #undef LUNAI_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
-#ifndef LUNA_ONLY_STREAM
 #undef LUNAI_EACH
 #undef LUNAI_INPUT
 #define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
@@ -3103,7 +3166,6 @@ LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const
     LUNAI_PUT(y, add ? vf_add(LUNAI_GET(y), v) : v);
   }
 }
-#endif
 
 /* ---- sums along a row ---- */
 #undef LUNAI_SUM
@@ -5448,6 +5510,22 @@ LUNA_API const char *luna_status_text(luna_status status) {
   return "unknown status";
 }
 
+LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
+  return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
+}
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
+
 #define LUNAI_ERROR(id, status, sentence) sentence,
 #ifdef LUNA_ONLY_STREAM
 static const char *const lunai_sentences[] = { "", LUNA_STREAM_ERRORS(LUNAI_ERROR) };
@@ -5492,18 +5570,6 @@ LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t give
   return lunai_checked(count, 1) < 0 ? -1 : extent;
 }
 
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
-}
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
   uint32_t counter[4], word[4];
   if (d->threshold == 0) return 1.0f;
@@ -5756,9 +5822,6 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 
 /* --- causal product --- */
 /* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
-LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
-  return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
-}
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
   const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
   memset(c, 0, sizeof *c);
@@ -6516,7 +6579,11 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
   return !w->failed;
 }
 
-#ifndef LUNA_ONLY_STREAM
+#ifdef LUNA_ONLY_STREAM
+#pragma push_macro("LUNA_API")
+#undef LUNA_API
+#define LUNA_API LUNAI_PRIVATE
+#endif
 /* ----------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
    ---------------------------------------------------------------------------------------------------------------------- */
@@ -6742,6 +6809,18 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
+/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began. */
+typedef struct lunai_bump {
+  char *start[2];                    /* small things of the host; data, null where they are only counted */
+  size_t size[2], used[2], peak[2];
+  bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
+} lunai_bump;
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_BUMPS(ctx) true
+#else
+#define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
+#endif
+
 #ifdef LUNA_NO_TRAIN
 typedef struct luna_optimizer luna_optimizer;
 #endif
@@ -6767,6 +6846,7 @@ struct luna_ctx {
   struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
+  struct lunai_bump *bump;           /* a stream's own context: all its step has; else null */
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
@@ -6798,6 +6878,7 @@ struct luna_ctx {
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
 };
 
+#ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
@@ -6919,6 +7000,24 @@ LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_
   lunai_fail_backend(ctx, true, name, status);
   return ctx->last_status;
 }
+#else /* no sentences: what a stream runs has been checked */
+LUNAI_INLINE luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
+  (void)ctx; (void)newest; (void)name; (void)status;
+  return NULL;
+}
+LUNAI_INLINE luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_status status) {
+  (void)ctx; (void)name;
+  return status;
+}
+LUNAI_INLINE luna_tensor *lunai_fail(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return NULL; }
+LUNAI_INLINE void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) { (void)ctx; (void)newest; (void)id; (void)values; }
+LUNAI_INLINE luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return LUNA_BAD_ARGUMENT; }
+LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_status status, const char *sentence) {
+  (void)newest; (void)id; (void)sentence;
+  ctx->status = status;
+}
+LUNAI_INLINE void lunai_print(char *out, size_t room, const char *format, ...) { (void)room; (void)format; *out = 0; }
+#endif
 LUNAI_FN luna_status lunai_fail_memory(luna_ctx *ctx, const char *name, size_t bytes) {
   return lunai_fail_status(ctx, LUNA_ERROR_NO_MEMORY, name, (int64_t)bytes, (int64_t)luna_memory(ctx).current);
 }
@@ -7072,6 +7171,9 @@ typedef struct lunai_mark {
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
+  memset(&mark, 0, sizeof mark);
+  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) mark.bytes[i] = ctx->bump->used[i];
+  if (LUNAI_BUMPS(ctx)) return mark;
   for (i = 0; i < 2; i++) {
     const lunai_arena *arena = &ctx->arena[i];
     mark.step[i] = arena->step;
@@ -7090,6 +7192,8 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
+  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->used[i] = mark.bytes[i];
+  if (LUNAI_BUMPS(ctx)) return;
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
@@ -7138,11 +7242,23 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
   return lunai_chunk_for(ctx, remote, size, 0) != NULL;
 }
 
+LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
+  const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) / align * align;
+  *out = NULL;
+  if (size < bytes || size > b->size[data] - b->used[data]) return false;
+  if (b->start[data]) *out = b->start[data] + b->used[data];
+  b->used[data] += size;
+  if (b->used[data] > b->peak[data]) b->peak[data] = b->used[data];
+  return true;
+}
 /* Memory of the step, not zeroed; `data` as above. */
 LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  const bool remote = data && lunai_on_device(ctx);
-  lunai_arena *arena = &ctx->arena[remote];
+  bool remote;
+  lunai_arena *arena;
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_take(ctx->bump, data, bytes, out);
+  remote = data && lunai_on_device(ctx);
+  arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if ((!data || lunai_computes(ctx)) && size > 0) {
@@ -7160,7 +7276,7 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
 LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   const size_t size = (bytes + 15) / 16 * 16;
   void *memory;
-  if (size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
+  if (LUNAI_BUMPS(ctx) || size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
   if (!ctx->small || (size_t)(ctx->small_end - ctx->small) < size) {
     if (!lunai_step(ctx, LUNAI_SMALL, false, &memory)) return false;
     ctx->small = (char *)memory;
@@ -7193,7 +7309,7 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   return piece;
 }
 LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
-LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !ctx->training && !lunai_pieces_alone(ctx); }
+LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx); }
 /* the smallest free piece that is large enough; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
@@ -7397,9 +7513,11 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, tr
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
+#ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
   return ctx ? ctx->error : lunai_sentences[LUNA_ERROR_NO_CONTEXT];
 }
+#endif
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
@@ -7454,6 +7572,10 @@ LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body
   w.body = body;
   w.count = count;
   w.unit = lunai_max(1, LUNAI_SPLIT / lunai_max(1, width));
+#ifdef LUNA_ONLY_STREAM
+  if (count > 0) body(op, 0, count);
+  return;
+#endif
   if (count <= w.unit) {
     if (count > 0) body(op, 0, count);
   } else lunai_run(&op->ctx->parallel, lunai_split_task, &w);
@@ -7631,6 +7753,9 @@ LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) { lunai_split(op, lu
    of the result but for its sign, there already), then the sums over each axis along which it repeats. */
 LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->kind] == 0; }
+#ifdef LUNA_ONLY_STREAM
+#define lunai_elementwise_query lunai_query_nothing
+#else
 LUNAI_FN void lunai_elementwise_query(luna_op *op) {
   const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
   int k;
@@ -7638,6 +7763,7 @@ LUNAI_FN void lunai_elementwise_query(luna_op *op) {
   for (k = 0; k < op->inputs; k++)
     if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes : 2 * bytes;
 }
+#endif
 LUNAI_FN void lunai_elementwise_back(luna_op *op, int64_t first, int64_t last) {
   const int k = op->arg.elementwise.input;
   const bool repeated = lunai_is_repeated(op, k);
@@ -7868,6 +7994,7 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
   const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1, br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
   if (which == 0) {
     lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
+    g->dots = op->dots;
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
     if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n); /* dA^T = B dC^T */
@@ -7895,7 +8022,7 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
 LUNAI_FN void lunai_matmul_query(luna_op *op) {
   lunai_gemm g;
   int which;
-  for (which = 0; which < 3; which++) {
+  for (which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     size_t need;
     lunai_matmul_product(op, which, &g);
     need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
@@ -7933,6 +8060,7 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
     g->activation = (int)op->activation;
     g->pre = op->kept_size ? (float *)op->kept : NULL;
     g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
+    g->dots = op->dots;
   } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
   g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
@@ -7940,19 +8068,20 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
 #define LUNAI_LOGIT_COLUMNS 1024     /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
 LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss);
+LUNAI_FN bool lunai_drops_last(const luna_op *op) { return LUNAI_TRAINS && op->last_dropout > 0; }
 /* whether something comes between the product and y */
-LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
+LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || lunai_drops_last(op); }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
-  if (op->loss) {
+  if (LUNAI_TRAINS && op->loss) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
   }
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
-  for (which = 0; which < 3; which++) {
+  for (which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     size_t need;
     lunai_linear_product(op, which, NULL, &g);
     need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
@@ -7972,7 +8101,7 @@ LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
   lunai_gemm g;
   lunai_linear_product(op, 0, NULL, &g);
   lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
-  if (op->last_dropout > 0) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
+  if (lunai_drops_last(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
@@ -8651,7 +8780,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->lengths = op->lengths;
   c->scale = op->arg.causal.scale;
   c->activation = (int)op->activation;
-  c->position = op->position;
+  c->position = op->position ? *op->position : 0;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
@@ -8841,46 +8970,49 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
 #define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
   LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+#define LUNAI_CPU_REST(query, forward, backward, can) \
+  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   {
     LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_OP(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_OP(query_nothing, expand_forward, expand_backward, 0),
+    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
+    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
     LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
     LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_OP(query_nothing, max_forward, max_backward, 0),
-    LUNAI_CPU_OP(query_nothing, cumsum_forward, cumsum_backward, 0),
+    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
+    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
     LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
     LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_OP(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_OP(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_OP(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_OP(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_OP(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
+    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
+    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
+    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
+    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
+    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
     LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
     LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_OP(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
-    LUNAI_CPU_OP(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
-    LUNAI_CPU_OP(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_OP(causal_query, causal_forward, causal_backward, 0),
+    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
+    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
+    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
     LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_OP(custom_query, custom_forward, custom_backward, 0),
-    LUNAI_CPU_OP(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_OP(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
+    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
+    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_OP(feed_forward_query, feed_forward_forward, feed_forward_backward,
+    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
+    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
                  LUNA_SETS_GRAD(0))
   }
 };
 #undef LUNAI_CPU_EACH
 #undef LUNAI_CPU_OP
+#undef LUNAI_CPU_REST
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
@@ -8943,6 +9075,11 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   if (count < 0 || !lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, ctx, rank, shape);
+  if (LUNAI_BUMPS(ctx)) {
+    if (!lunai_step(ctx, (size_t)count * sizeof(float), true, &memory)) return NULL;
+    t->data = (float *)memory;
+    return t;
+  }
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
@@ -8991,6 +9128,8 @@ LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = false;
+  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
+  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
   return scope;
 }
 LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
@@ -9014,6 +9153,25 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
   }
   if (first) scope.ctx->tape->recompute_from = first;
 }
+/* of a stream on the host: on a device the move would be work of its own */
+LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
+  lunai_bump *b = scope.ctx->bump;
+  char *start = b->start[0] + scope.used[0];
+  luna_tensor *moved;
+  void *memory;
+  if (!x || lunai_on_device(scope.ctx)) return x;
+  b->used[0] = scope.used[0];
+  b->used[1] = scope.used[1];
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x; /* from outside */
+  moved = (luna_tensor *)(void *)start;
+  memmove(moved, x, sizeof *x);
+  (void)lunai_bump_take(b, false, sizeof *x, &memory);
+  (void)lunai_bump_take(b, true, (size_t)luna_count(moved) * sizeof(float), &memory);
+  if (memory) memmove(memory, moved->data, (size_t)luna_count(moved) * sizeof(float));
+  moved->data = (float *)memory;
+  moved->base = NULL;
+  return moved;
+}
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused;
@@ -9021,6 +9179,7 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   int i;
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
   if (taped && scope.recompute) lunai_scope_forget(scope);
   for (t = ctx->made; t && t != scope.made; t = t->older) {
     const bool again = scope.recompute && t->maker;              /* its op is run again */
@@ -9081,7 +9240,11 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
 
 /* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
    optimiser only when steps were skipped. */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_INLINE void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx; (void)skipped; }
+#else
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
+#endif
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
   luna_step_state now;
@@ -9121,6 +9284,7 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
   return lunai_read_floats(t, grad, out, "luna_read_grad", true);
 }
+#ifndef LUNA_ONLY_STREAM
 /* A tensor's values on the host, in memory of the step where they are not there already, which the caller gives back by
    `mark`; null where the context measures. */
 LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, lunai_mark *mark, const float **values) {
@@ -9234,6 +9398,7 @@ LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, 
   lunai_step_rewind(t->ctx, mark);
   return status;
 }
+#endif
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
@@ -9310,12 +9475,13 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
   lunai_fail_backend(ctx, false, s->name, status);
   return NULL;
 }
-/* the same, each checked to be in [min, max]; null when null */
+/* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
 LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max, const char *what, bool *failed) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
   int64_t i;
   if (!values || *failed) return NULL;
+  if (LUNAI_BUMPS(ctx)) return values;
   *failed = true;
   for (i = 0; i < count; i++)
     if (values[i] < min || values[i] > max) {
@@ -9383,8 +9549,8 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
     if (op->in[i] && op->in[i]->needs_grad) wanted = true;
   }
-  wanted = wanted && ctx->training && !ctx->paused;
-  record = wanted || (op->inputs == 0 && ctx->training && !ctx->paused);
+  wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
+  record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
   if (lunai_shape_count(rank, shape) < 0) {
     lunai_fail_shape(ctx, s->name, rank, shape);
     return lunai_abandon(s);
@@ -9396,9 +9562,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     *op = s->op;
   }
   op->training = record;
-  if (!ctx->training) op->dropout = 0;
+  if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
-  if (!ctx->training) op->last_dropout = 0;
+  if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape)) == NULL)
     return lunai_op_no_memory(s, result);
@@ -10226,6 +10392,21 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* ----------------------------------------------------------------------------------------------------------------------
    >>ops: shape checks, then a call of the backend
    ---------------------------------------------------------------------------------------------------------------------- */
+/* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
+   read and update, and what its parameters and its sources alone make, which is computed once. */
+typedef struct lunai_past {
+  const int64_t *position;           /* tokens before */
+  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
+  float *history;                    /* [batch, convolution - 1, dim] */
+  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
+  luna_tensor scores;                /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots,
+                                        head_dim]; of one source without its axis */
+  luna_tensor scores_bias;           /* rank 0: not folded; [heads slots], of several sources [sources, batch / sources,
+                                        heads slots] */
+  luna_tensor keys, values;          /* a decoder's, of the packed context: [sources, slots, dim] */
+  const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
+} lunai_past;
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory;
@@ -10353,20 +10534,18 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   }
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
-LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, int differentiable, luna_tensor *a, luna_tensor *b) {
+LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
-  if (!differentiable && a && b) {
-    a = luna_detach(a);
-    b = luna_detach(b);
-  }
   return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
 }
 #define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
-  LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_##NAME, "luna_" #name, inputs, a, b); }
+  LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
+    return lunai_binary(LUNA_OP_##NAME, "luna_" #name, (inputs) ? a : luna_detach(a), (inputs) ? b : luna_detach(b)); \
+  }
 LUNA_BINARIES(LUNAI_BINARY)
 #undef LUNAI_BINARY
-LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS, "luna_greater", 0, b, a); }
-LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", 0, b, a); }
+LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a)); }
+LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a)); }
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
   if (condition && condition->needs_grad) condition = luna_detach(condition);
@@ -10420,7 +10599,7 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability)) return NULL;
-  if (probability == 0 || !x->ctx->training) return x;
+  if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
   return lunai_finish_like(&s, x);
 }
@@ -10454,7 +10633,7 @@ LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) { return lunai_reduc
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
 
 /* --- products --- */
-LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
+LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
   int i;
   bool good;
@@ -10480,7 +10659,11 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   s.op.arg.matmul.k = k;
   s.op.arg.matmul.transpose_a = transpose_a;
   s.op.arg.matmul.transpose_b = transpose_b;
+  s.op.dots = dots;
   return lunai_finish(&s, a->rank, shape);
+}
+LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b) {
+  return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
 /* whether a vector, where it is there, has that size; a weight [out, in] */
@@ -10502,11 +10685,16 @@ LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
   return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
          lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
 }
-/* act(x W^T + b), or drop(x W^T + b) + residual */
+/* whether a stream computes single rows */
+LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
+/* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (LUNAI_BUMPS(x->ctx) && residual)
+    return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
+  s.op.dots = lunai_is_single_row(x);
   lunai_input(&s, bias);
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1] = weight->shape[0];
@@ -10545,11 +10733,12 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   if (c->gate && (!lunai_is_weight(x->ctx, s.name, "gate", c->gate, lunai_last(x)) ||
                   !lunai_is_vector(x->ctx, s.name, "gate_bias", c->gate_bias, w1->shape[0]))) return NULL;
   if (c->gate && c->gate->shape[0] != w1->shape[0]) return lunai_fail(x->ctx, LUNA_ERROR_BROADCAST, s.name, w1, c->gate);
-  if (c->gate || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
+  if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
     if (c->gate) y = luna_mul(y, luna_linear(x, c->gate, c->gate_bias));
-    return lunai_result(scope, lunai_linear_with(luna_dropout(y, c->activation_dropout), w2, b2, LUNA_ACTIVATION_NONE, c->residual, c->dropout));
+    y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
+    return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
   lunai_input(&s, b1);
   lunai_input(&s, w2);
@@ -10896,16 +11085,20 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   return lunai_finish_like(&s, z);
 }
 
-LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                              const lunai_past *past) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
   if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1)
     return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
   if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
   lunai_input(&s, bias);
+  if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
-
+LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  return lunai_short_convolution(x, weight, bias, NULL);
+}
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
   int64_t sums_shape[3];
@@ -10994,7 +11187,9 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
   return luna_causal_product(luna_reshape(w, 3, grouped), a, v, heads);
 }
 
-LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+                                         int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
+                                         const lunai_past *past) {
   bool good, failed = false;
   float scale;
   int a;
@@ -11003,20 +11198,28 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
+  good = good && q->shape[2] > 0 && (s->shape[2] > 0 || LUNAI_BUMPS(q->ctx)) && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
+  good = good && (LUNAI_BUMPS(q->ctx) || lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads)); /* a source may have no slots */
   if (!good) return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training))
+  if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
   lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
+  if (past) {
+    build.op.mean_ka = past->mean_ka;
+    build.op.mean_av = past->mean_av;
+    build.op.position = past->position;
+  }
   return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
+}
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+  return lunai_causal_nested(q, k, v, s, heads, omega, lengths, dropout, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom) {
@@ -11134,10 +11337,12 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 }
 
 /* --- features --- */
-LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features, int64_t dim, luna_init init) {
-  layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  layer->scale = layer->mean ? lunai_named(params, prefix, "input_norm.scale", 1, features, 1, lunai_init(LUNA_INIT_ONES, 0)) : NULL;
-  return layer->scale && lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
+                               int64_t dim, luna_init init) {
+  const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
+  return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
+         (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
+         lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
 }
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init) {
@@ -11145,8 +11350,8 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
   const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
   return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
 }
-/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call that
-   returns a status. */
+/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
+   that returns a status. */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -11319,11 +11524,13 @@ LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) 
   axes[0] = a; axes[1] = b; axes[2] = c; axes[3] = d;
   return luna_permute(x, axes);
 }
-/* [batch, n, h d_h] -> [batch, h, n, d_h], and back */
+/* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
+  if (x && x->shape[1] == 1) return lunai_reshape(x, 4, x->shape[0], heads, 1, x->shape[2] / heads);
   return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) : NULL;
 }
 LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
+  if (x && x->shape[2] == 1) return lunai_reshape(x, 3, x->shape[0], 1, x->shape[1] * x->shape[3], 1);
   return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) : NULL;
 }
 /* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
@@ -11401,6 +11608,19 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
+/* the second half of a stream's: its sources' sequences are queries side by side */
+LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x,
+                                        luna_tensor *residual, lunai_past *past) {
+  luna_attention_config a;
+  luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
+  memset(&a, 0, sizeof a);
+  a.heads = layer->config.heads;
+  a.lengths = past->source_slots;
+  q = q ? lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1) : NULL;
+  q = luna_softmax_attention(q, &past->keys, &past->values, &a);
+  q = q ? luna_reshape(q, x->rank, x->shape) : NULL;
+  return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, 0);
+}
 /* the second half: Y_X + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                           luna_tensor *residual, float dropout, const int32_t *lengths) {
@@ -11495,15 +11715,26 @@ LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *la
   luna_tensor *pq = luna_scale(luna_linear_layer_forward(&layer->pq, p), (float)(1.0 / sqrt((double)(d / h))));
   return lunai_split_heads(lunai_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
 }
-/* folded: pq_h Wpc_h [b, h, l, d]; *bias: pq_h bpc_h [b, h, l, 1] */
+/* folded: pq_h Wpc_h [b, h, l, d]; *bias, unless null: pq_h bpc_h [b, h, l, 1] */
 LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq, luna_tensor **bias) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
-  luna_tensor *g = pq ? luna_matmul(pq, lunai_weight_heads(pq->ctx, &layer->pc, d, h), false, false) : NULL;
-  *bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
+  luna_tensor *g = luna_matmul(pq, lunai_reshape(layer->pc.weight, 3, h, d / h, d, 1), false, false);
+  if (bias) *bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
   return g;
 }
 /* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias stays, for omega is
    no softmax. */
+LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
+  const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  luna_tensor *s = lunai_reshape(x, 3, n, rows / n, x->shape[2], 1);
+  if (past->scores_bias.rank == 0) {
+    s = lunai_split_heads(luna_linear_layer_forward(&layer->pc, s), h);
+    s = lunai_merge_heads(luna_matmul(s, &past->scores, false, true));
+  } else if (n == 1) s = luna_linear(s, &past->scores, &past->scores_bias);
+  else s = luna_add(lunai_matmul_by(s, &past->scores, false, true, lunai_is_single_row(x)), &past->scores_bias);
+  return s ? lunai_result(scope, lunai_reshape(s, 3, x->shape[0], x->shape[1], s->shape[2], 1)) : NULL;
+}
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
@@ -11519,31 +11750,35 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *residual, float dropout, const int32_t *lengths) {
+/* past: of a stream's layer, in place of p and lengths; or null */
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p,
+                                             luna_tensor *residual, float dropout, const int32_t *lengths,
+                                             lunai_past *past) {
   const luna_causal_attention_layer_config *c;
   luna_tensor *s, *q, *k, *v;
   luna_scope scope;
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
-  if (!p) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
+  if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
-  if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
+  if (LUNAI_BUMPS(x->ctx)) lengths = past->slots;
+  else if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
                       c->dim);
   scope = luna_scope_begin(x->ctx);
-  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
+  if (!LUNAI_BUMPS(x->ctx)) lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
-  s = lunai_causal_scores(layer, x, p);
+  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = luna_causal_nested_attention(q, k, v, s, c->heads, c->omega, lengths, c->dropout);
+  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  return lunai_causal_attention(layer, x, p, NULL, 0, lengths);
+  return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -11724,7 +11959,11 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
+#ifdef LUNA_ONLY_STREAM
+#define lunai_is_luna(config) ((void)(config), true)
+#else
 LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
+#endif
 /* Rejects a config's number that contradicts the one it derives from; 0 = unset */
 LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
   if (value == 0 || value == expected) return true;
@@ -11987,20 +12226,25 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* -> X'; *next_p: P', or next_p is null where it is not wanted */
+/* -> X'; *next_p: P', or next_p is null where it is not wanted; past: of a stream's layer, in place of p, context and
+   lengths, or null */
 LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
-                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p) {
+                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p,
+                                          lunai_past *past) {
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!p || !context) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
+  if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx);
   y = lunai_normed(c, x, &layer->self_norm);
-  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths);
+  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
   x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm, &layer->memory_norm, &x,
+  if (past) {
+    y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
+    x = lunai_sum_normed(c, y, &layer->cross_norm);
+  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm, &layer->memory_norm, &x,
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
   x = lunai_results(scope, x, p);
@@ -12010,7 +12254,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   return x;
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
-  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p);
+  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
 }
 
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
@@ -12042,7 +12286,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   return lunai_setup_end(&s, good);
 }
 
-LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
+LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
   const luna_layer_config *c;
   luna_tensor *y, *p = NULL;
   luna_scope scope;
@@ -12050,9 +12294,9 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx);
   y = lunai_normed(c, x, &layer->attention_norm);
-  if (layer->kernel) y = luna_short_convolution(y, layer->kernel, layer->kernel_bias);
+  if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
-    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL);
+    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL, past);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
     y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
@@ -12062,7 +12306,12 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
   return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
 }
-#endif /* !LUNA_ONLY_STREAM */
+LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
+  return lunai_causal_layer(layer, x, NULL);
+}
+#ifdef LUNA_ONLY_STREAM
+#pragma pop_macro("LUNA_API")
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by tests/golden.c and tests/models.c.
@@ -12081,6 +12330,16 @@ typedef struct lunai_lm_sizes {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_lm_sizes;
+
+LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
+  memset(c, 0, sizeof *c);
+  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
+  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
+  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
+  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
+  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
+  c->features = s->features; c->outputs = s->outputs;
+}
 
 typedef struct lunai_field { const char *key; size_t at; int64_t min, max; } lunai_field;
 static const lunai_field lunai_lm_fields[] = {
@@ -12254,15 +12513,6 @@ LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
   s->features = c->features; s->outputs = c->outputs;
 }
-LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
-  memset(c, 0, sizeof *c);
-  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
-  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
-  c->features = s->features; c->outputs = s->outputs;
-}
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
   lunai_lm_sizes s;
@@ -12292,14 +12542,16 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   lunai_setup s;
   lunai_lm_sizes sizes;
   luna_lm_config c;
+  luna_init projection;
   void *memory = NULL;
   int64_t i;
   bool good;
   if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
     return lunai_setup_end(&s, false);
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
+  projection = lunai_projection_init(c.layer.bert_init, true);
   memset(model, 0, sizeof *model);
-  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, lunai_projection_init(c.layer.bert_init, true));
+  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
   else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
@@ -12309,7 +12561,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
   if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
-  if (good && c.outputs) good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, lunai_projection_init(c.layer.bert_init, true));
+  if (good && c.outputs)
+    good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
   lunai_lm_to_sizes(&c, &sizes);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
                                        &sizes);
@@ -12451,7 +12704,8 @@ LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, con
   const luna_encoder_config *c = &e->config;
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
   if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim, lunai_projection_init(c->layer.bert_init, true)) :
+  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
+                                      lunai_projection_init(c->layer.bert_init, true)) :
       (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
   if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
   if (!c->norm_embedding) return true;
@@ -12503,10 +12757,12 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features, luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
+                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
   const float factor = lunai_embedding_factor(c);
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) : luna_input_layer_forward(features, input);
+  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
+                           luna_input_layer_forward(features, input);
   if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
   x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
   if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
@@ -12710,7 +12966,9 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  if (good) model->output = !c.features ? model->encoder.embedding : lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim, lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
+  if (good) model->output = !c.features ? model->encoder.embedding :
+                            lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
+                                        lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
   good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
@@ -12867,7 +13125,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
-    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL);
+    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
     x = lunai_results(inner, x, p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
@@ -14185,646 +14443,242 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    For a model on a device all values are there, in a block of their own, and the backend computes. Guarded by
    tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-typedef struct lunai_stream_linear { const float *weight, *bias; } lunai_stream_linear;
+enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION, LUNAI_SLOT_MATRIX };
+/* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
+   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
+typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
+#define LUNAI_NO_COLUMNS 0xFFFF
+#define LUNAI_SLOT(type, field, name, rows, columns, when) \
+  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when },
+#define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
+static const lunai_slot lunai_causal_slots[] = {
+#define LUNAI_FIELD(field, name, rows, columns, when) LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, when)
+  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
+  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
+  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
+  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
+  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
+  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
+#undef LUNAI_FIELD
+};
+#ifndef LUNA_ONLY_STREAM
+static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
+#define LUNAI_FIELD(field, when) LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, when)
+  LUNAI_FIELD(self_attention.pq, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.pc, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(self_attention.q, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.k, LUNAI_SLOT_FULL)
+  LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc3, LUNAI_SLOT_GATED)
+  LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
+#undef LUNAI_FIELD
+};
+#endif
+#undef LUNAI_SLOT
+#undef LUNAI_SIZE
+
+/* a layer, its own tensors of the parameters, and its past */
 typedef struct lunai_stream_layer {
-  lunai_stream_linear pq, pc, q, k, v, out, fc1, fc2, attention_norm, final_norm, conv; /* norms and the convolution have the same two parts */
-  const float *memory;
-  float *folded, *folded_bias;       /* [sources, heads slots, dim]: pack scores straight from x, when that is cheaper; else [sources, slots, dim]: scaled pq,
-                                        on a device by heads, [sources, heads, slots, head_dim] */
-  lunai_stream_linear cross_q, cross_out, cross_norm; /* a decoder's */
-  float *keys, *values;              /* [sources, slots, dim] of the source's packed context */
-  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
-  float *history;                    /* [batch, convolution - 1, dim] */
+  union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
+  lunai_past past;
+  luna_tensor parameters[28];
 } lunai_stream_layer;
 
 struct luna_stream {
   lunai_lm_sizes sizes;
-  const lunai_kernels *kernels;
+  luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
+  lunai_bump bump;
+  luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  const float *embedding, *output, *positions; /* [vocab, dim] twice; a learned table or null */
-  lunai_stream_linear norm;
+  luna_tensor embedding, output, positions; /* [vocab, dim] twice; a learned table */
+  luna_tensor norm_weight, norm_bias;
+  luna_norm_layer norm;              /* these, where there are any */
   int64_t batch, chunk, position, first_position;
-  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources
-                                        sequences */
+  int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
-  bool single;                       /* one row of each sequence is being computed: products go by dots, in a batch of any size */
-  int32_t *slots, *source_slots;     /* a decoder's real memory slots: [batch], [sources] */
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
-  float *x, *in, *conv, *q, *k, *v, *s, *y, *ffn, *logits;
-  void *scratch, *reordered;         /* a buffer for reordering a batch */
+  char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
+  float *logits;                     /* [batch, vocab], on the host */
+  int32_t *slots, *source_slots;     /* as in lunai_past, or null */
   luna_error_id error;               /* of the last call */
-#ifndef LUNA_ONLY_STREAM
-  luna_allocator allocator;          /* of a stream opened from a model */
+  const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced, */
+  luna_allocator allocator;          /* and where its memory is from */
   size_t memory_size;
-  luna_ctx *ctx;                     /* of a model on a device, which holds all values above and the next three;
-                                        null: host */
-  int32_t *tokens;                   /* [batch, chunk]; or where the batch's sequences come from */
-  float *angles, *heads;             /* sinusoidal positions [chunk, dim]; scores of a chunk in another order */
-  int32_t *host_tokens;              /* on the host: inputs, */
-  float *host_angles, *host_logits;  /* and results */
-  char *device_memory;                       /* in the device's memory */
-  size_t device_size, scratch_size;
-  bool measuring;                    /* entries only report the scratch they need */
-  luna_status failed;                /* what the device failed with, */
-  char sentence[320];                /* and its sentence, of LUNA_ERROR_BACKEND */
-#endif
+  char *device_memory;               /* in the device's memory */
+  size_t device_size;
 };
 
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
+LUNAI_FN bool lunai_stream_on_device(const luna_stream *s) { return lunai_on_device(&s->ctx); }
 
+/* copies bytes of the stream, or only counts; false: the device has failed, now or before */
+LUNAI_FN bool lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
+  luna_ctx *ctx = &s->ctx;
+  if (ctx->status == LUNA_OK && lunai_computes(ctx))
+    (void)lunai_backend_result(ctx, "luna_stream", ctx->backend->copy(ctx, to, from, bytes, direction));
+  return ctx->status == LUNA_OK;
+}
+
+/* What changes from step to step, in one place, which a device is sent before the step. */
+typedef struct lunai_inputs {
+  int64_t *position;                 /* rows before these */
+  int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
+  float *angles;                     /* sinusoidal positions [rows, dim] */
+  size_t size;
+} lunai_inputs;
+LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
+  const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
+  lunai_inputs in;
+  in.position = (int64_t *)(void *)at;
+  in.tokens = (int32_t *)(void *)(in.position + 1);
+  in.places = in.tokens + s->batch * rows;
+  in.angles = (float *)(void *)(in.places + rows);
+  in.size = sizeof(int64_t) + (size_t)((s->batch + 1) * rows + angles) * sizeof(float);
+  return in;
+}
+/* the inputs of the next `rows` of each sequence of n */
+LUNAI_FN bool lunai_stream_send(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
+  const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
+  const int64_t first = s->first_position + s->position;
+  int64_t i;
+  *in.position = s->position;
+  for (i = 0; i < s->batch * rows; i++) in.tokens[i] = tokens[i / rows * n + i % rows];
+  for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
+  for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
+    lunai_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
+  return s->inputs == s->host_inputs || lunai_stream_move(s, s->inputs, s->host_inputs, in.size, 1);
+}
+
+/* --- a step: the layers' forward --- */
+/* x = y, and what was made since the mark is gone */
+LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor *x, const luna_tensor *y, lunai_mark mark) {
+  if (!x || !y) return NULL;
+  if (x != y && !lunai_stream_move(s, x->data, y->data, (size_t)luna_count(x) * sizeof(float), 0)) return NULL;
+  lunai_step_rewind(&s->ctx, mark);
+  return x;
+}
+/* `rows` rows of each sequence; `last`: logits after the last of them, [batch, 1, vocab] */
+LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
+  const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
+  const luna_positions positions = (luna_positions)s->sizes.positions;
+  luna_tensor angles, *x, *y;
+  int64_t shape[2], i;
+  lunai_mark mark;
+  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.single = rows == 1;
+  x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+  mark = lunai_step_mark(&s->ctx);
+  if (s->scale != 1) y = luna_scale(y, s->scale);
+  shape[0] = rows;
+  shape[1] = s->sizes.dim;
+  lunai_tensor_set(&angles, &s->ctx, 2, shape);
+  angles.data = in.angles;
+  if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
+  if (positions == LUNA_POSITIONS_LEARNED)
+    y = luna_add(y, luna_reshape(luna_embedding(&s->positions, in.places, 1, rows), 2, shape));
+  x = lunai_stream_keep(s, x, y, mark);
+  for (i = 0; i < s->sizes.layers && x; i++) {
+    lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
-/* --- a stream on a device: the parts of a step as ops on tensors that last for the call. No op is in place: x from
-   x is written to `in`, and the two swap. After a failure nothing more runs --- */
-typedef struct lunai_device_op { luna_op op; luna_tensor tensor[LUNA_MAX_INPUTS + 1]; int tensors; } lunai_device_op;
+    if (s->cross) y = lunai_decoder_layer(&layer->of.decoder, x, NULL, NULL, NULL, NULL, &layer->past);
+    else
+#endif
+      y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
+    x = lunai_stream_keep(s, x, y, mark);
+  }
+  if (!last) return x;
+  s->bump.single = true;
+  if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
+  if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
+  return luna_linear(x, &s->output, NULL);
+}
 
-/* reports what a backend call returned; a sentence that this call gave the context becomes the stream's */
-LUNAI_FN void lunai_device_did(luna_stream *s, luna_status status, luna_status before) {
-  if (status == LUNA_OK || s->failed != LUNA_OK) return;
-  s->failed = status;
-  if (before == LUNA_OK && s->ctx->status != LUNA_OK) memcpy(s->sentence, s->ctx->error, sizeof s->sentence);
-  else
-    lunai_print(s->sentence, sizeof s->sentence, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream",
-                luna_status_text(status));
-  s->error = LUNA_ERROR_BACKEND;
+/* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
+LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
+  luna_tensor table, *y;
+  int64_t shape[2];
+  shape[0] = s->batch;
+  shape[1] = width;
+  lunai_tensor_set(&table, &s->ctx, 2, shape);
+  table.data = (float *)state;
+  s->bump.used[0] = s->bump.used[1] = 0;
+  y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
+  if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
-LUNAI_FN void lunai_device_copy(luna_stream *s, void *to, const void *from, size_t bytes, int direction) {
-  const luna_status before = s->ctx->status;
-  if (!s->measuring && s->failed == LUNA_OK) lunai_device_did(s, s->ctx->backend->copy(s->ctx, to, from, bytes, direction), before);
+LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
+  const int64_t means = s->sizes.dim * s->sizes.memory * (int64_t)(sizeof(double) / sizeof(float));
+  int64_t i;
+  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
+    lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means);
+    lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means);
+    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].past.history, (s->sizes.convolution - 1) * s->sizes.dim);
+  }
 }
-LUNAI_FN void lunai_device_zero(luna_stream *s, void *at, size_t bytes) {
-  const luna_status before = s->ctx->status;
-  lunai_device_did(s, s->ctx->backend->zero(s->ctx, at, bytes), before);
-}
-LUNAI_FN void lunai_device_start(const luna_stream *s, lunai_device_op *f, luna_op_kind kind) {
-  memset(f, 0, sizeof *f);
-  f->op.kind = kind;
-  f->op.ctx = s->ctx;
-}
-LUNAI_FN luna_tensor *lunai_device_tensor(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  luna_tensor *t = &f->tensor[f->tensors++];
+
+LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   int64_t shape[4];
+  luna_tensor t;
   shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
-  lunai_tensor_set(t, f->op.ctx, rank, shape);
-  t->data = (float *)(uintptr_t)data;
+  lunai_tensor_set(&t, &s->ctx, rank, shape);
+  t.data = data;
   return t;
 }
-/* the next input; null: it is absent */
-LUNAI_FN void lunai_device_in(lunai_device_op *f, const float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  f->op.in[f->op.inputs++] = data ? lunai_device_tensor(f, data, rank, a, b, c, d) : NULL;
-}
-/* the result: runs the op, or finds what it needs */
-LUNAI_FN void lunai_device_out(luna_stream *s, lunai_device_op *f, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  const luna_op_functions *functions = &s->ctx->backend->op[f->op.kind];
-  const luna_status before = s->ctx->status;
-  if (s->failed != LUNA_OK) return;
-  if (data == s->x && f->op.in[0]->data == s->x) { /* in place of x */
-    data = s->in;
-    s->in = s->x;
-    s->x = data;
-  }
-  f->op.out[f->op.outputs++] = lunai_device_tensor(f, data, rank, a, b, c, d);
-  f->op.workspace = s->scratch;
-  functions->query(&f->op);
-  if (s->measuring && f->op.workspace_size > s->scratch_size) s->scratch_size = f->op.workspace_size;
-  if (s->measuring) return;
-  lunai_device_did(s, f->op.workspace_size > s->scratch_size ? LUNA_OUT_OF_MEMORY : functions->forward(&f->op), before);
-}
-
-LUNAI_FN void lunai_device_linear(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_LINEAR);
-  f.op.activation = (luna_activation)activation;
-  lunai_device_in(&f, x, 2, rows, in, 1, 1);
-  lunai_device_in(&f, weight, 2, out, in, 1, 1);
-  lunai_device_in(&f, bias, 1, out, 1, 1, 1);
-  lunai_device_out(s, &f, y, 2, rows, out, 1, 1);
-}
-/* x [batch, m, k] times w [batch, n, k] transposed */
-LUNAI_FN void lunai_device_matmul(luna_stream *s, const float *x, const float *w, int64_t batch, int64_t m, int64_t n, int64_t k, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_MATMUL);
-  f.op.arg.matmul.outer = 1; f.op.arg.matmul.inner = batch; f.op.arg.matmul.m = m; f.op.arg.matmul.n = n; f.op.arg.matmul.k = k;
-  f.op.arg.matmul.transpose_b = true;
-  lunai_device_in(&f, x, 3, batch, m, k, 1);
-  lunai_device_in(&f, w, 3, batch, n, k, 1);
-  lunai_device_out(s, &f, y, 3, batch, m, n, 1);
-}
-/* [a, b, c, d] -> [a, c, b, d] */
-LUNAI_FN void lunai_device_swap(luna_stream *s, const float *x, int64_t a, int64_t b, int64_t c, int64_t d, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_PERMUTE);
-  f.op.arg.permute.axes[1] = 2; f.op.arg.permute.axes[2] = 1; f.op.arg.permute.axes[3] = 3;
-  lunai_device_in(&f, x, 4, a, b, c, d);
-  lunai_device_out(s, &f, y, 4, a, c, b, d);
-}
-/* b [each] is added to every `each` of a */
-LUNAI_FN void lunai_device_add(luna_stream *s, int64_t count, const float *a, const float *b, int64_t each, float *y) {
-  int64_t shape[LUNA_MAX_RANK];
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_ADD);
-  lunai_device_in(&f, a, 2, count / each, each, 1, 1);
-  lunai_device_in(&f, b, 1, each, 1, 1, 1);
-  (void)lunai_broadcast(&f.op, shape);
-  lunai_device_out(s, &f, y, 2, count / each, each, 1, 1);
-}
-LUNAI_FN void lunai_device_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  const int64_t d = s->sizes.dim;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_LAYER_NORM);
-  lunai_device_in(&f, x, 2, rows, d, 1, 1);
-  lunai_device_in(&f, norm->weight, 1, d, 1, 1, 1);
-  lunai_device_in(&f, norm->bias, 1, d, 1, 1, 1);
-  lunai_device_out(s, &f, y, 2, rows, d, 1, 1);
-}
-/* rows of a table [from, width] by the numbers in s->tokens */
-LUNAI_FN void lunai_device_rows(luna_stream *s, const float *table, int64_t from, int64_t width, int64_t rows, float *y) {
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_EMBEDDING);
-  f.op.index = s->tokens;
-  lunai_device_in(&f, table, 2, from, width, 1, 1);
-  lunai_device_out(s, &f, y, 2, rows, width, 1, 1);
-}
-LUNAI_FN void lunai_device_convolve(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_SHORT_CONVOLUTION);
-  f.op.history = layer->history;
-  lunai_device_in(&f, in, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, layer->conv.weight, 2, d, s->sizes.convolution, 1, 1);
-  lunai_device_in(&f, layer->conv.bias, 1, d, 1, 1, 1);
-  lunai_device_out(s, &f, s->conv, 3, s->batch, rows, d, 1);
-}
-LUNAI_FN void lunai_device_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_CAUSAL_LUNA);
-  f.op.arg.causal.heads = h;
-  f.op.arg.causal.scale = (float)(1.0 / sqrt((double)(d / h)));
-  f.op.activation = (luna_activation)s->sizes.omega;
-  f.op.lengths = s->slots;
-  f.op.mean_ka = layer->mean_ka;
-  f.op.mean_av = layer->mean_av;
-  f.op.position = s->position;
-  lunai_device_in(&f, s->q, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, s->k, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, s->v, 3, s->batch, rows, d, 1);
-  lunai_device_in(&f, s->s, 3, s->batch, rows, h * s->sizes.memory, 1);
-  lunai_device_out(s, &f, s->y, 3, s->batch, rows, d, 1);
-}
-LUNAI_FN void lunai_device_cross(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, queries = s->batch / s->sources * rows;
-  lunai_device_op f;
-  lunai_device_start(s, &f, LUNA_OP_SOFTMAX_ATTENTION);
-  f.op.arg.attention.heads = h; f.op.arg.attention.batch = s->sources; f.op.arg.attention.queries = queries; f.op.arg.attention.keys = l;
-  f.op.arg.attention.scale = (float)(1.0 / sqrt((double)(d / h)));
-  f.op.lengths = s->source_slots;
-  lunai_device_in(&f, s->q, 3, s->sources, queries, d, 1);
-  lunai_device_in(&f, layer->keys, 3, s->sources, l, d, 1);
-  lunai_device_in(&f, layer->values, 3, s->sources, l, d, 1);
-  lunai_device_out(s, &f, s->y, 3, s->sources, queries, d, 1);
-}
-/* with several sources, which only a decoder has, folded_bias has a row for each of the batch's */
-LUNAI_FN void lunai_device_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, n = s->sources, each = rows / n;
-  const bool one = each == 1;        /* then by rows is by heads */
-  if (!lunai_stream_folds(&s->sizes)) {
-    lunai_device_linear(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
-    if (!one) lunai_device_swap(s, s->y, n, each, h, d / h, s->q);
-    lunai_device_matmul(s, one ? s->y : s->q, layer->folded, n * h, each, l, d / h, one ? s->s : s->heads);
-    if (!one) lunai_device_swap(s, s->heads, n, h, each, l, s->s);
-  } else if (n == 1) lunai_device_linear(s, in, rows, d, layer->folded, layer->folded_bias, h * l, LUNA_ACTIVATION_NONE, s->s);
-  else {
-    lunai_device_matmul(s, in, layer->folded, n, each, h * l, d, s->heads);
-    lunai_device_add(s, rows * h * l, s->heads, layer->folded_bias, rows * h * l, s->s);
+/* the bias of one source's folded scores, for each of its sequences; queries [heads slots, head_dim] */
+LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, int64_t count, float *out) {
+  const int64_t l = z->memory, hl = z->heads * l, d = z->dim / z->heads;
+  int64_t i, j;
+  for (i = 0; i < count * hl; i++) {
+    const float *q = queries + i % hl * d, *b = key_bias + i % hl / l * d;
+    out[i] = 0;
+    for (j = 0; j < d; j++) out[i] += q[j] * b[j];
   }
 }
-/* x = the last of `rows` rows of each sequence */
-LUNAI_FN void lunai_device_last(luna_stream *s, int64_t rows) {
-  const int64_t d = s->sizes.dim;
-  lunai_device_op f;
-  if (rows == 1) return;
-  lunai_device_start(s, &f, LUNA_OP_SLICE);
-  f.op.arg.slice.axis = 1; f.op.arg.slice.start = rows - 1;
-  lunai_device_in(&f, s->x, 3, s->batch, rows, d, 1);
-  lunai_device_out(s, &f, s->x, 3, s->batch, 1, d, 1);
-}
-/* tokens: the next `rows` of each sequence of n, or null where nothing is computed */
-LUNAI_FN void lunai_device_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
-  const int64_t d = s->sizes.dim, all = s->batch * rows, first = s->first_position + s->position;
-  const float *positions = s->sizes.positions == LUNA_POSITIONS_LEARNED ? s->positions + first * d : s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? s->angles : NULL;
-  int64_t i;
-  for (i = 0; tokens && i < all; i++) s->host_tokens[i] = tokens[i / rows * n + i % rows];
-  lunai_device_copy(s, s->tokens, s->host_tokens, (size_t)all * sizeof(int32_t), 1);
-  lunai_device_rows(s, s->embedding, s->sizes.vocab, d, all, s->x);
-  if (s->scale != 1) {
-    lunai_device_op f;
-    lunai_device_start(s, &f, LUNA_OP_SCALE);
-    f.op.arg.scale.factor = s->scale;
-    lunai_device_in(&f, s->x, 2, all, d, 1, 1);
-    lunai_device_out(s, &f, s->x, 2, all, d, 1, 1);
-  }
-  if (!positions) return;
-  for (i = 0; positions == s->angles && !s->measuring && i < rows; i++) lunai_sinusoid(first + i, d, s->host_angles + i * d);
-  if (positions == s->angles) lunai_device_copy(s, s->angles, s->host_angles, (size_t)(rows * d) * sizeof(float), 1);
-  lunai_device_add(s, all * d, s->x, positions, rows * d, s->x);
-}
-#define LUNAI_STREAM_ON_DEVICE(s, call) if ((s)->ctx) { call; return; }
-#else
-#define LUNAI_STREAM_ON_DEVICE(s, call)
-#endif
-/* within the stream's memory */
-LUNAI_FN void lunai_stream_move(luna_stream *s, void *to, const void *from, size_t bytes) {
-  (void)s;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, to, from, bytes, 0))
-  if (bytes) memcpy(to, from, bytes);
-}
-
-/* --- the same on the host, by its kernels --- */
-
-/* A matrix product of the stream: y [rows, out] = act(x [rows, in] W^T + b) */
-LUNAI_FN void lunai_stream_product(lunai_gemm *g, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
-  memset(g, 0, sizeof *g);
-  g->a = x; g->b = weight; g->bias = bias; g->c = y;
-  g->m = rows; g->n = out; g->k = in;
-  g->a_row = in; g->a_column = 1; g->b_row = 1; g->b_column = in; g->c_row = out;
-  g->batch[0] = g->batch[1] = 1;
-  g->alpha = 1;
-  g->activation = activation;
-}
-LUNAI_FN void lunai_stream_linear_run(luna_stream *s, const float *x, int64_t rows, int64_t in, const float *weight, const float *bias, int64_t out, int activation, float *y) {
-  lunai_gemm g;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_linear(s, x, rows, in, weight, bias, out, activation, y))
-  lunai_stream_product(&g, x, rows, in, weight, bias, out, activation, y);
-  g.dots = s->single;
-  s->kernels->gemm(&g, NULL, s->scratch);
-}
-LUNAI_FN void lunai_stream_attention_args(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_causal_luna *c) {
-  memset(c, 0, sizeof *c);
-  c->q = s->q; c->k = s->k; c->v = s->v; c->s = s->s; c->out = s->y;
-  c->batch = s->batch; c->rows = rows; c->heads = s->sizes.heads;
-  c->head_dim = s->sizes.dim / s->sizes.heads;
-  c->slots = s->sizes.memory;
-  c->lengths = s->slots;
-  c->scale = (float)(1.0 / sqrt((double)c->head_dim));
-  c->activation = (int)s->sizes.omega;
-  c->position = s->position;
-  c->mean_ka = layer->mean_ka;
-  c->mean_av = layer->mean_av;
-}
-/* scores of one chunk without folding: k_p = x Wpc^T + b, then each head against its part of the scaled pq */
-LUNAI_FN void lunai_stream_head_scores(const luna_stream *s, const float *keys, int64_t rows, const float *pq, float *scores, lunai_gemm *g) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory;
-  lunai_stream_product(g, keys, rows, d / h, pq, NULL, l, LUNA_ACTIVATION_NONE, scores);
-  g->a_row = g->b_column = d;
-  g->c_row = h * l;
-  g->batch[1] = h;
-  g->a_batch[1] = g->b_batch[1] = d / h;
-  g->c_batch[1] = l;
-}
-
-#ifndef LUNA_ONLY_STREAM
-/* a decoder's cross-attention; the sequences of one source are queries side by side */
-LUNAI_FN void lunai_stream_cross_args(const luna_stream *s, const lunai_stream_layer *layer, int64_t rows, lunai_attention *a) {
-  const int64_t d = s->sizes.dim;
-  memset(a, 0, sizeof *a);
-  a->q = s->q; a->k = layer->keys; a->v = layer->values; a->out = s->y;
-  a->batch = s->sources; a->heads = s->sizes.heads; a->queries = s->batch / s->sources * rows; a->keys = s->sizes.memory;
-  a->head_dim = a->value_dim = a->q_head = a->k_head = a->v_head = a->out_head = d / a->heads;
-  a->q_row = a->k_row = a->v_row = a->out_row = d;
-  a->q_batch = a->out_batch = a->queries * d;
-  a->k_batch = a->v_batch = a->keys * d;
-  a->lengths = s->source_slots;
-  a->scale = (float)(1.0 / sqrt((double)a->head_dim));
-}
-#endif
-
-/* bytes of scratch that any call may need */
-LUNAI_FN size_t lunai_stream_scratch(const luna_stream *s) {
+/* what the scores need of a layer's memory [sources, slots, dim], once: on a device of all sources at a time */
+LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const int64_t widest = lunai_max(z->ffn, z->dim);
-  lunai_stream_layer layer;
-  lunai_causal_luna c;
-  lunai_gemm g;
-  size_t max, need;
-  int64_t rows, i;
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) return s->scratch_size;
-#endif
-  memset(&layer, 0, sizeof layer);
-  lunai_stream_attention_args(s, &layer, s->chunk, &c);
-  c.mean_ka = c.mean_av = (double *)(void *)s->state;
-  max = s->kernels->causal_luna_scratch(&c, 1, false);
-  c.rows = 1;
-  need = s->kernels->causal_luna_scratch(&c, 1, false);
-  if (need > max) max = need;
-  for (i = 0; i < 8; i++) {
-    const int64_t in[4] = { z->dim, widest, z->dim, z->dim }, out[4] = { widest, z->dim, z->heads * z->memory, z->vocab };
-    rows = i < 4 ? s->batch * s->chunk : s->batch;
-    lunai_stream_product(&g, NULL, rows, in[i % 4], NULL, NULL, out[i % 4], LUNA_ACTIVATION_NONE, NULL);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-    lunai_stream_product(&g, NULL, i < 4 ? z->memory : rows, z->dim, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-  }
-  for (i = 0; i < 2; i++) {
-    lunai_stream_head_scores(s, NULL, s->batch / s->sources * (i ? 1 : s->chunk), NULL, NULL, &g);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-    lunai_stream_product(&g, NULL, s->batch / s->sources * (i ? 1 : s->chunk), z->dim, NULL, NULL, z->heads * z->memory, LUNA_ACTIVATION_NONE, NULL);
-    need = s->kernels->gemm_scratch(&g, 1);
-    if (need > max) max = need;
-#ifndef LUNA_ONLY_STREAM
-    if (s->cross) {
-      lunai_attention a;
-      lunai_stream_cross_args(s, &layer, i ? 1 : s->chunk, &a);
-      need = s->kernels->attention_scratch(&a, 1, false);
-      if (need > max) max = need;
-    }
-#endif
-  }
-  lunai_stream_product(&g, NULL, z->memory, z->dim / z->heads, NULL, NULL, z->dim, LUNA_ACTIVATION_NONE, NULL);
-  g.b_row = z->dim; g.b_column = 1; g.a_row = z->dim; /* the folding itself */
-  need = s->kernels->gemm_scratch(&g, 1);
-  return lunai_round(need > max ? need : max);
-}
-
-LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
-  char *at = base ? base + *used : NULL;
-  *used += lunai_round((size_t)count * size);
-  return at;
-}
-/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
-   s->device_memory (null: only counts), device_size bytes. */
-LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t rows = s->batch * s->chunk, means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
-  size_t used = lunai_round(sizeof(luna_stream)), state;
-  int64_t i;
-#ifndef LUNA_ONLY_STREAM
-  const int64_t angles = z->positions == LUNA_POSITIONS_SINUSOIDAL ? s->chunk * z->dim : 0;
-  size_t host_size;
-#endif
-  s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) {
-    s->host_tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
-    s->host_angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
-    s->host_logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
-  }
-  host_size = used;
-  if (s->ctx) {
-    base = s->device_memory;
-    used = 0;
-    s->tokens = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
-    s->angles = (float *)lunai_stream_take(base, &used, angles, sizeof(float));
-    s->heads = (float *)lunai_stream_take(base, &used, s->cross || !lunai_stream_folds(z) ? rows * z->heads * z->memory : 0, sizeof(float));
-  }
-#endif
-  s->state = base ? base + used : NULL;
-  state = used;
-  for (i = 0; i < z->layers; i++) {
-    lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
-    layer->mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-    layer->mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-    layer->history = (float *)lunai_stream_take(base, &used, past, sizeof(float));
-  }
-  s->state_size = used - state;
-  for (i = 0; i < z->layers; i++) {
-    lunai_stream_layer none, *layer = base ? &s->layers[i] : &none;
-    layer->folded = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
-    layer->folded_bias = (float *)lunai_stream_take(base, &used, s->sources * z->heads * z->memory, sizeof(float));
-#ifndef LUNA_ONLY_STREAM
-    if (s->ctx && s->cross) layer->folded_bias = (float *)lunai_stream_take(base, &used, s->batch * z->heads * z->memory, sizeof(float));
-#endif
-    layer->keys = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
-    layer->values = (float *)lunai_stream_take(base, &used, s->cross ? s->sources * z->memory * z->dim : 0, sizeof(float));
-  }
-  s->x = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->in = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->conv = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->q = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->k = (float *)lunai_stream_take(base, &used, z->sharing ? rows * z->dim : 0, sizeof(float));
-  s->v = (float *)lunai_stream_take(base, &used, rows * z->dim, sizeof(float));
-  s->s = (float *)lunai_stream_take(base, &used, rows * z->heads * z->memory, sizeof(float));
-  s->y = (float *)lunai_stream_take(base, &used, lunai_max(rows, z->memory) * z->dim, sizeof(float));
-  s->ffn = (float *)lunai_stream_take(base, &used, rows * z->ffn, sizeof(float));
-  s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
-  if (!z->sharing) s->k = s->v;
-  s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
-  s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
-  if (!s->cross) s->slots = NULL;
-  s->reordered = lunai_stream_take(base, &used, s->batch > 1 ? lunai_max(means * (int64_t)sizeof(double), past * (int64_t)sizeof(float)) : 0, 1);
-  s->scratch = lunai_stream_take(base, &used, (int64_t)lunai_stream_scratch(s), 1);
-#ifndef LUNA_ONLY_STREAM
-  s->device_size = used;                /* that is, of a stream on a device */
-  if (s->ctx) return host_size;
-#endif
-  return used;
-}
-
-/* computed once for a source: pq = (P Wpq^T + b) / sqrt(d_h), and folded with Wpc */
-LUNAI_FN void lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory, int64_t source) {
-  const int64_t d = s->sizes.dim, h = s->sizes.heads, l = s->sizes.memory, hd = d / h;
-  const float scale = (float)(1.0 / sqrt((double)hd));
-  float *folded = layer->folded + source * lunai_stream_fold_size(&s->sizes), *bias = layer->folded_bias + source * h * l;
-  int64_t head, i, j;
-  lunai_gemm g;
-  lunai_stream_linear_run(s, memory, l, d, layer->pq.weight, layer->pq.bias, d, LUNA_ACTIVATION_NONE, s->y);
-  for (i = 0; i < l * d; i++) s->y[i] *= scale;
-  if (!lunai_stream_folds(&s->sizes)) {
-    memcpy(folded, s->y, (size_t)(l * d) * sizeof(float));
-    return;
-  }
-  for (head = 0; head < h; head++) {
-    lunai_stream_product(&g, s->y + head * hd, l, hd, layer->pc.weight + head * hd * d, NULL, d, LUNA_ACTIVATION_NONE, folded + head * l * d);
-    g.a_row = g.b_row = d;
-    g.b_column = 1;
-    s->kernels->gemm(&g, NULL, s->scratch);
-    for (i = 0; i < l; i++) {
-      float sum = 0;
-      for (j = 0; j < hd; j++) sum += s->y[i * d + head * hd + j] * layer->pc.bias[head * hd + j];
-      bias[head * l + i] = sum;
-    }
-  }
-}
-
-/* --- the parts of a step --- */
-/* the convolution of `rows` rows of each sequence, and its history moved on */
-LUNAI_FN void lunai_stream_convolve(luna_stream *s, lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, width = s->sizes.convolution, past = width - 1;
+  const luna_causal_attention_layer *attention = s->cross ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
+  const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
+  const int64_t each = device ? s->sources : 1, beam = s->sources > 1 ? s->batch / s->sources : 1, hl = z->heads * z->memory;
+  luna_tensor p, *queries, *scores, *bias = NULL;
   int64_t b;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_convolve(s, layer, in, rows))
-  for (b = 0; b < s->batch; b++) {
-    const float *x = in + b * rows * d;
-    float *history = layer->history + b * past * d;
-    s->kernels->short_convolution(rows, d, width, x, history, layer->conv.weight, layer->conv.bias, s->conv + b * rows * d);
-    lunai_history_move(history, past, x, rows, d);
+  s->bump.single = false;
+  for (b = 0; b < s->sources; b += each) {
+    float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
+    s->bump.used[0] = s->bump.used[1] = 0;
+    p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory, z->dim, 1);
+    queries = scores = lunai_causal_queries(attention, &p);
+    if (folds) scores = lunai_causal_folded(attention, queries, device ? &bias : NULL);
+    if (folds && device) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, each, hl, 1, 1), beam), 1, 0, 2, 3);
+    if (!scores || (folds && device && !bias)) return false;
+    if (folds && !device && lunai_computes(&s->ctx)) lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, beam, out_bias);
+    if (bias && !lunai_stream_move(s, out_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0)) return false;
+    if (!lunai_stream_move(s, lunai_offset(layer->past.scores.data, b * lunai_stream_fold_size(z)), scores->data, (size_t)luna_count(scores) * sizeof(float), 0)) return false;
   }
-}
-
-LUNAI_FN void lunai_stream_scores(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, hl = s->sizes.heads * s->sizes.memory, each = rows / s->sources;
-  int64_t i;
-  lunai_gemm g;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_scores(s, layer, in, rows))
-  if (!lunai_stream_folds(&s->sizes)) {
-    lunai_stream_linear_run(s, in, rows, d, layer->pc.weight, layer->pc.bias, d, LUNA_ACTIVATION_NONE, s->y);
-    in = s->y;
-  }
-  for (i = 0; i < s->sources; i++) {
-    const float *x = in + i * each * d, *folded = layer->folded + i * lunai_stream_fold_size(&s->sizes);
-    if (lunai_stream_folds(&s->sizes)) {
-      lunai_stream_linear_run(s, x, each, d, folded, layer->folded_bias + i * hl, hl, LUNA_ACTIVATION_NONE, s->s + i * each * hl);
-      continue;
-    }
-    lunai_stream_head_scores(s, x, each, folded, s->s + i * each * hl, &g);
-    s->kernels->gemm(&g, NULL, s->scratch);
-  }
-}
-
-LUNAI_FN void lunai_stream_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  lunai_causal_luna c;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_attend(s, layer, rows))
-  lunai_stream_attention_args(s, layer, rows, &c);
-  s->kernels->causal_luna(&c, NULL, s->scratch);
-}
-
-LUNAI_FN void lunai_stream_norm(luna_stream *s, const float *x, int64_t rows, const lunai_stream_linear *norm, float *y) {
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_norm(s, x, rows, norm, y))
-  s->kernels->layer_norm(rows, s->sizes.dim, x, norm->weight, norm->bias, LUNAI_NORM_EPSILON, y, NULL, NULL);
-}
-
-LUNAI_FN void lunai_stream_add(luna_stream *s, int64_t count, const float *out) { /* to x */
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_add(s, count, s->x, out, count, s->x))
-  s->kernels->add(count, s->x, out, s->x);
-}
-
-/* x + out, normed when post-norm; returns the next half-layer's input, which is normed when pre-norm */
-LUNAI_FN const float *lunai_stream_residual(luna_stream *s, int64_t rows, const float *out, const lunai_stream_linear *norm, const lunai_stream_linear *next) {
-  lunai_stream_add(s, rows * s->sizes.dim, out);
-  if (!s->sizes.pre_norm) lunai_stream_norm(s, s->x, rows, norm, s->x);
-  if (!s->sizes.pre_norm || !next) return s->x;
-  lunai_stream_norm(s, s->x, rows, next, s->in);
-  return s->in;
-}
-
-#ifndef LUNA_ONLY_STREAM
-LUNAI_FN void lunai_stream_cross_attend(luna_stream *s, const lunai_stream_layer *layer, int64_t rows) {
-  lunai_attention a;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_cross(s, layer, rows))
-  lunai_stream_cross_args(s, layer, rows, &a);
-  s->kernels->attention(&a, NULL, s->scratch);
-}
-LUNAI_FN const float *lunai_stream_cross(luna_stream *s, const lunai_stream_layer *layer, const float *in, int64_t rows) {
-  const int64_t d = s->sizes.dim, all = s->batch * rows;
-  lunai_stream_linear_run(s, in, all, d, layer->cross_q.weight, layer->cross_q.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  lunai_stream_cross_attend(s, layer, rows);
-  lunai_stream_linear_run(s, s->y, all, d, layer->cross_out.weight, layer->cross_out.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  return lunai_stream_residual(s, all, s->q, &layer->cross_norm, &layer->final_norm);
-}
-#endif
-
-LUNAI_FN void lunai_stream_layer_run(luna_stream *s, lunai_stream_layer *layer, int64_t rows) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t d = z->dim, all = s->batch * rows;
-  const float *in = s->x;
-  if (z->pre_norm) lunai_stream_norm(s, s->x, all, &layer->attention_norm, s->in);
-  if (z->pre_norm) in = s->in;
-  if (z->convolution) lunai_stream_convolve(s, layer, in, rows);
-  if (z->convolution) in = s->conv;
-  lunai_stream_scores(s, layer, in, all);
-  lunai_stream_linear_run(s, in, all, d, layer->q.weight, layer->q.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  lunai_stream_linear_run(s, in, all, d, layer->v.weight, layer->v.bias, d, LUNA_ACTIVATION_NONE, s->v);
-  if (z->sharing) lunai_stream_linear_run(s, in, all, d, layer->k.weight, layer->k.bias, d, LUNA_ACTIVATION_NONE, s->k);
-  lunai_stream_attend(s, layer, rows);
-  lunai_stream_linear_run(s, s->y, all, d, layer->out.weight, layer->out.bias, d, LUNA_ACTIVATION_NONE, s->q);
-  in = lunai_stream_residual(s, all, s->q, &layer->attention_norm, s->cross ? &layer->cross_norm : &layer->final_norm);
-#ifndef LUNA_ONLY_STREAM
-  if (s->cross) in = lunai_stream_cross(s, layer, in, rows);
-#endif
-  lunai_stream_linear_run(s, in, all, d, layer->fc1.weight, layer->fc1.bias, z->ffn, (int)z->activation, s->ffn);
-  lunai_stream_linear_run(s, s->ffn, all, z->ffn, layer->fc2.weight, layer->fc2.bias, d, LUNA_ACTIVATION_NONE, s->y);
-  lunai_stream_residual(s, all, s->y, &layer->final_norm, NULL);
-}
-
-/* x = scale E[token] + position */
-LUNAI_FN void lunai_stream_embed_one(luna_stream *s, int32_t token, int64_t position, float *x) {
-  const int64_t d = s->sizes.dim, row = s->first_position + position;
-  int64_t i;
-  for (i = 0; i < d; i++) x[i] = s->scale * s->embedding[token * d + i];
-  if (s->sizes.positions == LUNA_POSITIONS_LEARNED) s->kernels->add(d, x, s->positions + row * d, x);
-  if (s->sizes.positions != LUNA_POSITIONS_SINUSOIDAL) return;
-  lunai_sinusoid(row, d, s->y);
-  s->kernels->add(d, x, s->y, x);
-}
-/* the same of the next `rows` of each sequence of n */
-LUNAI_FN void lunai_stream_embed(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
-  int64_t b, i;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_embed(s, tokens, n, rows))
-  for (b = 0; b < s->batch; b++)
-    for (i = 0; i < rows; i++) lunai_stream_embed_one(s, tokens[b * n + i], s->position + i, s->x + (b * rows + i) * s->sizes.dim);
-}
-/* x = the last of `rows` rows of each sequence */
-LUNAI_FN void lunai_stream_last(luna_stream *s, int64_t rows) {
-  const int64_t d = s->sizes.dim;
-  int64_t b;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_last(s, rows))
-  for (b = 0; b < s->batch; b++) memmove(s->x + b * d, s->x + (b * rows + rows - 1) * d, (size_t)d * sizeof(float));
-}
-/* logits after `rows` rows; null when the device failed */
-LUNAI_FN const float *lunai_stream_output(luna_stream *s, int64_t rows) {
-  s->single = true;
-  lunai_stream_last(s, rows);
-  if (s->norm.weight) lunai_stream_norm(s, s->x, s->batch, &s->norm, s->x);
-  lunai_stream_linear_run(s, s->x, s->batch, s->sizes.dim, s->output, NULL, s->sizes.vocab, LUNA_ACTIVATION_NONE, s->logits);
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) lunai_device_copy(s, s->host_logits, s->logits, (size_t)(s->batch * s->sizes.vocab) * sizeof(float), 2);
-  if (s->ctx) return s->failed == LUNA_OK ? s->host_logits : NULL;
-#endif
-  return s->logits;
-}
-
-/* row b of [batch] rows of `size` bytes becomes row from[b]; on a device by the indices in s->tokens */
-LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *rows, size_t size, const int32_t *from) {
-  int64_t b;
-  lunai_stream_move(s, s->reordered, rows, size * (size_t)s->batch);
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_rows(s, (const float *)s->reordered, s->batch, (int64_t)(size / sizeof(float)), s->batch, (float *)rows))
-  for (b = 0; b < s->batch; b++) memcpy((char *)rows + (size_t)b * size, (const char *)s->reordered + (size_t)from[b] * size, size);
-}
-LUNAI_FN void lunai_stream_reorder_all(luna_stream *s, const int32_t *from) {
-  const size_t means = (size_t)(s->sizes.dim * s->sizes.memory) * sizeof(double);
-  int64_t i;
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) lunai_device_copy(s, s->tokens, from, (size_t)s->batch * sizeof(int32_t), 1);
-#endif
-  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
-    lunai_stream_reorder_rows(s, s->layers[i].mean_ka, means, from);
-    lunai_stream_reorder_rows(s, s->layers[i].mean_av, means, from);
-    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].history, (size_t)((s->sizes.convolution - 1) * s->sizes.dim) * sizeof(float), from);
-  }
+  return true;
 }
 
 /* --- opening --- */
 /* whether the stream can go on: not after its device has failed */
 LUNAI_FN bool lunai_stream_ready(luna_stream *s) {
-  s->error = LUNA_ERROR_NONE;
-#ifndef LUNA_ONLY_STREAM
-  if (s->failed != LUNA_OK) s->error = LUNA_ERROR_BACKEND;
-  return s->failed == LUNA_OK;
-#else
-  return true;
-#endif
+  s->error = s->ctx.status == LUNA_OK ? LUNA_ERROR_NONE : LUNA_ERROR_BACKEND;
+  return s->ctx.status == LUNA_OK;
 }
 
 LUNA_API void luna_stream_reset(luna_stream *s) {
   if (!s || !lunai_stream_ready(s)) return;
   s->position = 0;
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_zero(s, s->state, s->state_size))
-  memset(s->state, 0, s->state_size);
+  (void)lunai_backend_result(&s->ctx, "luna_stream_reset", s->ctx.backend->zero(&s->ctx, s->state, s->state_size));
 }
 
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
@@ -14832,37 +14686,40 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   int64_t rows;
   s->batch = config && config->batch ? config->batch : 1;
   s->chunk = config && config->chunk ? config->chunk : 64;
-  s->kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
+  s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
+  s->ctx.parallel.threads = 1;
   s->sources = 1;
   s->scale = 1;
-  if (!s->kernels) return "config.isa is not available on this machine";
+  if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
-  if (z->gated) return "models with a gated feed-forward are not streamed";
   if (z->features || z->outputs) return "models of features, or with outputs of their own, are not streamed";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
+  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
       lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, z->vocab) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
-/* --- opening from a checkpoint's bytes --- */
-#define LUNAI_STREAM_UNREADABLE \
-  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
-LUNAI_FN bool lunai_stream_weight(const lunai_st *st, const char *prefix, const char *name, int rank, int64_t a, int64_t b, const float **out) {
-  char full[96];
-  lunai_st_tensor t;
-  const size_t np = strlen(prefix), nn = strlen(name);
-  memcpy(full, prefix, np);          /* both are ours: at most 26 and 40 characters */
-  memcpy(full + np, name, nn + 1);
-  if (!lunai_st_find(st, full, &t) || t.rank != rank || t.shape[0] != a || (rank == 2 && t.shape[1] != b)) return false;
-  *out = lunai_st_borrow(&t);
-  return *out != NULL;
-}
-LUNAI_FN bool lunai_stream_pair(const lunai_st *st, const char *prefix, const char *weight, const char *bias, int rank, int64_t out, int64_t in, lunai_stream_linear *pair) {
-  return lunai_stream_weight(st, prefix, weight, rank, out, in, &pair->weight) && lunai_stream_weight(st, prefix, bias, 1, out, 1, &pair->bias);
+/* A parameter of the stream: that of a model, or the file's by that name; neither: its shape alone. False: it is not as it should be. */
+LUNAI_FN bool lunai_stream_parameter(luna_stream *s, luna_tensor *t, const luna_tensor *from, const lunai_st *st, const char *prefix, const char *name, const char *suffix,
+                                     int rank, int64_t rows, int64_t columns) {
+  char full[96];                     /* all three are ours: at most 26, 40 and 7 characters */
+  lunai_st_tensor found;
+  size_t at = strlen(prefix), size = strlen(name);
+  *t = lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+  if (from) {
+    *t = *from;
+    t->ctx = &s->ctx;
+  }
+  if (from || !st) return true;
+  memcpy(full, prefix, at);
+  memcpy(full + at, name, size);
+  memcpy(full + at + size, suffix, strlen(suffix) + 1);
+  if (!lunai_st_find(st, full, &found) || found.rank != rank || found.shape[0] != rows || (rank == 2 && found.shape[1] != columns)) return false;
+  t->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+  return t->data != NULL;
 }
 LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
   char digits[24];
@@ -14874,32 +14731,161 @@ LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
   out[at++] = '.';
   out[at] = 0;
 }
-LUNAI_FN bool lunai_stream_layer_weights(const lunai_st *st, const lunai_lm_sizes *z, int64_t index, lunai_stream_layer *w) {
-  const int64_t d = z->dim;
+/* a layer as that of a model is, or as the file and the sizes say */
+LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
+  lunai_lm_sizes *z = &s->sizes;
+  lunai_stream_layer *layer = &s->layers[index];
+  const int64_t n = s->sources, hl = z->heads * z->memory, d = z->dim;
+  const lunai_slot *slots = lunai_causal_slots;
+  int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
+  luna_lm_config config;
   char prefix[32];
-  bool good;
   lunai_stream_prefix(index, prefix);
-  good = lunai_stream_weight(st, prefix, "projected_embeddings", 2, z->memory, d, &w->memory);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.pq_proj.weight", "self_attn.pq_proj.bias", 2, d, d, &w->pq);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.pc_proj.weight", "self_attn.pc_proj.bias", 2, d, d, &w->pc);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.q_proj.weight", "self_attn.q_proj.bias", 2, d, d, &w->q);
-  if (z->sharing) good = good && lunai_stream_pair(st, prefix, "self_attn.k_proj.weight", "self_attn.k_proj.bias", 2, d, d, &w->k) &&
-                         lunai_stream_pair(st, prefix, "self_attn.v_proj.weight", "self_attn.v_proj.bias", 2, d, d, &w->v);
-  else good = good && lunai_stream_pair(st, prefix, "self_attn.c_proj.weight", "self_attn.c_proj.bias", 2, d, d, &w->v);
-  good = good && lunai_stream_pair(st, prefix, "self_attn.out_proj.weight", "self_attn.out_proj.bias", 2, d, d, &w->out);
-  good = good && lunai_stream_pair(st, prefix, "self_attn_layer_norm.weight", "self_attn_layer_norm.bias", 1, d, 1, &w->attention_norm);
-  good = good && lunai_stream_pair(st, prefix, "final_layer_norm.weight", "final_layer_norm.bias", 1, d, 1, &w->final_norm);
-  good = good && lunai_stream_pair(st, prefix, "fc1.weight", "fc1.bias", 2, z->ffn, d, &w->fc1) && lunai_stream_pair(st, prefix, "fc2.weight", "fc2.bias", 2, d, z->ffn, &w->fc2);
-  if (z->convolution) good = good && lunai_stream_pair(st, prefix, "conv.weight", "conv.bias", 2, d, z->convolution, &w->conv);
+  lunai_lm_from_sizes(z, &config);
+  layer->of.causal.config = config.layer;
+  layer->of.causal.attention.config = lunai_causal_config(&config.layer);
+#ifndef LUNA_ONLY_STREAM
+  if (s->cross) {
+    layer->of.decoder = *(const luna_decoder_layer *)from;
+    slots = lunai_decoder_slots;
+    count = LUNAI_LENGTH(lunai_decoder_slots);
+  }
+#endif
+  for (i = 0; i < count; i++) {
+    const lunai_slot *slot = &slots[i];
+    const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
+    const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
+    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) || (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
+        (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
+    for (part = 0; part < (matrix ? 1 : 2); part++) {
+      luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
+      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] : NULL;
+      if (!lunai_stream_parameter(s, &layer->parameters[used], model, st, prefix, slot->name, matrix ? "" : part ? ".bias" : ".weight",
+                                  norm || part ? 1 : 2, rows, norm || part ? 1 : *(int64_t *)(void *)((char *)z + slot->columns))) return false;
+      *at = &layer->parameters[used++];
+    }
+  }
+  if (!lunai_stream_folds(z)) layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads, 1) :
+                                                   lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads, z->memory, d / z->heads);
+  else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
+  layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
+                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) : lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+  layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
+  layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+  layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
+  layer->past.sources = n;
+  layer->past.slots = s->slots;
+  layer->past.source_slots = s->source_slots;
+  return true;
+}
+/* the parameters beside the layers'; null, or what is wrong with them */
+#define LUNAI_STREAM_UNREADABLE \
+  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
+LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
+  const lunai_lm_sizes *z = &s->sizes;
+  if (!lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim))
+    return "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
+  s->output = s->embedding;
+  if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "", "embed_positions", ".weight", 2, z->max_length, z->dim))
+    return "embed_positions.weight is missing or of another shape";
+  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim, 1) ||
+                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1))) return "layer_norm is missing or of another shape";
+  s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
+  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
+  return NULL;
+}
+
+/* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
+   without computing. On the host more rows take more. */
+LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
+  const int64_t layers = s->sizes.layers;
+  luna_tensor small[40];
+  lunai_stream_layer layer;
+  int64_t rows;
+  bool good;
+  memset(&layer, 0, sizeof layer);
+  s->ctx.bump = &s->bump;
+  s->layers = &layer;
+  s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
+  layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
+  layer.past.history = (float *)(void *)s;
+  s->bump.start[0] = (char *)small;
+  s->bump.size[0] = sizeof small;
+  s->bump.size[1] = SIZE_MAX / 2;
+  s->sizes.layers = 1;
+  s->ctx.reserving = true;
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_parameters(s, NULL) == NULL;
+  for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1) good = lunai_stream_forward(s, rows, true) != NULL;
+  good = good && lunai_stream_fold(s, &layer, NULL);
+  if (good) lunai_stream_reorder_all(s);
+  s->ctx.reserving = false;
+  s->sizes.layers = layers;
+  s->inputs = NULL;
   return good;
 }
 
+LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  char *at = base ? base + *used : NULL;
+  *used += lunai_round((size_t)count * size);
+  return at;
+}
+/* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
+   s->device_memory (null: only counts), device_size bytes. */
+LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const bool device = lunai_stream_on_device(s);
+  const int64_t means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
+  const int64_t beams = s->sources > 1 ? s->batch : 1, cross = s->cross ? s->sources * z->memory * z->dim : 0;
+  const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
+  size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
+  int64_t i;
+  lunai_stream_layer none, *layer = &none;
+  s->ctx.bump = &s->bump;
+  s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
+  s->bump.start[0] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[0], 1);
+  if (device) {
+    s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
+  }
+  s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
+  if (device) base = s->device_memory;
+  host_size = used;
+  if (device) used = 0;
+  s->state = base ? base + used : NULL;
+  state = used;
+  for (i = 0; i < z->layers; i++) {
+    if (base) layer = &s->layers[i];
+    layer->past.mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+    layer->past.mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+    layer->past.history = (float *)lunai_stream_take(base, &used, past, sizeof(float));
+  }
+  s->state_size = used - state;
+  for (i = 0; i < z->layers; i++) {
+    if (base) layer = &s->layers[i];
+    layer->past.scores.data = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
+    layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
+    layer->past.keys.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
+    layer->past.values.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
+  }
+  s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
+  s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
+  if (!s->cross) s->slots = s->source_slots = NULL;
+  s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
+  if (!device) s->host_inputs = s->inputs;
+  for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
+  s->bump.start[1] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[1], 1);
+  s->device_size = used;
+  return device ? host_size : used;
+}
+
+/* --- opening from a checkpoint's bytes --- */
 LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size, const luna_stream_config *config) {
   const char *wrong;
   memset(s, 0, sizeof *s);
+  s->ctx.backend = luna_cpu_backend();
   wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
-  return wrong ? wrong : lunai_stream_config(s, config);
+  if (!wrong) wrong = lunai_stream_config(s, config);
+  return wrong ? wrong : lunai_stream_measure(s, NULL) ? NULL : "a stream of these sizes is too large";
 }
 
 /* offset of a stream's values; while it is opened the index of the file's names is there; then all its bytes */
@@ -14919,26 +14905,8 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
 }
 
-/* reads the weights from the file; null, or what is wrong with them */
-LUNAI_FN const char *lunai_stream_weights(luna_stream *s, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  int64_t i;
-  if (!lunai_stream_weight(st, "", "embed_tokens.weight", 2, z->vocab, z->dim, &s->embedding))
-    return "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  s->output = s->embedding;
-  if (z->positions == LUNA_POSITIONS_LEARNED &&
-      !lunai_stream_weight(st, "", "embed_positions.weight", 2, z->max_length, z->dim, &s->positions))
-    return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && !lunai_stream_pair(st, "", "layer_norm.weight", "layer_norm.bias", 1, z->dim, 1, &s->norm))
-    return "layer_norm is missing or of another shape";
-  for (i = 0; i < z->layers; i++)
-    if (!lunai_stream_layer_weights(st, z, i, &s->layers[i]))
-      return "a layer's tensor" LUNAI_STREAM_UNREADABLE;
-  return NULL;
-}
-
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error) {
-  luna_stream first, *s;
+  luna_stream first, *s = NULL;
   lunai_st st;
   const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
   const char *wrong = lunai_stream_describe(&first, &st, bytes, size, config);
@@ -14947,59 +14915,24 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (!wrong) need = lunai_stream_bytes(&first, &st);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
     wrong = "memory_size is less than luna_stream_size";
-  s = wrong ? NULL : (luna_stream *)(void *)((char *)memory + shift);
-  if (s) {
+  if (!wrong) {
+    s = (luna_stream *)(void *)((char *)memory + shift);
     memset(s, 0, need);
-    lunai_stream_lay_out(&first, (char *)s);
-    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(&first)), NULL);
+    *s = first;
+    lunai_stream_lay_out(s, (char *)s);
+    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong) wrong = lunai_stream_weights(&first, &st);
+  if (!wrong) wrong = lunai_stream_parameters(s, &st);
+  for (i = 0; !wrong && i < s->sizes.layers; i++)
+    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
-  *s = first;
-  for (i = 0; i < s->sizes.layers; i++) lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
+  for (i = 0; i < s->sizes.layers; i++) (void)lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
   return s;
 }
 
 #ifndef LUNA_ONLY_STREAM
-LUNAI_FN const float *lunai_stream_values(const luna_tensor *t) { return t ? t->data : NULL; }
-LUNAI_FN lunai_stream_linear lunai_stream_of(const luna_tensor *weight, const luna_tensor *bias) {
-  lunai_stream_linear pair;
-  pair.weight = lunai_stream_values(weight);
-  pair.bias = lunai_stream_values(bias);
-  return pair;
-}
-LUNAI_FN lunai_stream_linear lunai_stream_of_linear(const luna_linear_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
-LUNAI_FN lunai_stream_linear lunai_stream_of_norm(const luna_norm_layer *layer) { return lunai_stream_of(layer->weight, layer->bias); }
-LUNAI_FN void lunai_stream_from_attention(const luna_causal_attention_layer *a, lunai_stream_layer *w) {
-  w->pq = lunai_stream_of_linear(&a->pq);
-  w->pc = lunai_stream_of_linear(&a->pc);
-  w->q = lunai_stream_of_linear(&a->q);
-  w->k = lunai_stream_of_linear(&a->k);
-  w->v = lunai_stream_of_linear(&a->v);
-  w->out = lunai_stream_of_linear(&a->out);
-}
-LUNAI_FN void lunai_stream_from_causal(const luna_causal_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(&layer->attention, w);
-  w->memory = lunai_stream_values(layer->memory);
-  w->fc1 = lunai_stream_of_linear(&layer->fc1);
-  w->fc2 = lunai_stream_of_linear(&layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(&layer->attention_norm);
-  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
-  w->conv = lunai_stream_of(layer->kernel, layer->kernel_bias);
-}
-LUNAI_FN void lunai_stream_from_decoder(const luna_decoder_layer *layer, lunai_stream_layer *w) {
-  lunai_stream_from_attention(&layer->self_attention, w);
-  w->fc1 = lunai_stream_of_linear(&layer->fc1);
-  w->fc2 = lunai_stream_of_linear(&layer->fc2);
-  w->attention_norm = lunai_stream_of_norm(&layer->self_norm);
-  w->cross_q = lunai_stream_of_linear(&layer->cross_attention.q);
-  w->cross_out = lunai_stream_of_linear(&layer->cross_attention.out);
-  w->cross_norm = lunai_stream_of_norm(&layer->cross_norm);
-  w->final_norm = lunai_stream_of_norm(&layer->final_norm);
-}
-
 /* the context a stream is opened in, and its defaults; false with a sentence when there can be none */
 LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config, const char *name) {
   luna_stream_config own;
@@ -15007,19 +14940,35 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
+  first->model_ctx = ctx;
   first->allocator = ctx->options.allocator;
-  first->ctx = lunai_on_device(ctx) ? ctx : NULL;
+  first->ctx.backend = ctx->backend;
+  first->ctx.self = ctx->self;
+  first->ctx.state = ctx->state;
+  first->ctx.options.log = ctx->options.log;
+  first->ctx.options.log_user = ctx->options.log_user;
   if (ctx->options.measure) wrong = "a context that measures has no weights";
   if (!wrong) wrong = lunai_stream_config(first, &own);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong) == LUNA_OK;
-  if (!first->ctx || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
+  if (!lunai_stream_on_device(first) || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
   return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)) == LUNA_OK;
 }
-/* memory from the context's allocator, laid out except for what is on a device */
-LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
-  const size_t size = lunai_stream_lay_out(first, NULL);
+/* the stream's failure becomes its model's context's */
+LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, const char *name) {
+  if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
+  return lunai_backend_result(ctx, name, s->ctx.status);
+}
+/* A stream of one of the model's layers and tables, in memory from the context's allocator, of a model on a device from there */
+LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, const void *layer) {
   luna_stream *s;
   char *raw;
+  size_t size;
+  bool good;
+  if (!lunai_stream_measure(first, layer)) {
+    (void)lunai_stream_report(ctx, first, "luna_stream_open");
+    return NULL;
+  }
+  size = lunai_stream_lay_out(first, NULL);
   first->memory_size = size + LUNAI_ALIGN;
   if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
     if (!ctx->options.block) lunai_fail_memory(ctx, "luna_stream_open", first->memory_size);
@@ -15029,59 +14978,36 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first) {
   s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
   memset(s, 0, size);
   *s = *first;
-  lunai_stream_lay_out(s, (char *)s);
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  return s;
-}
-/* On a device, once the weights are known: measures the scratch for any number of rows, in a dry run with the stream
-   as placeholder address, which nothing dereferences, then allocates the memory. */
-LUNAI_FN bool lunai_stream_place(luna_stream *s) {
-  luna_ctx *ctx = s->ctx;
-  int64_t rows;
-  if (!ctx) return true;
-  if ((s->failed = lunai_wait_for_owners(ctx)) != LUNA_OK) return false;
-  s->device_memory = (char *)s;
-  lunai_stream_lay_out(s, (char *)s);
-  s->measuring = true;
-  for (rows = 1; rows <= s->chunk; rows++) {
-    lunai_device_embed(s, NULL, 0, rows);
-    lunai_stream_layer_run(s, &s->layers[0], rows);
-    lunai_stream_output(s, rows);
+  if (lunai_stream_on_device(s)) {
+    s->device_memory = (char *)ctx->backend->allocate(ctx->self, s->device_size);
+    good = s->device_memory ? true : lunai_fail_memory(ctx, "luna_stream_open", s->device_size) == LUNA_OK;
+  } else {
+    s->ctx.state = &s->step_state;
+    good = true;
   }
-  lunai_stream_reorder_all(s, NULL);
-  s->measuring = false;
-  s->device_memory = NULL;
   lunai_stream_lay_out(s, (char *)s);
-  s->device_memory = (char *)ctx->backend->allocate(ctx->self, s->device_size);
-  if (!s->device_memory) return lunai_fail_memory(ctx, "luna_stream_open", s->device_size) == LUNA_OK;
-  lunai_stream_lay_out(s, (char *)s);
-  luna_stream_reset(s);
-  return s->failed == LUNA_OK;
+  if (good) luna_stream_reset(s);
+  if (good) return s;
+  luna_stream_close(s);
+  return NULL;
 }
-/* the stream's tensors derived from its memory p [sources, l, d] or [l, d], by ops of the context, whose step is
-   rewound */
-LUNAI_FN bool lunai_device_fold(luna_stream *s, lunai_stream_layer *w, const luna_causal_attention_layer *layer, luna_tensor *p) {
-  luna_ctx *ctx = s->ctx;
-  const int64_t hl = s->sizes.heads * s->sizes.memory;
-  const bool folds = lunai_stream_folds(&s->sizes), paused = ctx->paused;
-  const lunai_mark mark = lunai_step_mark(ctx);
-  luna_tensor *folded, *bias = NULL;
-  ctx->paused = true;
-  folded = lunai_causal_queries(layer, p);
-  if (folds) folded = lunai_causal_folded(layer, folded, &bias);
-  if (s->cross) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, s->sources, hl, 1, 1), s->batch / s->sources), 1, 0, 2, 3);
-  if (folded) lunai_device_copy(s, w->folded, folded->data, (size_t)luna_count(folded) * sizeof(float), 0);
-  if (bias) lunai_device_copy(s, w->folded_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0);
-  ctx->paused = paused;
-  lunai_step_rewind(ctx, mark);
-  return folded && (bias || !folds) && s->failed == LUNA_OK;
+/* the stream's own tensors of a model's tables */
+LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output, const luna_tensor *positions, const luna_norm_layer *norm) {
+  (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
+  (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
+  if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
+  if (!norm->weight) return;
+  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
+  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
+  s->norm.weight = &s->norm_weight;
+  s->norm.bias = &s->norm_bias;
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
-  const luna_status failed = s->failed;
   if (good) return s;
+  (void)lunai_stream_report(ctx, s, "luna_stream_open");
   luna_stream_close(s);
-  (void)lunai_backend_result(ctx, "luna_stream_open", failed);
   return NULL;
 }
 
@@ -15093,47 +15019,39 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
-  if (!lunai_is_luna(&model->config.layer))
+  if (!lunai_is_luna(&model->config.layer)) {
     lunai_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
-  else if (lunai_stream_from(ctx, &first, config, "luna_stream_open") && (s = lunai_stream_allocate(ctx, &first)) != NULL) {
-    s->embedding = s->output = lunai_stream_values(model->embedding);
-    s->positions = lunai_stream_values(model->positions);
-    s->norm = lunai_stream_of_norm(&model->norm);
-    for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_causal(&model->layers[i], &s->layers[i]);
-    good = lunai_stream_place(s);
-    for (i = 0; i < s->sizes.layers && good; i++) {
-      if (s->ctx) good = lunai_device_fold(s, &s->layers[i], &model->layers[i].attention, model->layers[i].memory);
-      else lunai_stream_fold(s, &s->layers[i], s->layers[i].memory, 0);
-    }
-    return lunai_stream_opened(ctx, s, good);
+    return NULL;
   }
-  return NULL;
+  if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
+  if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
+  if (!s) return NULL;
+  lunai_stream_tables(s, model->embedding, model->embedding, model->positions, &model->norm);
+  for (i = 0, good = true; i < s->sizes.layers && good; i++)
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) && lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
+  return lunai_stream_opened(ctx, s, good);
 }
 
-/* what a decoder layer has of its sources: folded scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
-LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *w, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
+LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
   luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
                                                   lengths), *k, *v;
-  int64_t b;
-  if (s->ctx && !lunai_device_fold(s, w, &layer->self_attention, *p)) return false;
-  for (b = 0; b < s->sources && !s->ctx; b++) lunai_stream_fold(s, w, (*p)->data + b * s->sizes.memory * s->sizes.dim, b);
+  if (!lunai_stream_fold(s, own, (*p)->data)) return false;
   v = luna_linear_layer_forward(&cross->v, packed_context);
   k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
   *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
-  if (!k || !v || !*p) return false;
-  lunai_stream_move(s, w->keys, k->data, bytes);
-  lunai_stream_move(s, w->values, v->data, bytes);
-  return s->failed == LUNA_OK;
+  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) && lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
-LUNAI_FN void lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
-  int32_t *slots = s->ctx ? s->host_tokens : to;
+LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
+  int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
   int64_t i;
   for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n, s->sizes.memory);
-  if (s->ctx) lunai_device_copy(s, to, slots, (size_t)count * sizeof(int32_t), 1);
+  return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
   const luna_seq2seq_config *c;
@@ -15158,44 +15076,38 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   config.chunk = 1;
   first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
-  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.omega = c->encoder.layer.omega;
+  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated; first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
   if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
   first.sources = source->batch;
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
-  s = lunai_stream_allocate(ctx, &first);
+  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  s->embedding = lunai_stream_values(model->embedding);
-  s->output = lunai_stream_values(model->output);
-  s->positions = lunai_stream_values(model->positions);
-  s->norm = lunai_stream_of_norm(&model->norm);
-  for (i = 0; i < s->sizes.layers; i++) lunai_stream_from_decoder(&model->layers[i], &s->layers[i]);
-  good = lunai_stream_place(s);
-  if (good) lunai_stream_real(s, s->slots, s->batch, source);
-  if (good) lunai_stream_real(s, s->source_slots, source->batch, source);
+  lunai_stream_tables(s, model->embedding, model->output, model->positions, &model->norm);
+  good = lunai_stream_real(s, s->slots, s->batch, source) && lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
+           lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
   return lunai_stream_opened(ctx, s, good);
 }
 #endif
 
 LUNA_API void luna_stream_close(luna_stream *s) {
-#ifndef LUNA_ONLY_STREAM
   if (s && s->memory_size) {
+#ifndef LUNA_ONLY_STREAM
     const luna_allocator allocator = s->allocator;
-    if (s->device_memory) s->ctx->backend->release(s->ctx->self, s->device_memory, s->device_size);
+    if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
-  }
-#else
-  (void)s;
 #endif
+  }
 }
 
 /* --- running --- */
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
-  int64_t at, i, rows = 0;
+  luna_tensor *y = NULL;
+  int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (n < 1 || !tokens) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
   else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position) s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
@@ -15206,12 +15118,11 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, in
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    s->single = rows == 1;
-    lunai_stream_embed(s, tokens + at, n, rows);
-    for (i = 0; i < s->sizes.layers; i++) lunai_stream_layer_run(s, &s->layers[i], rows);
+    y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL;
     s->position += rows;
   }
-  return lunai_stream_output(s, rows);
+  if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
+  return lunai_stream_ready(s) && y ? s->logits : NULL;
 }
 LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return lunai_stream_run(s, tokens, 1); }
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
@@ -15225,7 +15136,7 @@ LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *inpu
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #ifndef LUNA_ONLY_STREAM
-  if (s && s->error == LUNA_ERROR_BACKEND) return s->sentence;
+  if (s && s->error == LUNA_ERROR_BACKEND) return s->ctx.error;
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
@@ -15239,40 +15150,24 @@ LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
 /* ends a call: the device's failure, or no error */
 LUNAI_FN luna_status lunai_stream_status(luna_stream *s) {
   (void)lunai_stream_ready(s);
-#ifndef LUNA_ONLY_STREAM
-  return s->failed;
-#else
-  return LUNA_OK;
-#endif
+  return s->ctx.status;
 }
-/* copies the state to host memory, or from there */
+/* copies the state to host memory */
 LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
-#ifndef LUNA_ONLY_STREAM
-  if (s->ctx) return s->failed != LUNA_OK ? s->failed : s->ctx->backend->copy(s->ctx, to, s->state, s->state_size, 2);
-#endif
-  memcpy(to, s->state, s->state_size);
-  return LUNA_OK;
-}
-LUNAI_FN void lunai_stream_write(luna_stream *s, const void *from) {
-  LUNAI_STREAM_ON_DEVICE(s, lunai_device_copy(s, s->state, from, s->state_size, 1))
-  memcpy(s->state, from, s->state_size);
-}
-/* copies another stream's state: both on the host, both on one device, or one on each */
-LUNAI_FN luna_status lunai_stream_take_state(luna_stream *to, const luna_stream *from) {
-#ifndef LUNA_ONLY_STREAM
-  if (to->ctx && from->ctx) lunai_device_copy(to, to->state, from->state, to->state_size, 0);
-  else if (to->ctx) lunai_stream_write(to, from->state);
-  if (to->ctx) return LUNA_OK;
-#endif
-  return lunai_stream_read(from, to->state);
+  luna_ctx *ctx = (luna_ctx *)(uintptr_t)&s->ctx;
+  return ctx->status != LUNA_OK ? ctx->status : ctx->backend->copy(ctx, to, s->state, s->state_size, 2);
 }
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
+  int32_t *order;
   int64_t b;
   if (!s || !from) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
+  order = lunai_stream_inputs(s, s->host_inputs, 1).tokens;
   for (b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
-  lunai_stream_reorder_all(s, from);
+  lunai_copy(order, from, (size_t)s->batch * sizeof(int32_t));
+  if (s->inputs != s->host_inputs) (void)lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, (size_t)s->batch * sizeof(int32_t), 1);
+  if (lunai_stream_ready(s)) lunai_stream_reorder_all(s);
   return lunai_stream_status(s);
 }
 
@@ -15281,15 +15176,20 @@ LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
   luna_status status = LUNA_OK;
+  (void)status;
   if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail(to, LUNA_ERROR_STREAM_COPY);
 #ifndef LUNA_ONLY_STREAM
-  if (to->ctx && from->ctx && to->ctx != from->ctx) return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
-  if (to->ctx && from->ctx) status = from->failed;
+  if (lunai_stream_on_device(to) && lunai_stream_on_device(from)) {
+    if (to->model_ctx != from->model_ctx) return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
+    status = from->ctx.status;
+    if (status == LUNA_OK) (void)lunai_stream_move(to, to->state, from->state, to->state_size, 0);
+  } else
 #endif
-  if (to != from && status == LUNA_OK) status = lunai_stream_take_state(to, from);
+  if (lunai_stream_on_device(to)) (void)lunai_stream_move(to, to->state, from->state, to->state_size, 1);
+  else if (to != from) status = lunai_stream_read(from, to->state);
 #ifndef LUNA_ONLY_STREAM
   if (status != LUNA_OK) {
-    lunai_print(to->sentence, sizeof to->sentence, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream_copy",
+    lunai_print(to->ctx.error, sizeof to->ctx.error, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream_copy",
                 luna_status_text(status));
     return lunai_stream_fail(to, LUNA_ERROR_BACKEND), status;
   }
@@ -15319,8 +15219,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
-  lunai_stream_write(s, (const char *)bytes + sizeof head);
-  s->position = head.position;
+  if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
 }
 
@@ -15341,6 +15240,7 @@ LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   return limit;
 }
 
+LUNAI_FN double lunai_weight(float logit, float max, float temperature) { return (double)lunai_exp1_scalar((logit - max) / temperature); }
 /* The smallest of the largest logits, of those from `limit` on, whose share of the probability reaches p, by bisection.
    above: the sum, of exp(logit - max), over what is `high` or more */
 LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
@@ -15350,12 +15250,12 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
   for (i = 0; i < n; i++) {
     if (!(logits[i] >= limit && logits[i] > -(float)INFINITY)) continue;
     if (logits[i] < low) low = logits[i];
-    total += (double)lunai_exp1_scalar((logits[i] - max) / temperature);
+    total += lunai_weight(logits[i], max, temperature);
   }
   for (middle = max; middle > low && middle < high; middle = low * 0.5f + (high < max ? high : max) * 0.5f) {
     double sum = above;
     for (i = 0; i < n; i++)
-      if (logits[i] >= middle && logits[i] < high) sum += (double)lunai_exp1_scalar((logits[i] - max) / temperature);
+      if (logits[i] >= middle && logits[i] < high) sum += lunai_weight(logits[i], max, temperature);
     if (sum >= (double)p * total) low = middle;
     else {
       above = sum;
@@ -15397,7 +15297,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
     double sum = 0;
     for (ties = k - above, i = 0; i < vocab; i++) {
       if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
-      sum += (double)lunai_exp1_scalar((logits[i] - max) / temperature);
+      sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
     }
@@ -15541,8 +15441,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
     logits = luna_stream_step(stream, s.last);
-    if (!logits && stream->failed != LUNA_OK)
-      status = lunai_backend_result(ctx, "luna_seq2seq_generate", stream->failed);
+    if (!logits && stream->ctx.status != LUNA_OK) status = lunai_stream_report(ctx, stream, "luna_seq2seq_generate");
     else if (!logits)
       status = lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_seq2seq_generate", luna_stream_error(stream));
     for (going = 0, b = 0; b < batch && logits; b++) {

@@ -3704,7 +3704,8 @@ struct lunacu_causal_stream {
   float *out, *room;                 /* room: [batch, heads, 2 slots] for A and W of a row */
   double *ka, *av;
   const int32_t *lengths;
-  int64_t batch, rows, heads, dim, slots, position, activation;
+  int64_t batch, rows, heads, dim, slots, activation;
+  const int64_t *position;
   double scale;
 };
 /* mean [depth, width] += (y^T z - mean) share, from 0 where it is the first, and put(j, (x mean)_j): a thread has a column of each tile, and of its rows
@@ -3733,14 +3734,14 @@ __device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, in
 __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(lunacu_causal_stream a) {
   LUNACU_SHARED(double, sums, LUNACU_BLOCK);
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
-  const int64_t item = blockIdx.x, b = item / a.heads;
+  const int64_t item = blockIdx.x, b = item / a.heads, position = *a.position;
   const int slots = a.lengths ? (int)max((int64_t)0, min((int64_t)a.lengths[b], a.slots)) : (int)a.slots, dim = (int)a.dim;
   float *omega = a.room + item * 2 * a.slots, *w = omega + a.slots;
   double *ka = a.ka + item * a.dim * a.slots, *av = a.av + item * a.dim * a.slots;
   for (int64_t t = 0; t < a.rows; t++) {
     const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
-    const double share = 1 / (double)(a.position + t + 1);
-    const bool first = a.position + t == 0;
+    const double share = 1 / (double)(position + t + 1);
+    const bool first = position + t == 0;
     float maximum = -INFINITY, sum = 0, *out = a.out + row * a.dim;
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
     __syncthreads();
@@ -3760,8 +3761,8 @@ static luna_status lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads;
   const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data, op->out[0]->data, (float *)op->workspace, op->mean_ka, op->mean_av,
-                                  op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads, op->position,
-                                  (int64_t)op->activation, (double)op->arg.causal.scale};
+                                  op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads,
+                                  (int64_t)op->activation, op->position, (double)op->arg.causal.scale};
   if (a.batch * a.rows * a.heads > 0) LUNACU_LAUNCH(lunacu_causal_stream_kernel, (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
   return lunacu_row_done(op);
 }

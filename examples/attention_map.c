@@ -2,53 +2,129 @@
 
      cc -O2 -I. examples/attention_map.c -o attention_map -lm -lpthread
 
-     attention_map draw M --text "To be, or not to be" [--layer 1] [--head 0] [--out map.svg]      seconds
-     attention_map draw M <FILE                                                                     the text from the input
+     attention_map draw M --text "a film that I would see again" [--layer 1] [--head 2] [--out map.svg]      seconds
+     attention_map draw M <FILE                                                                               the text from the input
 
-   M is a classifier, a masked language model or an encoder-decoder, whose encoder it shows. Texts are read as bytes; where tokens are something
-   else, --as numbers reads them as numbers with spaces between. */
+   M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the text is cut
+   into tokens as M was trained, which M says. Of other models --as says it. Colours compare with attention that is the same
+   everywhere, 1/n of n tokens or 1/l of l slots: white is that much, blue more, brown less. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
 #include "example.h"
+#include "tokens.h"
 
-#define MAX 2048                    /* tokens */
+#define TOKENS 1024                  /* at most */
 #define COLUMNS 96                   /* tokens side by side; longer texts go on below */
-#define CELL 11                      /* pixels */
+#define CELL 11                      /* pixels: width, and with SLOT height, of a weight */
+#define SLOT 8
+#define NAME 24                      /* bytes of a token that are written beside it */
 
 static struct settings set = { .out = "map.svg", .seed = 1 };
-static struct { const char *text; int64_t layer, head, numbers; } own = { .layer = 1 };
+enum { AS_TRAINED, BYTES, NUMBERS };
+static struct { const char *text; int64_t layer, head, as; } own = { .layer = 1 };
 
 static const flag flags[] = {
   { "--text", "d", STRING(own.text), "text to look at; without it the input is read" },
-  { "--as", "d", CHOICE(own.numbers, "bytes numbers"), "how the text makes tokens" },
+  { "--as", "d", CHOICE(own.as, "trained bytes numbers"), "how the text makes tokens" },
   { "--layer", "d", WHOLE(own.layer, 1, 1024), "layer, from 1" },
-  { "--head", "d", WHOLE(own.head, 0, 65536), "head, from 1; 0 for the mean of all" },
+  { "--head", "d", WHOLE(own.head, 0, 65536), "head, from 1; 0 for each" },
   { "--out", "d", WRITES(set.out), "file to draw in, SVG" },
   FLAG_THREADS("d"),
   { 0 }
 };
 
-/* ---- the two attention matrices ------------------------------------------------------------------------------------ */
+/* ---- the text as the model was trained to read it -------------------------------------------------------------------- */
 
-/* softmax(q k^T / sqrt(d_h)) of one head, or the mean of all: q [1,a,d], k [1,b,d] -> [1,a,b] */
-static luna_tensor *matrix(luna_tensor *q, luna_tensor *k, int64_t heads) {
+static struct { int32_t token; span text; } tokens[TOKENS];    /* text: what it stands for, in `written` or in the text itself */
+static int64_t count;
+static unsigned char written[TOKENS * (UNIT + 1)], *next_written = written;
+
+static void add_token(int32_t token, span text) { if (count < TOKENS) tokens[count].token = token, tokens[count++].text = text; }
+
+static int cut_numbers(span t) {
+  for (char *at = (char *)(uintptr_t)t.at, *end; count < TOKENS; at = end) {
+    while (*at && strchr(" \t\r\n", *at)) at++;
+    const long number = strtol(at, &end, 10);
+    if (end == at) break;
+    add_token((int32_t)(number < INT32_MAX && number >= 0 ? number : INT32_MAX), (span){ (unsigned char *)at, end - at });
+  }
+  return 0;
+}
+
+static int cut_as_words(span t, int64_t vocab) {
+  static int32_t words[TOKENS];
+  static int64_t ends[TOKENS];
+  int64_t start = 0, n = cut_words(t, vocab, TOKENS, words, ends);
+  for (int64_t i = 0; i < n; start = ends[i++]) {
+    while (start < ends[i] && t.at[start] == ' ') start++;
+    add_token(words[i], (span){ t.at + start, ends[i] - start });
+  }
+  return 0;
+}
+
+static int cut_as_pairs(span t, const char *pairs) {
+  byte_pairs v = { .end = 256 };
+  ints list = { 0 };
+  const bool fine = pairs && read_vocab(&v, pairs);
+  if (fine) encode(&v, t, &list);
+  for (int64_t i = 0; i < list.size && i < TOKENS; i++) {
+    unsigned char *start = next_written;
+    if (list.at[i] < v.end) next_written = spell(&v, list.at[i], start);
+    if (next_written - start > 1 && *start == ' ') start++;
+    add_token(list.at[i], list.at[i] < v.end ? (span){ start, next_written - start } : (span){ (const unsigned char *)"END", 3 });
+  }
+  free(v.pairs.entries), free(v.pairs.buckets), free(list.at);
+  return fine ? 0 : fail("the vocabulary in the model makes no sense");
+}
+
+static int cut_as_symbols(span t) {
+  for (int64_t at = 0; at < t.size;) {
+    const int64_t start = at;
+    const int s = t.at[at] == ' ' ? SYMBOLS : symbol(t.at, t.size, &at);
+    if (s < 0) return fail("the model reads lists as [MAX 2 9 ], not '%.*s'", (int)(t.size - start), (const char *)t.at + start);
+    if (s == SYMBOLS) at++;
+    else add_token(s, (span){ t.at + start, at - start });
+  }
+  return 0;
+}
+
+/* Fills `tokens`. Returns 0, or 2 after a sentence. */
+static int cut(const luna_params *params, const char *path, span t, int64_t vocab) {
+  static const char *const keys[] = { "classify.tokens", "translate.tokens", "mlm.tokens", "listops.tokens", "mnist.tokens" };
+  const char *as = own.as == BYTES ? "bytes" : NULL;
+  for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !as; i++) as = luna_params_get(params, keys[i]);
+  if (own.as == NUMBERS) return cut_numbers(t);
+  if (!as) return fail("%s does not say how its texts were cut into tokens; --as bytes or --as numbers does", path);
+  if (strcmp(as, "words") == 0) return cut_as_words(t, vocab);
+  if (strcmp(as, "pairs") == 0) return cut_as_pairs(t, luna_params_get(params, "translate.pairs"));
+  if (strcmp(as, "symbols") == 0) return cut_as_symbols(t);
+  if (strcmp(as, "bytes") != 0) return fail("%s reads %s, not a text; --as numbers takes them as numbers", path, as);
+  for (int64_t i = 0; i < t.size; i++) add_token(t.at[i], (span){ t.at + i, 1 });
+  return 0;
+}
+
+/* ---- the two attention matrices -------------------------------------------------------------------------------------- */
+
+/* softmax(q k^T / sqrt(d_h)) of each head: q [1,a,d], k [1,b,d] -> [1,heads,a,b] */
+static luna_tensor *matrices(luna_tensor *q, luna_tensor *k, int64_t heads) {
   if (!q || !k) return NULL;
   const int64_t d_h = q->shape[2] / heads, q_heads[] = { 1, q->shape[1], heads, d_h }, k_heads[] = { 1, k->shape[1], heads, d_h };
   const int by_head[] = { 0, 2, 1, 3 };
-  luna_tensor *scores = luna_matmul(luna_permute(luna_reshape(q, 4, q_heads), by_head), luna_permute(luna_reshape(k, 4, k_heads), by_head), false, true);
-  luna_tensor *all = luna_softmax(luna_scale(scores, 1 / sqrtf((float)d_h)), NULL); /* [1,heads,a,b] */
-  return luna_mean(own.head ? luna_slice(all, 1, own.head - 1, 1) : all, 1);
+  q = luna_permute(luna_reshape(q, 4, q_heads), by_head), k = luna_permute(luna_reshape(k, 4, k_heads), by_head);
+  return luna_softmax(luna_scale(luna_matmul(q, k, false, true), 1 / sqrtf((float)d_h)), NULL);
 }
 
 static luna_tensor *projected(const luna_linear_layer *layer, luna_tensor *x) { /* a sharing without keys has no such layer */
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
 }
 
-/* pack [1,l,n], eq. 3; unpack [1,n,l], eq. 4. False on failure. */
-static bool look(const luna_encoder *e, const int32_t *tokens, int64_t n, luna_tensor **pack, luna_tensor **unpack) {
+/* pack [1,heads,l,n], eq. 3; unpack [1,heads,n,l], eq. 4. False on failure. */
+static bool look(const luna_encoder *e, luna_tensor **pack, luna_tensor **unpack) {
   const luna_encoder_layer *layer = NULL;
-  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ tokens, NULL, 1, n, NULL }, &p);
+  int32_t input[TOKENS];
+  for (int64_t i = 0; i < count; i++) input[i] = tokens[i].token;
+  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ input, NULL, 1, count, NULL }, &p);
   for (int64_t i = 0; i < own.layer; i++) {
     if (layer) x = luna_encoder_layer_forward(layer, x, &p, NULL);
     layer = &e->layers[e->config.tied_layers ? 0 : i];
@@ -57,111 +133,167 @@ static bool look(const luna_encoder *e, const int32_t *tokens, int64_t n, luna_t
   if (layer->memory) p = luna_expand(layer->memory, 1);
   if (layer->config.pre_norm) x = luna_norm_layer_forward(&layer->attention_norm, x), p = luna_norm_layer_forward(&layer->memory_norm, p);
   luna_nested_attention_layer_forward(a, x, p, NULL, NULL, &packed_context);
-  *pack = matrix(projected(&a->pq, p), projected(&a->pk, x), a->config.pack_heads ? a->config.pack_heads : a->config.heads);
-  *unpack = matrix(projected(&a->q, x), projected(&a->k, packed_context), a->config.heads);
+  *pack = matrices(projected(&a->pq, p), projected(&a->pk, x), a->config.pack_heads ? a->config.pack_heads : a->config.heads);
+  *unpack = matrices(projected(&a->q, x), projected(&a->k, packed_context), a->config.heads);
   return *pack && *unpack;
 }
 
-/* ---- the picture --------------------------------------------------------------------------------------------------- */
+/* ---- the picture ----------------------------------------------------------------------------------------------------- */
 
-typedef struct map { const char *title, *colour; float *value; int64_t of_slot, of_token; float max; } map; /* value[slot of_slot + token of_token] */
+typedef struct map { const char *title; float *value; int64_t heads, of_slot, of_token; double even; } map;
+/* value[((head slots + ...)]: of one head, slot of_slot + token of_token; even: 1/n or 1/l, the value of attention without a preference */
 
-static void label(FILE *f, const unsigned char *text, int64_t i, int64_t n, const int32_t *tokens) { /* token i: a character, where one begins */
-  int length = showable(text + i, n - i);
-  if (own.numbers) fprintf(f, "%d", (int)tokens[i]);
-  else if ((text[i] & 0xC0) == 0x80) return;               /* inside a character */
-  else if (length == 0 || text[i] < ' ') fprintf(f, "&#183;");
-  else if (text[i] == ' ') fprintf(f, "&#9251;");
-  else if (strchr("<>&", text[i])) fprintf(f, "&#%d;", text[i]);
-  else fwrite(text + i, 1, (size_t)length, f);
+static int64_t longest_name(void) { /* of tokens that are not single characters the names stand upright */
+  int64_t longest = 1;
+  for (int64_t i = 0; i < count; i++) if (tokens[i].text.size > longest) longest = tokens[i].text.size;
+  return longest < NAME ? longest : NAME;
+}
+static int64_t label_height(void) { return longest_name() > 1 ? 8 + 6 * longest_name() : 14; }
+
+static void label(FILE *f, span t) {
+  for (int64_t i = 0, n; i < t.size; i += n ? n : 1) {
+    n = showable(t.at + i, t.size - i);
+    if (n == 0 || t.at[i] < ' ') fprintf(f, "&#183;");
+    else if (t.at[i] == ' ') fprintf(f, "&#9251;");
+    else if (strchr("<>&", t.at[i])) fprintf(f, "&#%d;", t.at[i]);
+    else fwrite(t.at + i, 1, (size_t)n, f);
+  }
 }
 
-/* Tokens `from` and on, slots below each other; returns where it ends. */
-static int64_t draw_map(FILE *f, const map *m, int64_t slots, int64_t from, int64_t columns, int64_t y) {
-  fprintf(f, "<text x=\"40\" y=\"%lld\">%s, full colour: %.2g</text>\n<g fill=\"#999\" text-anchor=\"end\">\n", (long long)y, m->title, (double)m->max);
-  for (int64_t s = 0; s < slots; s += slots > 8 ? 4 : 1) fprintf(f, "<text x=\"36\" y=\"%lld\">%lld</text>\n", (long long)(y + 6 + (s + 1) * CELL - 2), (long long)s);
-  fprintf(f, "</g>\n<rect x=\"40\" y=\"%lld\" width=\"%lld\" height=\"%lld\" fill=\"none\" stroke=\"#ccc\"/>\n<g fill=\"%s\">\n", (long long)y + 6, (long long)columns * CELL,
-          (long long)slots * CELL, m->colour);
+/* Names of the tokens `from` and on; of bytes, a character where one begins. Returns where they end. */
+static int64_t draw_labels(FILE *f, int64_t from, int64_t columns, int64_t y) {
+  const bool wide = longest_name() > 1;
+  const int64_t height = label_height();
+  fprintf(f, "<g font-family=\"monospace\" font-size=\"%d\">\n", wide ? 10 : 12);
+  for (int64_t t = 0; t < columns; t++) {
+    span name = tokens[from + t].text;
+    if (name.size > NAME) name.size = NAME;
+    if (!wide && name.size == 1 && *name.at >= 0x80) {     /* of a character's bytes the first shows it */
+      if ((*name.at & 0xC0) == 0x80) continue;
+      while (from + t + name.size < count && name.size < 4 && (name.at[name.size] & 0xC0) == 0x80) name.size++;
+    }
+    const double x = 40 + ((double)t + 0.5) * CELL;
+    if (wide) fprintf(f, "<text transform=\"translate(%.1f %lld) rotate(-90)\">", x + 3.5, (long long)(y + height - 4));
+    else fprintf(f, "<text x=\"%.1f\" y=\"%lld\" text-anchor=\"middle\">", x, (long long)(y + height - 3));
+    label(f, name);
+    fprintf(f, "</text>\n");
+  }
+  fprintf(f, "</g>\n");
+  return y + height;
+}
+
+/* How strong a colour is: 0 for a weight of `even`, 1 and -1 for 8 times as much and as little. */
+static double strength(double value, double even) { return fmin(1, fmax(-1, log2(fmax(value, 1e-9) / even) / 3)); }
+
+/* One head: tokens `from` and on, slots below each other; returns where it ends. */
+static int64_t draw_head(FILE *f, const map *m, int64_t head, int64_t slots, int64_t from, int64_t columns, int64_t y) {
+  const float *value = m->value + head * slots * count;
+  fprintf(f, "<text x=\"36\" y=\"%lld\" text-anchor=\"end\">%lld</text>\n", (long long)(y + slots * SLOT / 2 + 4), (long long)head + 1);
   for (int64_t s = 0; s < slots; s++)
     for (int64_t t = 0; t < columns; t++) {
-      float value = m->value[s * m->of_slot + (from + t) * m->of_token] / m->max;
-      if (value >= 0.005f) fprintf(f, "<rect x=\"%lld\" y=\"%lld\" width=\"%d\" height=\"%d\" opacity=\"%.2f\"/>\n", (long long)(40 + t * CELL), (long long)(y + 6 + s * CELL), CELL, CELL, (double)value);
+      const double c = strength((double)value[s * m->of_slot + (from + t) * m->of_token], m->even);
+      if (fabs(c) < 0.02) continue;
+      fprintf(f, "<rect x=\"%lld\" y=\"%lld\" width=\"%d\" height=\"%d\" fill=\"%s\" opacity=\"%.2f\"/>\n", (long long)(40 + t * CELL),
+              (long long)(y + s * SLOT), CELL, SLOT, c > 0 ? "#08519c" : "#a65628", fabs(c));
     }
-  fprintf(f, "</g>\n");
-  return y + 6 + slots * CELL;
+  fprintf(f, "<rect x=\"40\" y=\"%lld\" width=\"%lld\" height=\"%lld\" fill=\"none\" stroke=\"#bbb\"/>\n", (long long)y, (long long)columns * CELL,
+          (long long)slots * SLOT);
+  return y + slots * SLOT;
 }
 
-static void picture(FILE *f, map *maps, int64_t slots, const unsigned char *text, const int32_t *tokens, int64_t n, int64_t layers) {
-  int64_t bands = (n + COLUMNS - 1) / COLUMNS, width = 60 + (n < COLUMNS ? n < 40 ? 40 : n : COLUMNS) * CELL, height = 60 + bands * (2 * slots * CELL + 90), y = 56;
-  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %lld %lld\" width=\"%lld\" height=\"%lld\" font-family=\"sans-serif\" font-size=\"11\" fill=\"#444\">\n"
-             "<rect width=\"%lld\" height=\"%lld\" fill=\"#fff\"/>\n<text x=\"40\" y=\"26\" font-size=\"15\">layer %lld of %lld, ", (long long)width, (long long)height,
-          (long long)width, (long long)height, (long long)width, (long long)height, (long long)own.layer, (long long)layers);
-  fprintf(f, own.head ? "head %lld</text>\n" : "mean of all heads</text>\n", (long long)own.head);
-  for (int64_t from = 0; from < n; from += COLUMNS) {
-    int64_t columns = n - from < COLUMNS ? n - from : COLUMNS;
-    y = draw_map(f, &maps[0], slots, from, columns, y) + 14;
-    fprintf(f, "<g font-family=\"monospace\" font-size=\"%d\" text-anchor=\"middle\">\n", own.numbers ? 7 : 12);
-    for (int64_t t = 0; t < columns; t++) {
-      fprintf(f, "<text x=\"%.1f\" y=\"%lld\">", 40 + ((double)t + 0.5) * CELL, (long long)y);
-      label(f, text, from + t, n, tokens);
-      fprintf(f, "</text>\n");
+static int64_t draw_map(FILE *f, const map *m, int64_t slots, int64_t from, int64_t columns, int64_t y) {
+  fprintf(f, "<text x=\"40\" y=\"%lld\">%s</text>\n", (long long)(y + 14), m->title);
+  y += 20;
+  for (int64_t h = own.head ? own.head - 1 : 0; h < (own.head ? own.head : m->heads); h++) y = draw_head(f, m, h, slots, from, columns, y) + 4;
+  return y;
+}
+
+static void draw_legend(FILE *f, int64_t y) {
+  fprintf(f, "<text x=\"40\" y=\"%lld\">1/8</text>\n", (long long)y);
+  for (int i = 0; i <= 24; i++) {
+    const double c = (i - 12) / 12.0;
+    fprintf(f, "<rect x=\"%d\" y=\"%lld\" width=\"5\" height=\"9\" fill=\"%s\" opacity=\"%.2f\"/>\n", 60 + 5 * i, (long long)y - 9,
+            c > 0 ? "#08519c" : "#a65628", fabs(c));
+  }
+  fprintf(f, "<text x=\"190\" y=\"%lld\">8 times as much as attention without a preference</text>\n", (long long)y);
+}
+
+/* maps[0] pack, maps[1] unpack, without the second where it is not trained */
+static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t layers) {
+  const int64_t heads = own.head ? shown : maps[0].heads + (shown > 1 ? maps[1].heads : 0), bands = (count + COLUMNS - 1) / COLUMNS;
+  const int64_t width = 60 + (count < COLUMNS ? count < 50 ? 50 : count : COLUMNS) * CELL;
+  const int64_t height = 60 + bands * (shown * (30 + label_height()) + heads * (slots * SLOT + 4) + 16);
+  int64_t y = 50;
+  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %lld %lld\" width=\"%lld\" height=\"%lld\" font-family=\"sans-serif\" "
+             "font-size=\"11\" fill=\"#444\">\n<rect width=\"%lld\" height=\"%lld\" fill=\"#fff\"/>\n<text x=\"40\" y=\"26\" font-size=\"15\">"
+             "layer %lld of %lld, %lld slots, ", (long long)width, (long long)height, (long long)width, (long long)height, (long long)width,
+          (long long)height, (long long)own.layer, (long long)layers, (long long)slots);
+  fprintf(f, own.head ? "head %lld</text>\n" : "each head</text>\n", (long long)own.head);
+  draw_legend(f, y);
+  for (int64_t from = 0; from < count; from += COLUMNS) {
+    const int64_t columns = count - from < COLUMNS ? count - from : COLUMNS;
+    for (int m = 0; m < shown; m++) {
+      y = draw_labels(f, from, columns, y + 10);
+      y = draw_map(f, &maps[m], slots, from, columns, y);
     }
-    fprintf(f, "</g>\n");
-    y = draw_map(f, &maps[1], slots, from, columns, y + 22) + 36;
+    y += 16;
   }
   fprintf(f, "</svg>\n");
 }
 
-static int draw_on(luna_ctx *ctx, const luna_encoder *e, const unsigned char *text, const int32_t *tokens, int64_t n) {
+static int write_picture(const map *maps, int shown, int64_t slots, int64_t layers) {
+  FILE *f = fopen(set.out, "wb");
+  if (!f) return fail("cannot write %s: %s", set.out, strerror(errno));
+  picture(f, maps, shown, slots, layers);
+  const bool fine = !ferror(f);
+  return fclose(f) == 0 && fine ? 0 : fail("cannot write %s: %s", set.out, strerror(errno));
+}
+
+static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   const luna_layer_config *layer = &e->config.layer;
-  int64_t pack_heads = layer->pack_heads ? layer->pack_heads : e->config.heads, heads = pack_heads < e->config.heads ? pack_heads : e->config.heads;
+  const int64_t heads = e->config.heads, pack_heads = layer->pack_heads ? layer->pack_heads : heads, min_heads = pack_heads < heads ? pack_heads : heads;
   luna_tensor *pack, *unpack;
   if (layer->attention != LUNA_ATTENTION_LUNA) return fail("the model's attention is not Luna's: it has no memory to look at");
   if (own.layer > e->config.layers) return fail("the model has %lld layers, no layer %lld", (long long)e->config.layers, (long long)own.layer);
-  if (own.head > heads) return fail("the model has %lld heads, no head %lld", (long long)heads, (long long)own.head);
+  if (own.head > min_heads) return fail("the model has %lld heads, no head %lld", (long long)min_heads, (long long)own.head);
   luna_begin_inference(ctx);
-  if (!look(e, tokens, n, &pack, &unpack)) return failed(ctx);
-  int64_t slots = pack->shape[1], count = slots * n;
-  float *values = (float *)malloc((size_t)(2 * count) * sizeof(float));
+  if (!look(e, &pack, &unpack)) return failed(ctx);
+  const int64_t slots = pack->shape[2];
+  float *values = (float *)malloc((size_t)((pack_heads + heads) * slots * count) * sizeof(float));
   if (!values) return fail("out of memory");
-  map maps[2] = { { "where each memory slot looks (pack; a row sums to 1)", "#08519c", values, n, 1, 1e-6f }, { "which slots each token reads (unpack; a column sums to 1)", "#a63603", values + count, 1, slots, 1e-6f } };
-  int status = luna_read(pack, values) == LUNA_OK && luna_read(unpack, values + count) == LUNA_OK ? 0 : failed(ctx);
-  for (int64_t i = 0; i < 2 * count; i++) if (values[i] > maps[i / count].max) maps[i / count].max = values[i];
-  FILE *f = status ? NULL : fopen(set.out, "wb");
-  if (!status && !f) status = fail("cannot write %s: %s", set.out, strerror(errno));
-  if (f) picture(f, maps, slots, text, tokens, n, e->config.layers);
-  bool written = f && !ferror(f);
-  if (f && (fclose(f) != 0 || !written)) status = fail("cannot write %s: %s", set.out, strerror(errno));
-  if (!status) printf("%s: layer %lld of %lld, %lld slots, %lld tokens\n", set.out, (long long)own.layer, (long long)e->config.layers, (long long)slots, (long long)n);
+  const map maps[2] = {
+    { "pack: where each memory slot looks, a row a slot, by head", values, pack_heads, count, 1, 1 / (double)count },
+    { "unpack: which slots each token reads, by head", values + pack_heads * slots * count, heads, 1, slots, 1 / (double)slots }
+  };
+  const bool trained = !pools_memory || own.layer < e->config.layers || e->config.tied_layers;
+  int status = luna_read(pack, maps[0].value) == LUNA_OK && luna_read(unpack, maps[1].value) == LUNA_OK ? 0 : failed(ctx);
+  if (!status) status = write_picture(maps, trained ? 2 : 1, slots, e->config.layers);
+  if (!status) printf("%s: layer %lld of %lld, %lld slots, %lld tokens%s\n", set.out, (long long)own.layer, (long long)e->config.layers, (long long)slots,
+                      (long long)count, trained ? "" : "; no unpack: this model predicts from P, and its last unpack is not trained");
   return free(values), status;
 }
 
 static int draw_command(luna_ctx *ctx, const char **words) {
-  static unsigned char text[8 * MAX + 1];
-  static int32_t tokens[MAX];
+  static unsigned char text[8 * TOKENS + 1];
   luna_model model;
-  int64_t n = 0;
-  if (luna_load_model(&model, luna_params_open(ctx), words[0]) != LUNA_OK) return failed(ctx);
+  luna_params *params = luna_params_open(ctx);
+  if (luna_load_model(&model, params, words[0]) != LUNA_OK) return failed(ctx);
   if (model.kind == LUNA_MODEL_LM) return fail("%s is a causal language model: it has no encoder", words[0]);
-  const luna_encoder *e = model.kind == LUNA_MODEL_CLASSIFIER ? &model.classifier.encoder : model.kind == LUNA_MODEL_MASKED_LM ? &model.masked_lm.encoder : &model.seq2seq.encoder;
+  const luna_encoder *e = model.kind == LUNA_MODEL_CLASSIFIER ? &model.classifier.encoder :
+                          model.kind == LUNA_MODEL_MASKED_LM ? &model.masked_lm.encoder : &model.seq2seq.encoder;
+  const luna_pooling pooling = model.kind == LUNA_MODEL_CLASSIFIER ? model.classifier.config.pooling : LUNA_POOLING_CLS;
   size_t size = own.text ? strlen(own.text) : fread(text, 1, sizeof text - 1, stdin);
   if (size >= sizeof text) size = sizeof text - 1;
   if (own.text) memcpy(text, own.text, size);
-  while (size > 0 && (text[size - 1] == '\n' || text[size - 1] == '\r')) text[--size] = 0;
-  if (!own.numbers)
-    for (; n < (int64_t)size && n < MAX; n++) tokens[n] = text[n];
-  else
-    for (char *at = (char *)text, *end; n < MAX; at = end) {
-      long number = strtol(at, &end, 10);
-      if (end == at) break;
-      tokens[n++] = (int32_t)(number < INT32_MAX && number >= 0 ? number : INT32_MAX);
-    }
-  return n > 0 ? draw_on(ctx, e, text, tokens, n) : fail("there is no text");
+  while (size > 0 && (text[size - 1] == '\n' || text[size - 1] == '\r')) size--;
+  text[size] = 0;
+  if (size > 0 && cut(params, words[0], (span){ text, (int64_t)size }, e->embedding->shape[0])) return 2;
+  return count > 0 ? draw_on(ctx, e, pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH) : fail("there is no text");
 }
 
 static const command commands[] = {
-  { "draw", { "model" }, "draws where attention looks", draw_command },
+  { "draw", { "model: a file that classify, listops, mlm or translate wrote" }, "draws where attention looks", draw_command },
   { 0 }
 };
 
-int main(int count, char **given) { return example("attention_map", commands, flags, count, given); }
+int main(int arguments, char **given) { return example("attention_map", commands, flags, arguments, given); }

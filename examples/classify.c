@@ -13,6 +13,7 @@
 #include "luna.h"
 
 #include "example.h"
+#include "tokens.h"
 #include "classifier.h"
 
 #define LABELS 1000                  /* different labels, at most */
@@ -43,19 +44,10 @@ static int32_t label_count;
 
 /* Cuts a text into tokens, at least one, and returns how many. */
 static int32_t cut(const unsigned char *text, int64_t size, int32_t *tokens) {
-  int32_t n = 0;
-  uint32_t hash = 0;
-  for (int64_t i = 0; i <= size && n < own.longest; i++) {
-    int c = i < size ? text[i] : ' ';
-    if (own.tokens == 1 && i < size) tokens[n++] = c;
-    if (own.tokens == 1) continue;
-    bool in_word = c >= 128 || c == '\'' || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
-    if (in_word) hash = ((hash ? hash : 2166136261u) ^ (uint32_t)(c >= 'A' && c <= 'Z' ? c + 32 : c)) * 16777619u; /* FNV-1a */
-    else if (hash) tokens[n++] = (int32_t)(hash % (uint32_t)own.vocab), hash = 0;
-    if (!in_word && c != ' ' && n < own.longest) tokens[n++] = (int32_t)((uint32_t)c * 16777619u % (uint32_t)own.vocab);
-  }
-  if (n == 0) tokens[n++] = 0;
-  return n;
+  const span t = { text, size };
+  const int32_t n = own.tokens == 1 ? cut_bytes(t, own.longest, tokens) : cut_words(t, own.vocab, own.longest, tokens, NULL);
+  if (n == 0) tokens[0] = 0;
+  return n ? n : 1;
 }
 
 static int32_t fetch(int64_t index, int32_t *tokens, int32_t *length) {
@@ -83,21 +75,21 @@ static bool is_held(int64_t number) {
 /* Reads the lines; when training, those to validate go to the end. */
 static int read_lines(const char *path, bool training, int64_t *held) {
   int64_t at = 0, length, lines = 1, number = 0;
-  const unsigned char *line;
+  const unsigned char *next;
   if (read_file(path, &file.text)) return 2;
   for (int64_t i = 0; i < file.text.size; i++) lines += file.text.data[i] == '\n';
   if ((file.lines = malloc((size_t)lines * sizeof *file.lines)) == NULL) return fail("out of memory");
   int64_t last = lines;
-  while ((line = next_line(file.text, &at, &length)) != NULL) {
-    const unsigned char *tab = (const unsigned char *)memchr(line, '\t', (size_t)length);
+  while ((next = next_line(file.text, &at, &length)) != NULL) {
+    const unsigned char *tab = (const unsigned char *)memchr(next, '\t', (size_t)length);
     number++;
     if (length == 0) continue;
-    if (!tab || tab == line) return fail("%s: line %lld is not a label, a tab and a text", path, (long long)number);
-    int32_t label = label_of(line, tab - line, training);
+    if (!tab || tab == next) return fail("%s: line %lld is not a label, a tab and a text", path, (long long)number);
+    int32_t label = label_of(next, tab - next, training);
     if (label < 0 && training) return fail("%s has more than %d labels", path, LABELS);
     if (label < 0) return fail("%s: line %lld has a label that the model does not know", path, (long long)number);
     int64_t to = training && is_held(number) ? --last : file.count++;
-    file.lines[to].at = tab + 1, file.lines[to].size = length - (tab + 1 - line), file.lines[to].label = label;
+    file.lines[to].at = tab + 1, file.lines[to].size = length - (tab + 1 - next), file.lines[to].label = label;
   }
   *held = lines - last;
   memmove(file.lines + file.count, file.lines + last, (size_t)*held * sizeof *file.lines);
@@ -208,7 +200,7 @@ static int eval(luna_ctx *ctx, const char **words) {
 }
 
 static int predict(luna_ctx *ctx, const char **words) {
-  static unsigned char line[65536];                        /* of longer lines the beginning is read */
+  static unsigned char typed[65536];                       /* of longer lines the beginning is read */
   luna_model model;
   if (load(ctx, words[0], &model)) return 2;
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t)), length;
@@ -216,8 +208,8 @@ static int predict(luna_ctx *ctx, const char **words) {
   int status = tokens && shares ? 0 : fail("out of memory");
   for (int c = getchar(); c != EOF && !status; c = getchar()) {
     int64_t size = 0;
-    for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof line) line[size++] = (unsigned char)c;
-    length = cut(line, size, tokens);
+    for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof typed) typed[size++] = (unsigned char)c;
+    length = cut(typed, size, tokens);
     luna_begin_inference(ctx);
     luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier, &(luna_input){ tokens, &length, 1, length, NULL }), NULL);
     if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }

@@ -100,6 +100,8 @@ typedef struct flag {
 #define WHOLE(place, min, max) NULL, &(place), NULL, min, max, NULL
 #define CHOICE(place, names) NULL, &(place), NULL, 0, 0, names
 #define REAL(place, min, max) NULL, NULL, &(place), min, max, NULL
+#define NO_YES "no yes"              /* its value may be left out: --name is --name yes */
+#define SWITCH(place) CHOICE(place, NO_YES)
 
 #define FLAGS_TRAIN FLAGS_TRAIN_OF("t")
 #define FLAGS_TRAIN_OF(commands) \
@@ -197,7 +199,7 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
     if (!f->text) fprintf(to, f->kind ? ": %s (%s)" : "%s (%s)", f->kind ? f->kind : "", value);
     fprintf(to, "\n");
   }
-  if (!one) fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
+  if (!one && commands[1].name) fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
 }
 
 TOOL int set_flag(const flag *f, const char *value) {
@@ -257,8 +259,10 @@ TOOL int parse_flag(const command *c, const flag *flags, int count, char **given
   while (f->name && (strlen(f->name) != size || memcmp(f->name, word, size) != 0 || !strchr(f->commands, *c->name))) f++;
   if (!f->name)
     return fail("this command has no flag %.*s; see %s %s --help", (int)size, word, program, c->name);
-  if (!word[size] && ++*at == count) return fail("%s needs a value after it", f->name);
+  const char *next = *at + 1 < count ? given[*at + 1] : "";
   flags_given |= (uint64_t)1 << (f - flags);
+  if (!word[size] && f->whole && f->kind && strcmp(f->kind, NO_YES) == 0 && strcmp(next, "yes") != 0 && strcmp(next, "no") != 0) return *f->whole = 1, 0;
+  if (!word[size] && ++*at == count) return fail("%s needs a value after it", f->name);
   return set_flag(f, word[size] ? word + size + 1 : given[*at]);
 }
 

@@ -13,6 +13,7 @@
 #include "luna.h"
 
 #include "example.h"
+#include "tokens.h"
 #include "classifier.h"
 
 static struct settings set = {
@@ -43,9 +44,6 @@ static const flag flags[] = {
 };
 
 /* ---- lists --------------------------------------------------------------------------------------------------------- */
-
-enum { MIN = 10, MAX, MED, SM, END, SYMBOLS };             /* and the digits 0 to 9: the tokens */
-static const char *const symbols[SYMBOLS] = { "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]" };
 
 typedef struct maker { uint64_t random; int32_t *tokens; int64_t size; } maker;
 
@@ -103,15 +101,6 @@ static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
   return file.lists[index].answer;
 }
 
-/* The symbol at *at, which moves behind it; -1 for something else. Round brackets, which other makers of the task write, are spaces. */
-static int symbol(const unsigned char *line, int64_t length, int64_t *at) {
-  for (int s = 0; s < SYMBOLS; s++) {
-    int64_t size = (int64_t)strlen(symbols[s]);
-    if (size <= length - *at && memcmp(line + *at, symbols[s], (size_t)size) == 0) return *at += size, s;
-  }
-  return -1;
-}
-
 static int read_lists(void) {
   int64_t at = 0, length = 0, lines = 1, number = 0;
   unsigned char *line;
@@ -151,6 +140,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  if (luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   if (!adam) return failed(ctx);

@@ -168,7 +168,7 @@ def config_of(given, **defaults):
     c = Config(vocab=256, layers=2, dim=128, heads=4, memory=16, max_length=512, activation=1, **defaults)
     c.update((name, value) for name, value in given.items() if value)
     c.setdefault("ffn", 4 * c.dim)
-    if c.attention: raise ValueError("luna_torch has Luna attention alone")
+    if c.attention or c.features: raise ValueError("luna_torch has Luna attention and tokens alone")
     return c
 
 class LM(Embedded):

@@ -46,10 +46,10 @@ static luna_optimizer *optimizer(luna_params *params) {
     .schedule = { .decay = LUNA_DECAY_LINEAR, .warmup = set.steps / 20 + 1, .total = set.steps + 1 } });
 }
 
-static int keep(luna_ctx *ctx, const luna_params *params) { /* 0, or 2 after a sentence */
+static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
   progress_end(&bar);
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
+  if (luna_params_set(params, "mlm.tokens", "bytes") != LUNA_OK || luna_save(params, set.out) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start, interrupted ? ", stopped early" : "");
   return 0;
 }

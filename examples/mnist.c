@@ -86,6 +86,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  if (luna_params_set(params, "mnist.tokens", "pixels") != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   if (!adam) return failed(ctx);

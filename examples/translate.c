@@ -12,9 +12,9 @@
 #include "luna.h"
 
 #include "example.h"
+#include "tokens.h"
 
 #define HELD 500                     /* pairs kept for validation, at most, and at most one in 20 */
-#define UNIT 64                      /* bytes of a token, at most */
 
 static struct settings set = {
   .out = "translate.safetensors",
@@ -36,71 +36,21 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- the vocabulary: byte pairs [arXiv 1508.07909] -------------------------------------------------------------------
-   Tokens 0..255 are bytes, token 256 + i is two earlier ones, pair i; the last, `end`, ends every line and begins every translation.
-   A line is cut into units, words or runs of other characters, each with the space before it: put together again they are the
-   line, whatever was in it. It is read as if a space stood before it, so that its first word is a word like any other. */
-
-typedef struct line { const unsigned char *at; int64_t size; } line;
-typedef struct vocab { table pairs; int32_t end; } vocab; /* key of two tokens -> token */
-
-static uint64_t key(int32_t first, int32_t second) { return (uint64_t)first << 32 | (uint64_t)second; }
-static int32_t first_of(uint64_t pair) { return (int32_t)(pair >> 32); }
-static int32_t second_of(uint64_t pair) { return (int32_t)(pair & 0xFFFFFFFF); }
-static int32_t byte_at(line t, int64_t i) { return i < 0 ? ' ' : t.at[i]; }
-static bool in_word(int c) { return c >= 128 || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z'); }
-
-static int64_t unit_end(line t, int64_t at) { /* at: -1 for the first unit */
-  int64_t i = at + (byte_at(t, at) == ' ');
-  bool word = i < t.size && in_word(t.at[i]);
-  while (i < t.size && i < at + UNIT && t.at[i] != ' ' && in_word(t.at[i]) == word) i++;
-  return i;
-}
-
-static void encode(const vocab *v, line t, ints *out) {
-  for (int64_t at = -1, end; at < t.size; at = end) {
-    int64_t start = out->size;
-    end = unit_end(t, at);
-    for (int64_t i = at; i < end; i++) push(out, byte_at(t, i));
-    for (;;) {                                             /* the pair that was made first is merged first */
-      int64_t first = v->end, where = 0;
-      for (int64_t i = start; i + 1 < out->size; i++) {
-        const int64_t *token = find(&v->pairs, key(out->at[i], out->at[i + 1]));
-        if (token && *token < first) first = *token, where = i;
-      }
-      if (first == v->end) break;
-      out->at[where] = (int32_t)first;
-      memmove(out->at + where + 1, out->at + where + 2, (size_t)(--out->size - where - 1) * sizeof(int32_t));
-    }
-  }
-  push(out, v->end);
-}
-
-/* The bytes of a token, at most UNIT; returns where they end. */
-static unsigned char *spell(const vocab *v, int32_t token, unsigned char *out) {
-  if (token < 256) return *out = (unsigned char)token, out + 1;
-  uint64_t pair = v->pairs.entries[token - 256].key;
-  return spell(v, second_of(pair), spell(v, first_of(pair), out));
-}
+/* ---- the vocabulary: byte pairs, tokens.h -------------------------------------------------------------------------- */
 
 /* The text of tokens, a line that a terminal can show; out has n UNIT + 1 bytes. */
-static line decode(const vocab *v, const int32_t *tokens, int64_t n, unsigned char *out) {
+static span decode(const byte_pairs *v, const int32_t *tokens, int64_t n, unsigned char *out) {
   unsigned char *end = out;
   for (int64_t i = 0; i < n; i++) if (tokens[i] < v->end) end = spell(v, tokens[i], end);
   for (int64_t i = 0, length; i < end - out; i += length) {
     length = showable(out + i, end - out - i);
     if (length == 0 || out[i] < ' ') length = 1, out[i] = out[i] < ' ' ? ' ' : '?';
   }
-  return end > out && *out == ' ' ? (line){ out + 1, end - out - 1 } : (line){ out, end - out };
-}
-
-static void add_pair(vocab *v, uint64_t pair) {
-  int64_t *token = value_of(&v->pairs, pair);
-  if (*token == 0) *token = v->end++;
+  return end > out && *out == ' ' ? (span){ out + 1, end - out - 1 } : (span){ out, end - out };
 }
 
 /* Units, each once: minus how often it comes, then its tokens. seen: by a hash of its bytes, where it begins. */
-static void count_units(line t, ints *units, table *seen) {
+static void count_units(span t, ints *units, table *seen) {
   for (int64_t at = -1, end; at < t.size; at = end) {
     uint64_t hash = 0;
     end = unit_end(t, at);
@@ -138,7 +88,7 @@ static void merge(ints *units, table *counts, uint64_t pair, int32_t token) {
 }
 
 /* Makes the commonest pair a token until there are `max` tokens or no pair is left that comes twice. */
-static void learn_pairs(vocab *v, ints *units, int64_t max) {
+static void learn_pairs(byte_pairs *v, ints *units, int64_t max) {
   table counts = { 0 };
   for (int64_t i = 0, weight = 0; i + 1 < units->size; i++) {
     if (units->at[i] < 0) weight = -units->at[i];
@@ -156,24 +106,24 @@ static void learn_pairs(vocab *v, ints *units, int64_t max) {
 
 /* ---- pairs of lines ------------------------------------------------------------------------------------------------ */
 
-typedef struct pair { line text[2]; int64_t first[2]; int32_t size[2]; } pair; /* source and target: text; tokens with their end */
+typedef struct pair { span text[2]; int64_t first[2]; int32_t size[2]; } pair; /* source and target: text; tokens with their end */
 /* Sources [rows,n] and targets [rows,m], `end` in the padding. The decoder is given `end` and the target but its last; labels are -1 in the padding. */
 typedef struct batch { int32_t *source, *given, *labels, *lengths[2]; int64_t rows, n, m; double tokens; } batch; /* one block, at source */
-typedef struct data { vocab v; contents file[2]; pair *pairs; int64_t count, room; ints tokens; batch b; } data;
+typedef struct data { byte_pairs v; contents file[2]; pair *pairs; int64_t count, room; ints tokens; batch b; } data;
 
 static int done(data *d, int status) {
   free(d->v.pairs.entries), free(d->v.pairs.buckets), free(d->file[0].data), free(d->file[1].data), free(d->pairs), free(d->b.source);
   return free(d->tokens.at), status;
 }
 
-static void add(data *d, line source, line target) {
+static void add(data *d, span source, span target) {
   if (d->count == d->room) d->pairs = (pair *)grow(d->pairs, d->room = 2 * d->room + 256, sizeof(pair));
   d->pairs[d->count++] = (pair){ .text = { source, target } };
 }
 
 static int read_pairs(data *d, const char *source, const char *target) { /* target null: both in one file, a tab between them */
   int64_t at[2] = { 0, 0 };
-  line s, t = { NULL, 0 };
+  span s, t = { NULL, 0 };
   if (read_file(source, &d->file[0]) || (target && read_file(target, &d->file[1]))) return 2;
   for (;; add(d, s, t)) {
     s.at = next_line(d->file[0], &at[0], &s.size);
@@ -183,7 +133,7 @@ static int read_pairs(data *d, const char *source, const char *target) { /* targ
     if (!target) {
       const unsigned char *tab = (const unsigned char *)memchr(s.at, '\t', (size_t)s.size);
       if (!tab) return fail("line %lld of %s has no tab between source and target", (long long)d->count + 1, source);
-      t = (line){ tab + 1, s.at + s.size - tab - 1 };
+      t = (span){ tab + 1, s.at + s.size - tab - 1 };
       s.size = tab - s.at;
     }
   }
@@ -233,7 +183,7 @@ static const batch *fill(data *d, int64_t first, int64_t rows) {
 }
 
 /* Translates the sources of `rows` pairs and hands each pair with its translation to `take`. Returns 0, or 2 after a sentence. */
-static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t first, int64_t rows, void (*take)(const pair *p, line t)) {
+static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t first, int64_t rows, void (*take)(const pair *p, span t)) {
   const batch *b = fill(d, first, rows);
   luna_beam_config search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .max_length = 2 * b->n + 10, .length_penalty = (float)own.length };
   int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)), *lengths = out + rows * search.max_length;
@@ -253,7 +203,7 @@ static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smo
   return luna_cross_entropy_with(logits, b->labels, &(luna_cross_entropy_config){ .smoothing = smoothing });
 }
 
-static void show(const pair *p, line t) {
+static void show(const pair *p, span t) {
   printf("  source       %.*s\n  target       %.*s\n  translation  %.*s\n", (int)p->text[0].size, (const char *)p->text[0].at, (int)p->text[1].size,
          (const char *)p->text[1].at, (int)t.size, (const char *)t.at);
 }
@@ -289,10 +239,11 @@ static int learn(luna_ctx *ctx, const luna_seq2seq *model, luna_optimizer *adam,
   return progress_end(&bar), 0;
 }
 
-static luna_status keep_vocab(luna_params *params, const vocab *v) { /* in the checkpoint, as numbers */
+static luna_status keep_vocab(luna_params *params, const byte_pairs *v) { /* in the checkpoint, as numbers */
   char *text = (char *)grow(NULL, v->pairs.size + 1, 12), *at = text + sprintf(text, " ");
   for (int64_t i = 0; i < v->pairs.size; i++) at += sprintf(at, "%d %d ", (int)first_of(v->pairs.entries[i].key), (int)second_of(v->pairs.entries[i].key));
   luna_status status = luna_params_set(params, "translate.pairs", text);
+  if (status == LUNA_OK) status = luna_params_set(params, "translate.tokens", "pairs");
   return free(text), status;
 }
 
@@ -330,19 +281,12 @@ static int train(luna_ctx *ctx, const char **words) {
 /* ---- eval, run ----------------------------------------------------------------------------------------------------- */
 
 /* A checkpoint, and the vocabulary in it. Returns 0, or 2 after a sentence. */
-static int load(luna_ctx *ctx, luna_model *model, vocab *v, const char *path) {
+static int load(luna_ctx *ctx, luna_model *model, byte_pairs *v, const char *path) {
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
   const char *text = luna_params_get(params, "translate.pairs");
   if (model->kind != LUNA_MODEL_SEQ2SEQ || !text) return fail("%s was not made by translate", path);
-  static unsigned char sizes[65536];
-  bool fine = true;
-  memset(sizes, 1, 256);
-  for (char *next; fine && *text && text[1]; text = next) {
-    long a = strtol(text, &next, 10), b = strtol(next, &next, 10);
-    fine = a >= 0 && a < v->end && b >= 0 && b < v->end && sizes[a] + sizes[b] <= UNIT && v->end < 65535;
-    if (fine) add_pair(v, key((int32_t)a, (int32_t)b)), sizes[v->end - 1] = (unsigned char)(sizes[a] + sizes[b]), fine = v->end == 256 + v->pairs.size;
-  }
+  bool fine = read_vocab(v, text);
   fine = fine && model->seq2seq.config.vocab == v->end + 1 && model->seq2seq.config.target_vocab == v->end + 1;
   return fine ? 0 : fail("the vocabulary in %s makes no sense", path);
 }
@@ -350,7 +294,7 @@ static int load(luna_ctx *ctx, luna_model *model, vocab *v, const char *path) {
 /* BLEU-4 of a corpus, one reference each, case kept, words split as mteval-v13a does. */
 static struct { double found[4], grams[4], words[2]; } bleu;
 
-static int64_t words_of(line t, uint64_t *out) { /* each as a hash */
+static int64_t words_of(span t, uint64_t *out) { /* each as a hash */
   int64_t n = 0;
   bool inside = false;
   for (int64_t i = 0; i < t.size; i++) {
@@ -370,7 +314,7 @@ static int64_t times(const uint64_t *gram, int64_t order, const uint64_t *words,
   return n;
 }
 
-static void score(const pair *p, line t) {
+static void score(const pair *p, span t) {
   uint64_t *words[2] = { (uint64_t *)grow(NULL, t.size + 1, sizeof(uint64_t)), (uint64_t *)grow(NULL, p->text[1].size + 1, sizeof(uint64_t)) };
   int64_t n = words_of(t, words[0]), m = words_of(p->text[1], words[1]);
   bleu.words[0] += (double)n, bleu.words[1] += (double)m;
@@ -395,7 +339,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   return done(&d, status);
 }
 
-static void say(const pair *p, line t) { printf("%.*s\n", (int)t.size, (const char *)t.at), fflush(stdout), (void)p; }
+static void say(const pair *p, span t) { printf("%.*s\n", (int)t.size, (const char *)t.at), fflush(stdout), (void)p; }
 
 static int run(luna_ctx *ctx, const char **words) {
   luna_model model;
@@ -404,7 +348,7 @@ static int run(luna_ctx *ctx, const char **words) {
   int status = load(ctx, &model, &d.v, words[0]);
   while (!status && fgets((char *)text, sizeof text, stdin) && !ferror(stdout)) {
     d.count = d.tokens.size = 0;
-    add(&d, (line){ text, (int64_t)strcspn((const char *)text, "\r\n") }, (line){ text, 0 });
+    add(&d, (span){ text, (int64_t)strcspn((const char *)text, "\r\n") }, (span){ text, 0 });
     encode_pairs(&d, INT32_MAX, 0);
     status = translate(ctx, &model.seq2seq, &d, 0, 1, say);
   }

@@ -129,14 +129,14 @@ int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MOD
   luna_begin_inference(ctx);
   if (model.kind == LUNA_MODEL_CLASSIFIER) {
     int32_t *tokens = whole(&g, "tokens", &n), *lengths = whole(&g, "lengths", &batch), *tokens2 = whole(&g, "tokens2", &m), *lengths2 = whole(&g, "lengths2", &batch);
-    const luna_input first = { tokens, lengths, batch, n }, second = { tokens2, lengths2, batch, m };
+    const luna_input first = { tokens, lengths, batch, n, NULL }, second = { tokens2, lengths2, batch, m, NULL };
     logits = tokens2 ? luna_classifier_forward_pair(&model.classifier, &first, &second) : luna_classifier_forward(&model.classifier, &first);
     free(tokens), free(lengths), free(tokens2), free(lengths2);
   } else {
     int32_t *source = whole(&g, "src_tokens", &n), *lengths = whole(&g, "src_lengths", &batch), *target = whole(&g, "prev_output_tokens", &m);
     int32_t *target_lengths = (int32_t *)calloc((size_t)batch, 4);
     for (int64_t i = 0; i < batch * m; i++) target_lengths[i / m] += target[i] != 1; /* 1 is padding */
-    logits = luna_seq2seq_forward(&model.seq2seq, &(luna_input){ source, lengths, batch, n }, &(luna_input){ target, target_lengths, batch, m });
+    logits = luna_seq2seq_forward(&model.seq2seq, &(luna_input){ source, lengths, batch, n, NULL }, &(luna_input){ target, target_lengths, batch, m, NULL });
     free(source), free(lengths), free(target), free(target_lengths);
   }
   if (!logits) return puts(luna_error(ctx)), 1;

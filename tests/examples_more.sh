@@ -1,5 +1,6 @@
 #!/bin/sh
-# examples_more.sh: examples/translate.c, mlm.c, summary.c, attention_map.c and lesson.c from outside, on small tasks made here. Needs those in $BUILD.
+# examples_more.sh: examples/translate.c, mlm.c, summary.c, attention_map.c and lesson.c from outside, on small tasks made here. Needs the
+# examples in $BUILD.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 name=examples_more
@@ -124,16 +125,36 @@ good() { [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ]
 check "a classifier's map" run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out c.svg
 check "is a whole SVG" good c.svg
 check "its characters are escaped" sh -c "grep -q '&#60;' c.svg && grep -q '&#38;' c.svg && grep -q '>é<' c.svg"
-check "two maps" [ "$(grep -c '(pack;\|(unpack;' c.svg)" = 2 ]
+check "two maps" [ "$(grep -c '>pack: \|>unpack: ' c.svg)" = 2 ]
 run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out d.svg --head 2
 check "a head is another map" differ c.svg d.svg
 check "the text from the input" sh -c "'$build/attention_map' draw m.safetensors --out e.svg <text"
-check "a long text goes on below" [ "$(grep -c '(pack;' e.svg)" -ge 20 ]
+check "a long text goes on below" [ "$(grep -c '>pack: ' e.svg)" -ge 10 ]
 check "it is a whole SVG" good e.svg
 printf 'a\377\200\001\302\002b' >odd
 check "odd bytes do no harm" sh -c "'$build/attention_map' draw m.safetensors --out f.svg <odd"
 check "not to the SVG either" good f.svg
 check "an encoder-decoder's encoder, with numbers for tokens" run draw a.safetensors --as numbers --text '5 6 7 300' --out g.svg
+check "it says how many" grep -q ' 4 tokens' out
+check "a text is cut into byte pairs, as it was trained" run draw a.safetensors --text 'one two three' --out g.svg
+check "words are tokens" grep -q ' 4 tokens' out
+check "their names stand by them" [ "$(grep -c '>one<\|>two<\|>three<\|>END<' g.svg)" = 8 ]
+awk 'BEGIN { for (i = 0; i < 200; i++) print (i % 2 ? "good" : "bad") "\ta film that is " (i % 2 ? "splendid" : "dull") ", day " i }' >reviews
+tiny="--steps 1 --layers 1 --dim 16 --heads 2 --memory 4 --ffn 32"
+"$build/classify" train reviews $tiny --out w.safetensors >/dev/null
+"$build/listops" train --longest 9 $tiny --out l.safetensors >/dev/null
+"$build/lm" train text $tiny --out lm.safetensors >/dev/null
+LC_ALL=C sed 's/mlm.tokens/mlm.broken/' m.safetensors >bare.safetensors
+check "a text is cut into words, as it was trained" run draw w.safetensors --text 'Splendid, is it?' --out w.svg
+check "punctuation by itself" grep -q ' 5 tokens' out
+check "the last unpack of a model that pools the memory is not drawn" [ "$(grep -c '>pack: ' w.svg) $(grep -c '>unpack: ' w.svg)" = "1 0" ]
+check "and it says why" grep -q 'not trained' out
+check "a list is cut into its symbols" run draw l.safetensors --text '[MAX 2 [MIN 4 7 ] 0 ]' --out l.svg
+check "brackets and operators are tokens" grep -q ' 8 tokens' out
+refuses "reads lists" draw l.safetensors --text 'MAX' --out l.svg
+refuses "causal language model" draw lm.safetensors --text x --out h.svg
+refuses "does not say how" draw bare.safetensors --text x --out h.svg
+check "unless the command line does" run draw bare.safetensors --text x --as bytes --out i.svg
 refuses "model file is missing" draw
 refuses "no layer 2" draw m.safetensors --layer 2 --text x --out h.svg
 refuses "no head 3" draw m.safetensors --head 3 --text x --out h.svg

@@ -31,7 +31,7 @@ static const luna_input *input(int64_t n, bool with_lengths) { /* the same as in
   which = !which;
   for (int64_t i = 0; i < BATCH * n; i++) tokens[which][i] = (int32_t)((i * i + 7 * i + n) % VOCAB);
   for (int32_t b = 0; b < BATCH; b++) lengths[which][b] = b == 0 ? (int32_t)n : 1 + 4 * b;
-  in[which] = (luna_input){ tokens[which], with_lengths ? lengths[which] : NULL, BATCH, n };
+  in[which] = (luna_input){ tokens[which], with_lengths ? lengths[which] : NULL, BATCH, n, NULL };
   return &in[which];
 }
 

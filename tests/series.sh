@@ -1,0 +1,108 @@
+#!/bin/sh
+# series.sh: examples/series.c from outside, on small tasks made here. Needs $BUILD/series.
+cd "$(dirname "$0")/.." || exit 1
+name=series_cli
+. tests/cli_checks.sh
+program=series
+over() { tail -n 1 out | sed 's/.*accuracy \([0-9.]*\)%.*/\1/' | awk -v min="$1" '{ exit !($1 + 0 > min) }'; } # the accuracy that out ends with
+small="--layers 1 --dim 16 --heads 2 --memory 4 --ffn 32 --batch 8 --threads 2"
+
+# cases of two dimensions and 10 to 20 steps; what rises is "up", what falls "down"; a number is missing here and there
+cases() {
+  awk -v count="$1" -v seed="$2" 'BEGIN { srand(seed); print "# a comment"; print "@problemName slopes"; print "@data"
+    for (i = 0; i < count; i++) {
+      up = i % 2; n = 10 + int(rand() * 10); line = ""
+      for (d = 0; d < 2; d++) {
+        for (t = 0; t < n; t++) line = line (t ? "," : "") (rand() < 0.03 ? "?" : sprintf("%.3f", (up ? 1 : -1) * t / n + 0.2 * (rand() - 0.5) + 3 * d))
+        line = line ":"
+      }
+      print line (up ? "up" : "down")
+    } }'
+}
+cases 40 1 >slopes.ts
+cases 30 2 >test.ts
+# a recording: a wave whose length and height say the state; a column of words, one that never changes
+awk 'BEGIN { srand(3); print "time;wave;\"other\";state;same"; for (t = 0; t < 600; t++) { fast = int(t / 50) % 2; a += fast ? 1.2 : 0.3
+  printf "t%d;%.4f;%.4f;%s;5\n", t, (fast ? 1 : 0.4) * sin(a) + fast + 0.05 * rand(), cos(a), fast ? "fast" : "slow" } }' >waves.csv
+: >empty
+mkdir folder
+
+check "a class for each case" run train slopes.ts --out a.safetensors --plot a.svg --steps 120 $small
+check "the loss is drawn" drawn a.svg
+check "it is measured on other cases" run eval a.safetensors test.ts
+check "as one line" [ "$(grep -c '^accuracy [0-9]*\.[0-9][0-9]%$' out)" = 1 ]
+check "and does well" over 89
+check "it predicts" run predict a.safetensors test.ts --svg cases.svg
+check "a line each" [ "$(grep -c '^\(up\|down\)	[01]\.[0-9]*$' out)" = 30 ]
+check "the first is drawn" [ "$(head -c 5 cases.svg)" = "<svg " ]
+run train slopes.ts --out b.safetensors --steps 120 $small --threads 1
+check "the same seed gives the same model, for any number of threads" same a.safetensors b.safetensors
+run train slopes.ts --out b.safetensors --steps 120 $small --seed 9
+check "another seed gives another" differ a.safetensors b.safetensors
+check "a fifth is held back" run train slopes.ts --out b.safetensors --steps 20 $small --held 2
+check "and measured on" grep -q 'not learnt from: accuracy [0-9.]*%' out
+
+for causal in no yes; do
+  check "a class at each step, causal: $causal" run train slopes.ts --per-step --causal $causal --window 60 --out s.safetensors --steps 150 $small
+  check "is measured" run eval s.safetensors test.ts
+  check "and does well" over 69
+  check "the columns of a table may have the class" run train waves.csv --label state --causal $causal --window 60 --out w.safetensors --steps 120 $small
+  check "the end is measured on" over 69
+  check "it is measured on a file" run eval w.safetensors waves.csv
+  check "and does well there" over 69
+  check "it predicts each row" run predict w.safetensors waves.csv --svg steps.svg
+  check "a line each" [ "$(grep -c '^\(fast\|slow\)	[01]\.[0-9]*$' out)" = 600 ]
+  check "the states are drawn" [ "$(tags steps.svg rect)" -ge 5 ]
+done
+check "a forecast" run train waves.csv --forecast --window 60 --out f.safetensors --steps 200 $small
+check "is measured" run eval f.safetensors waves.csv
+check "against the last value, which is worse" awk '{ gsub(",", ""); exit !($4 < $9) }' out
+check "predicts the next row" run predict f.safetensors waves.csv --svg forecast.svg
+check "of two numbers" [ "$(grep -c '^-*[0-9.e-]*,-*[0-9.e-]*$' out)" = 1 ]
+check "drawn beside what came" [ "$(tags forecast.svg path)" = 4 ]
+
+# what is wrong is said in one sentence, and nothing is written
+cp a.safetensors before
+refuses "file is missing" train
+refuses "is empty" train empty --out a.safetensors
+refuses "[a-z]" train folder --out a.safetensors
+refuses "cannot read" train missing --out a.safetensors
+refuses "--label COLUMN or --forecast" train waves.csv --out a.safetensors
+refuses "no column 'none'" train waves.csv --label none --out a.safetensors
+refuses "two tasks" train waves.csv --label state --forecast --out a.safetensors
+refuses "add --per-step" train slopes.ts --causal --out a.safetensors
+refuses "is for tables" train slopes.ts --label 1 --out a.safetensors
+refuses "is a table" eval a.safetensors waves.csv
+refuses "has cases" eval f.safetensors test.ts
+refuses "[a-z]" eval slopes.ts test.ts
+wrong() {
+  words=$1
+  shift
+  printf "$@" >wrong.ts
+  refuses "$words" train wrong.ts --out a.safetensors
+}
+wrong "holds no series" '@data\n'
+wrong "line 2 is not a case" '@data\n1,2,3\n'
+wrong "line 3 has 2 dimensions, not 1" '@data\n1,2:a\n1,2:3,4:b\n'
+wrong "number 2 of dimension 1" '@data\n1,x:a\n1,2:b\n'
+wrong "number 1 of dimension 1" '@data\n1e999:a\n1:b\n'
+wrong "number 1 of dimension 1" '@data\ninf:a\n1:b\n'
+wrong "number 1 of dimension 1" '@data\n0x10:a\n1:b\n'
+wrong "number 1 of dimension 1" '@data\n\000:a\n1:b\n'
+wrong "has 1 classes" '@data\n1,2:a\n'
+wrong "time stamps" '@timeStamps true\n@data\n(1,2):a\n'
+wrong "UTF-8" '@data\n1,2:\377\n1,3:b\n'
+awk 'BEGIN { printf "@data\n"; for (i = 0; i < 5000; i++) printf "1:"; print "a" }' >wrong.ts
+refuses "[a-z]" train wrong.ts --out a.safetensors
+wrong "row 3 has not 2 columns" 'a,b\n1,2\n1,2,3\n'
+wrong "no column of numbers" 'a,b\nx,y\nz,w\n'
+refuses "no column of numbers" train wrong.ts --forecast --out a.safetensors
+printf '@data\n?:a\n,,:b\n?,?:a\n1:b\n' >odd.ts
+check "missing numbers alone, and a series of one step" run train odd.ts --out o.safetensors --steps 3 $small
+check "are measured" run eval o.safetensors odd.ts
+printf '@data\n1,2:other\n' >other.ts
+check "a class that the model does not know is an error of it" run eval o.safetensors other.ts
+refuses "2 dimensions, not 1" eval o.safetensors test.ts
+check "the old model is as it was" same a.safetensors before
+check "no other file appeared" [ "$(echo *.probe *.tmp*)" = "*.probe *.tmp*" ]
+finish
