@@ -122,6 +122,10 @@
      it stays the same, so that a comparison compares the mathematics. luna_custom_op makes an op of a forward and a
      backward function: saving, optimisers and clipping go by the set of parameters, not by the model, and work with
      it.
+     Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that broadcast
+     as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all instruction
+     sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's table, a
+     function that checks shapes and builds it, and a case in tests/op_cases.h.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
