@@ -1,6 +1,7 @@
 # luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler are enough.
 #   make run                 trains a Luna language model on luna.h itself, about a minute
 #   make examples            builds examples/*.c
+#   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc; DESTDIR before it
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
@@ -9,6 +10,7 @@
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
 #   make size                object sizes by build switch
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
+#   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in build/arena.md and .svg; under 15 minutes
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
@@ -18,6 +20,7 @@ CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
 BUILD ?= build
 TEXT ?= luna.h
+PREFIX ?= /usr/local
 CLANG ?= clang
 FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
@@ -47,6 +50,15 @@ run: $(BUILD)/lm
 
 examples: $(EXAMPLES)
 
+# A program that links libluna.a only includes luna.h: it does not define LUNA_IMPLEMENTATION.
+install: $(BUILD)/luna.o
+	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	cp luna.h luna_cuda.cuh $(DESTDIR)$(PREFIX)/include
+	rm -f $(DESTDIR)$(PREFIX)/lib/libluna.a
+	$(AR) rcs $(DESTDIR)$(PREFIX)/lib/libluna.a $(BUILD)/luna.o
+	printf 'prefix=%s\nName: luna\nDescription: Luna attention\nVersion: %s\nCflags: -I$${prefix}/include\nLibs: -L$${prefix}/lib -lluna %s\n' \
+	  $(PREFIX) $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h) '$(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
+
 programs: $(EXAMPLES) $(PROGRAMS)
 
 # Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that they have it.
@@ -63,7 +75,7 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
-$(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
+$(BUILD)/arena $(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
@@ -87,7 +99,7 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/install.sh tests/compile.sh
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
@@ -119,6 +131,10 @@ bench: $(BENCHES)
 	@for bench in $(BENCHES); do $$bench $$bench.json || exit 1; done
 	@{ echo '['; cat $(BENCHES:%=%.json) | sed '$$!s/$$/,/'; echo ']'; } >$(BUILD)/bench.json
 	@echo "every row is in $(BUILD)/bench.json"
+
+arena: $(BUILD)/arena
+	$(BUILD)/arena table $(TEXT) --svg $(BUILD)/arena.svg >$(BUILD)/arena.md
+	@cat $(BUILD)/arena.md
 
 REF ?= HEAD
 compare:
@@ -156,4 +172,4 @@ cuda-bench:
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples programs test sanitize cross golden headers fuzz size bench compare cuda cuda-test cuda-bench clean
+.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench clean

@@ -30,7 +30,7 @@
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        about 20 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        about 11 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
         configure: it holds scalar, SSE2, AVX2 and AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and
         picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
@@ -115,7 +115,8 @@
 
    DEVICES
      options.backend puts values elsewhere: luna_cuda.cuh on an NVIDIA GPU. The host then reads and writes them by
-     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices.
+     luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
+     training step one launch.
 
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
@@ -160,8 +161,8 @@
      1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
                           >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>params >>ops >>layers >>models >>trainer
-                          >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers >>models
+                          >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -248,6 +249,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
+  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
+    "context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -296,6 +299,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
+    "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
   X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
@@ -454,6 +459,29 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
+   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
+   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
+   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
+   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+   queries too: queries and keys beyond are not read. */
+typedef struct luna_key_run {
+  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
+  bool whole;                        /* every query of the block sees all of them, whatever the window */
+} luna_key_run;
+typedef struct luna_attention_pattern {
+  bool window;
+  int64_t left, right;               /* may be negative: right -1 is j < i */
+  bool not_self;                     /* query i does not see key i */
+  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
+  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
+  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
+  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once: the order of the queries' numbers; or null */
+  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
+  int64_t key_count;
+} luna_attention_pattern;
+
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
@@ -496,7 +524,8 @@ typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
   float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
-  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout */
+  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout; null with
+                                        patterns */
   int64_t batch, heads, queries, keys, head_dim;
   int64_t value_dim;                 /* 0 = head_dim */
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
@@ -504,11 +533,15 @@ typedef struct luna_attention_args {
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op` */
+  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of
+                                        a pattern with key_order, key_count and the number in it for keys and j */
   uint64_t seed;
   uint32_t dropout_op, step;
   const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
+  const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
+  int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
+  const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -596,6 +629,31 @@ LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
+
+/* A step on a device in one launch. Work between begin and end runs at the end; where it is the same as in the step
+   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there, and
+   from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps, until
+   their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+
+       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
+       for (...) {
+         luna_graph_begin(graph);
+         luna_begin_step(ctx);
+         loss = luna_lm_loss(&model, &input, labels);
+         luna_backward(loss);
+         luna_optimizer_step(adam);
+         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
+         ... luna_item(loss) ...                           reading inside has the work before it run at once
+       }
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op that
+   is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single tokens
+   are such steps without a call; its steps have no place between begin and end. */
+typedef struct luna_graph luna_graph;
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
+LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
+LUNA_API luna_status luna_graph_end(luna_graph *graph);
+LUNA_API const char *luna_graph_reason(const luna_graph *graph);    /* why the last one was not one launch; "": it was */
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
@@ -795,6 +853,9 @@ typedef struct luna_attention_config {
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   float dropout;                     /* of the attention matrix */
   luna_tensor **sums;                /* where to put the row sums [batch, queries, heads], or null */
+  const luna_attention_pattern *patterns; /* which keys a query sees: luna_attention_pattern; null: all */
+  int64_t pattern_count;             /* 1, heads, or batch * heads */
+  luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
 } luna_attention_config;
 /* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
@@ -817,6 +878,8 @@ typedef struct luna_custom {
   const void *state;
   size_t state_size;
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
+  bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which
+                                        luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
 /* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
@@ -1357,8 +1420,7 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
    reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
    LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
-/* Its two halves, to record a step on a device and replay it: advance sets the step's learning rate, apply (which
-   can be recorded) does the rest, with the gradients as they are. */
+/* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
@@ -1498,7 +1560,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
-  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false)
+  R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
+  R(SPARSE_ATTENTION, 2, \
+    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) LUNA_OP_##name,
@@ -1534,7 +1598,13 @@ typedef struct luna_op {
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
     struct { bool recompute; } feed_forward;
     struct { float smoothing, factor; } cross_entropy; /* and linear cross-entropy: factor 1, or 1 / labels that count */
-    struct { int64_t heads, batch, queries, keys; float scale; bool causal; } attention; /* softmax attention, pack */
+    struct {
+      int64_t heads, batch, queries, keys;
+      float scale;
+      bool causal;
+      const luna_attention_pattern *patterns; /* of sparse attention, in host memory */
+      int64_t pattern_count;
+    } attention;                     /* softmax attention, sparse attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
   } arg;
   float dropout;                     /* 0 outside training */
@@ -1589,13 +1659,21 @@ typedef struct luna_step_state {     /* what changes from step to step, in backe
 } luna_step_state;
 
 typedef enum luna_optimizer_kind { LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO } luna_optimizer_kind;
-typedef struct luna_update {         /* one parameter's optimiser step; reads and writes step_state */
-  luna_tensor *parameter;
-  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+/* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
+   parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
+#define LUNA_UPDATE_PIECE 16384
+typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
-  float momentum, beta1, beta2, epsilon, decay, lr; /* lr: factor on the state's */
+  float momentum, beta1, beta2, epsilon, clip;
   luna_step_state *state;
+} luna_rule;
+typedef struct luna_update {
+  float *value, *grad;
+  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  int64_t count, first;              /* elements; the number of its first piece */
+  float decay, lr;                   /* lr: factor on the state's */
+  bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
 struct luna_backend {
@@ -1613,8 +1691,15 @@ struct luna_backend {
                                         what `other` has queued; null: work is done when a call returns */
   luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
   luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
-  luna_status (*norm)(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state); /* norm, factor, nonfinite */
-  luna_status (*update)(luna_ctx *ctx, const luna_update *update);
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
+  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
+     update, zero, and copies within the device. run queues what was kept. Null: a device without. */
+  luna_status (*record)(luna_ctx *ctx);
+  luna_status (*recorded)(luna_ctx *ctx, void **graph); /* null: what was kept is forgotten */
+  luna_status (*run)(luna_ctx *ctx, void *graph);
+  void (*forget)(void *self, void *graph);
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -1649,6 +1734,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #elif defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
+#elif defined(_MSC_VER)
+#pragma fp_contract(off)
 #endif
 #if defined(__cplusplus) && defined(__GNUC__) && !defined(__CUDACC__)
 #pragma GCC diagnostic push
@@ -1658,8 +1745,14 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #include <math.h>
 #include <string.h>
 
+/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for Windows
+   with gcc and this macro (tests/cross.sh), never yet by that compiler. */
+#if defined(_MSC_VER) && !defined(__clang__) && !defined(LUNAI_MSVC)
+#define LUNAI_MSVC
+#endif
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
+#define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
 #ifdef __OPTIMIZE__
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
@@ -1667,7 +1760,12 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #else
 #define LUNAI_UNUSED
+#define LUNAI_CALL static
+#ifdef LUNAI_MSVC
+#define LUNAI_INLINE static __forceinline
+#else
 #define LUNAI_INLINE static inline
+#endif
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
 
@@ -1822,6 +1920,9 @@ typedef struct lunai_attention {
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
   const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
+  const luna_attention_pattern *patterns; /* null: dense */
+  int64_t pattern_count;
+  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
 } lunai_attention;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
@@ -1932,6 +2033,9 @@ typedef struct lunai_epilogue {
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
+  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
+  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
+  R(float, log1, (float x)) \
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
@@ -2206,11 +2310,11 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define vf_le(a, b) _mm_cmple_ps(a, b)
 #define vf_select(m, a, b) LUNAI_K(select)(m, a, b)
 LUNAI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _mm_andnot_ps(m, b)); }
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   if (n >= 3) return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
   return n == 2 ? _mm_setr_ps(p[0], p[1], 0, 0) : n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
 }
-LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   if (n >= VF) {
     _mm_storeu_ps(p, v);
     return;
@@ -2390,13 +2494,13 @@ LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
 #endif
 
 #if LUNAI_PASS == LUNAI_ISA_NEON || LUNAI_PASS == LUNAI_ISA_WASM
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   float lanes[VF] = {0, 0, 0, 0};
   int64_t i;
   for (i = 0; i < n; i++) lanes[i] = p[i];
   return vf_load(lanes);
 }
-LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) {
+LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   float lanes[VF];
   int64_t i;
   vf_store(lanes, v);
@@ -2550,7 +2654,7 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
 }
 #endif
 LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
-LUNAI_INLINE float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
+LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
 /* e^(-x^2 / 2) */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)), x)); }
@@ -2645,17 +2749,12 @@ LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int6
     for (p = 0; p < k; p++)
       for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
-/* Copies several tiles of a column-major A, at rows first[0], first[1], ..., reading each cache line once. A tile
-   with fewer rows than MR leaves the rest unset; they are never read. */
-LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64_t m, int64_t k, const float *a,
-                                      int64_t a_column, float *to) {
+/* Copies whole tiles of a column-major A, reading each cache line once. */
+LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, int64_t a_column, float *to) {
   int64_t t, p;
-  while (tiles > 0 && first[tiles - 1] + LUNAI_MR > m) { /* the last tile may lack rows in memory */
-    tiles--;
-    LUNAI_K(gather_rows)(m - first[tiles], k, a + first[tiles], 1, a_column, to + tiles * LUNAI_MR * LUNAI_KA);
-  }
   for (p = 0; p < k; p++, a += a_column)
-    for (t = 0; t < tiles; t++) memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + first[t], LUNAI_MR * sizeof(float));
+    for (t = 0; t < tiles; t++)
+      memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + t * LUNAI_MR, LUNAI_MR * sizeof(float));
 }
 
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
@@ -2665,7 +2764,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
 #undef LUNAI_TILE_ZERO
 #undef LUNAI_TILE_STEP
 #undef LUNAI_TILE_STORE
-#undef LUNAI_TILE_CASE
 #undef LUNAI_NARROW_STEP
 #undef LUNAI_NARROW_STORE
 #define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
@@ -2688,10 +2786,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, const int64_t *first, int64
     if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e, i, 2 * VF); \
     if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e, i, 3 * VF); \
   }
-#define LUNAI_TILE_CASE(i) \
-  case i + 1: \
-    if (i < LUNAI_MR) LUNAI_K(tile_rows)(i + 1, k, a, a_row, a_column, b, b_row, e); \
-    break;
 LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const lunai_epilogue *e, int i, int j) {
   vf v = vf_mul(scale, sum);
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
@@ -2759,30 +2853,44 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
   }
   LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
-LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                            const lunai_epilogue *e) {
-  switch (rows) { LUNAI_ROWS(LUNAI_TILE_CASE) default: break; }
+/* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
+   Below four rows a tile waits for its own sums. */
+LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
+  if (left == LUNAI_MR || left > LUNAI_MR + 2) return LUNAI_MR;
+  return LUNAI_MR > 8 && left >= 8 ? 8 : LUNAI_MR > 4 && left >= 4 ? 4 : lunai_min(left, 3);
+}
+LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                            int64_t b_row, const lunai_epilogue *e) {
+  if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, k, a, a_row, a_column, b, b_row, e);
+  else if (rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
+  else if (rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
+  else LUNAI_K(tile_rows)(1, k, a, a_row, a_column, b, b_row, e);
 }
 
-/* epilogues that a tile cannot do: edges, activations other than ReLU, two results */
+/* epilogues that a tile cannot do: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
 LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns,
-                                   const float *tile) {
+                                   float *tile) {
+  const int64_t sum_at = i * t->sum_row + j, from_at = i * t->from_row + j, c_at = i * t->c_row + j;
   int64_t r, l;
   for (r = 0; r < rows; r++)
     for (l = 0; l < columns; l += VF) {
-      const int64_t lanes = lunai_min(columns - l, VF), at = (i + r) * t->c_row + j + l;
-      float *sum = t->sum + (i + r) * t->sum_row + j + l;
+      const int64_t left = columns - l;
       vf v = vf_load(tile + r * LUNAI_NR + l);
-      if (t->from) v = vf_add(vf_load_part(t->from + (i + r) * t->from_row + j + l, lanes), v);
-      if (!t->finish) {
-        vf_store_part(sum, v, lanes);
-        continue;
-      }
-      if (t->bias) v = vf_add(v, vf_load_part(t->bias + j + l, lanes));
-      if (t->pre) vf_store_part(t->pre + at, v, lanes);
-      v = LUNAI_K(activation1)(t->activation, v);
-      if (t->late) v = vf_add(v, vf_load_part(t->c + at, lanes));
-      vf_store_part(t->c + at, v, lanes);
+      if (t->from) v = vf_add(LUNAI_K(get)(t->from + from_at + r * t->from_row + l, left), v);
+      if (t->finish && t->bias) v = vf_add(v, LUNAI_K(get)(t->bias + j + l, left));
+      if (t->finish && t->pre) LUNAI_K(put)(t->pre + c_at + r * t->c_row + l, v, left);
+      if (t->finish) vf_store(tile + r * LUNAI_NR + l, v);
+      else LUNAI_K(put)(t->sum + sum_at + r * t->sum_row + l, v, left);
+    }
+  if (!t->finish) return;
+  if (t->activation != LUNA_ACTIVATION_NONE) LUNAI_K(activate)(t->activation, rows * LUNAI_NR, tile, tile);
+  for (r = 0; r < rows; r++)
+    for (l = 0; l < columns; l += VF) {
+      float *c = t->c + c_at + r * t->c_row + l;
+      const vf v = vf_load(tile + r * LUNAI_NR + l);
+      LUNAI_K(put)(c, t->late ? vf_add(v, LUNAI_K(get)(c, columns - l)) : v, columns - l);
     }
 }
 
@@ -2799,41 +2907,46 @@ LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row,
   return e;
 }
 
-/* m rows of A by the panels of a block; a_gathered: a buffer that a tile's rows of A are copied to first, or null.
-   The tile's rows stay in L1 while the panels stream from L2 and the next tile's rows are prefetched; C is accessed
-   row by row. */
+/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: a buffer that they are copied to, or null. */
+LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
+                                          const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
+  const float *at = a + row * *a_row;
+  const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
+  if (!a_gathered) return at;
+  if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
+    if (tile == 0)
+      LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
+    a_gathered += tile * LUNAI_MR * LUNAI_KA;
+  } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
+  *a_row = *a_column == 1 ? LUNAI_KA : 1;
+  *a_column = *a_column == 1 ? 1 : LUNAI_MR;
+  return a_gathered;
+}
+
+/* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
+   rows are prefetched; C is accessed row by row. */
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                              float *a_gathered,
-                              const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t) {
-  const bool simple = !t->finish || (!t->pre && !t->late && (t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU));
-  const int64_t all = lunai_divide_up(n, LUNAI_NR), narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
-  const int64_t tiles = lunai_divide_up(m - narrow, LUNAI_MR);
+                              float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row,
+                              const lunai_target *t) {
+  const bool plain = t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU;
+  const bool simple = !t->finish || (!t->pre && !t->late && plain);
+  const int64_t all = lunai_divide_up(n, LUNAI_NR);
+  const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   lunai_epilogue e;
-  int64_t i, j, p, x, first[LUNAI_TILES_ABREAST];
-  for (i = 0; i < narrow; i += 2 * LUNAI_MR) {
-    e = LUNAI_K(epilogue_of)(t, i, 0, simple && n == VF ? NULL : edge);
-    LUNAI_K(tile_narrow)(k, a + i * a_row, a_row, a_column, panel, b_row, &e);
-    if (e.c == edge) LUNAI_K(finish_tile)(t, i, 0, 2 * LUNAI_MR, n, edge);
+  int64_t row, rows, j, p, x;
+  for (row = 0; row < narrow; row += 2 * LUNAI_MR) {
+    e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
+    LUNAI_K(tile_narrow)(k, a + row * a_row, a_row, a_column, panel, b_row, &e);
+    if (e.c == edge) LUNAI_K(finish_tile)(t, row, 0, 2 * LUNAI_MR, n, edge);
   }
-  for (i = 0; i < tiles; i++) {
-    const int64_t row = narrow + lunai_share(m - narrow, i, tiles), rows = narrow + lunai_share(m - narrow, i + 1, tiles) - row;
-    const float *at = a + row * a_row, *b = panel, *next = at + rows * a_row;
-    const int64_t coming = lunai_min(rows, m - row - rows);
-    int64_t at_row = a_row, at_column = a_column;
-    if (a_gathered && a_row == 1 && a_column != 1) {
-      if (i % LUNAI_TILES_ABREAST == 0) {
-        for (j = 0; j < LUNAI_TILES_ABREAST && i + j < tiles; j++) first[j] = narrow + lunai_share(m - narrow, i + j, tiles);
-        LUNAI_K(gather_columns)(j, first, m, k, a, a_column, a_gathered);
-      }
-      at = a_gathered + i % LUNAI_TILES_ABREAST * LUNAI_MR * LUNAI_KA;
-      at_column = LUNAI_MR;
-    } else if (a_gathered) {
-      LUNAI_K(gather_rows)(rows, k, at, a_row, a_column, a_gathered);
-      at_row = a_column == 1 ? LUNAI_KA : 1;
-      at_column = a_column == 1 ? 1 : LUNAI_MR;
-      at = a_gathered;
-    }
+  for (; row < m; row += rows) {
+    const float *at, *b = panel, *next;
+    int64_t at_row = a_row, at_column = a_column, coming;
+    rows = LUNAI_K(tile_height)(m - row);
+    at = LUNAI_K(tile_a)(m, k, narrow, row, rows, a, a_gathered, &at_row, &at_column);
+    next = a + (row + rows) * a_row;
+    coming = lunai_min(rows, m - row - rows);
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (a_column == 1)
@@ -3126,10 +3239,14 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
   }
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
-LUNAI_MAP(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
-          vf_fma(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x)), LUNAI_GET(dx)))
-LUNAI_MAP(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
-          vf_mul(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x))))
+LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
+          vf_fma(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x)), add ? LUNAI_GET(dx) : vf_zero()))
+LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, const float *dy, float *dx) {
+  LUNAI_K(activate_grad)(kind, n, x, dy, true, dx);
+}
+LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
+  LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
+}
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
@@ -3227,15 +3344,16 @@ LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const f
 }
 
 LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL); }
-LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_PRODUCT, n, x, x, NULL, 0, 0, NULL); }
-LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) {
-  return (float)LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
+LUNAI_FN double LUNAI_K(products)(int64_t n, const float *a, const float *b) {
+  return LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
 }
+LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(products)(n, x, x); }
+LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LUNAI_K(products)(n, a, b); }
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
 /* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
-LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -3373,42 +3491,10 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 }
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n ---- */
-LUNAI_FN void LUNAI_K(cross_entropy_row)(const lunai_cross_entropy *a, int64_t row) {
-  const float *logits = a->logits + row * a->logits_row;
-  const int64_t label = a->labels[row] - a->first;
-  const bool last = a->first + a->columns == a->classes;
-  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-  float shift;
-  if (a->first == 0) {
-    s->exps = s->logits = 0;
-    s->shift = (float)-INFINITY;
-    s->label = 0;
-  }
-  shift = LUNAI_K(softmax_shift)(a->columns, logits, s->shift);
-  if (s->exps != 0 && shift > s->shift) s->exps *= (double)LUNAI_K(exp1)(s->shift - shift);
-  s->exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
-  if (shift != 0 || s->exps != 0) s->shift = shift;
-  if (a->smoothing > 0) s->logits += LUNAI_K(sum)(a->columns, logits);
-  if (label >= 0 && label < a->columns) s->label = logits[label];
-  if (last) {
-    const double log_sum = s->exps > 0 ? (double)LUNAI_K(log1)((float)s->exps) : s->exps == 0 ? -(double)INFINITY : s->exps;
-    const double off = (double)shift - (double)s->label;
-    double result = log_sum + off;
-    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
-    a->loss[row] = (float)result;
-  }
+/* sum of exp(x - shift) */
+LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
+  return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
 }
-LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
-  int64_t row;
-  for (row = 0; row < a->rows; row++)
-    if (a->labels[row] >= 0) LUNAI_K(cross_entropy_row)(a, row);
-    else {
-      a->loss[row] = 0;
-      if (a->lse) a->lse[row] = 0;
-    }
-}
-
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
@@ -3694,7 +3780,47 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #undef LUNAI_GET
 #undef LUNAI_PUT
 
-#endif /* LUNAI_PASS */
+#else /* !LUNAI_PASS */
+
+/* ---- cross-entropy, driver ---- */
+LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
+  const float *logits = a->logits + row * a->logits_row;
+  const int64_t label = a->labels[row] - a->first;
+  const bool last = a->first + a->columns == a->classes;
+  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
+  float shift;
+  if (a->first == 0) {
+    s->exps = s->logits = 0;
+    s->shift = (float)-INFINITY;
+    s->label = 0;
+  }
+  shift = kernels->softmax_shift(a->columns, logits, s->shift);
+  if (s->exps != 0 && shift > s->shift) s->exps *= kernels->sum_exp(1, &s->shift, shift);
+  s->exps += kernels->sum_exp(a->columns, logits, shift);
+  if (shift != 0 || s->exps != 0) s->shift = shift;
+  if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
+  if (label >= 0 && label < a->columns) s->label = logits[label];
+  if (last) {
+    const double log_sum = s->exps > 0 ? (double)kernels->log1((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
+                 s->exps;
+    const double off = (double)shift - (double)s->label;
+    double result = log_sum + off;
+    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
+    a->loss[row] = (float)result;
+  }
+}
+LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_cross_entropy *a) {
+  int64_t row;
+  for (row = 0; row < a->rows; row++)
+    if (a->labels[row] >= 0) lunai_cross_entropy_row(kernels, a, row);
+    else {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
+    }
+}
+
+#endif
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
@@ -4006,9 +4132,21 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
+/* see below */
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
+  return a->patterns || (backward && a->grad_lse);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward);
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch);
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch);
+
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, backward)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -4157,6 +4295,10 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, false)) {
+    lunai_run_sparse(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_attention_task, &w);
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
@@ -4305,6 +4447,10 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
+  if (lunai_is_sparse(a, true)) {
+    lunai_run_sparse_backward(kernels, a, parallel, scratch);
+    return;
+  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
@@ -4312,6 +4458,558 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
 }
+#endif
+
+/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
+   those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
+#ifndef LUNAI_PASS
+#define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
+
+/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
+typedef struct lunai_sparse {
+  const lunai_attention *a;
+  const luna_attention_pattern *p;
+  int64_t queries, keys, left, right, blocks;
+  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
+  int64_t numbers;
+} lunai_sparse;
+typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
+typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
+
+LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
+  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
+  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
+  lunai_sparse s;
+  s.a = a;
+  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
+  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
+  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
+  s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
+  s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
+  if (a->causal) s.right = lunai_min(s.right, 0);
+  s.blocks = lunai_max(s.p->blocks, 1);
+  s.q = b * a->q_batch + h * a->q_head;
+  s.k = b * a->k_batch + h * a->k_head;
+  s.v = b * a->v_batch + h * a->v_head;
+  s.out = b * a->out_batch + h * a->out_head;
+  s.row = b * a->queries * a->heads + h;
+  s.numbers = s.p->key_order ? s.p->key_count : a->keys;
+  s.element = pair * a->queries * s.numbers;
+  return s;
+}
+/* its first query's number; of s->blocks: the end */
+LUNAI_FN int64_t lunai_sparse_first(const lunai_sparse *s, int64_t block) {
+  return s->p->blocks ? s->p->queries[block] : block * s->a->queries;
+}
+/* the rows of up to `limit` of a block's queries from number *at on, which moves; how many */
+LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int64_t *at, int64_t limit, int32_t *rows) {
+  const int64_t end = lunai_sparse_first(s, block + 1);
+  int64_t n = 0;
+  for (; *at < end && n < limit; ++*at) {
+    const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
+    if (row < s->queries) rows[n++] = (int32_t)row;
+  }
+  return n;
+}
+/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
+                                   lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
+  int64_t n = 0;
+  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
+  for (; at->run < end; at->run++, at->at = 0) {
+    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
+        last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
+    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
+    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
+    int64_t f = first + at->at, stop = last;
+    if (!s->p->key_order) {
+      f = lunai_max(f, from);
+      stop = lunai_min(last, lunai_min(s->keys, to + 1));
+      if (!keys && stop > f) n += stop - f, f = stop;
+    }
+    for (; f < stop; f++) {
+      const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
+      if (row >= s->keys || row < from || row > to) continue;
+      if (n == limit) {
+        at->at = f - first;
+        return n;
+      }
+      if (keys) keys[n].row = (int32_t)row, keys[n].number = (int32_t)f, keys[n].whole = whole;
+      n++;
+    }
+  }
+  return n;
+}
+LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const lunai_key *key) {
+  const int64_t distance = key->row - query;
+  return key->whole || (distance >= -s->left && distance <= s->right && !(s->p->not_self && distance == 0));
+}
+
+/* what queries get that no block has */
+LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
+  const lunai_sparse s = lunai_sparse_at(a, pair);
+  int64_t i = s.p->blocks ? 0 : s.queries;
+  for (; i < a->queries; i++) {
+    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+  }
+}
+
+/* up to LUNAI_RUN queries of a block */
+typedef struct lunai_sparse_run {
+  int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
+  int64_t width, low, high;             /* how many; the least and the greatest row */
+  bool together;                        /* they follow one another */
+  int32_t row[LUNAI_RUN];
+} lunai_sparse_run;
+
+/* a tile of a run's queries, and those keys of a part that one of them may see */
+typedef struct lunai_sparse_tile {
+  const int32_t *row;
+  int64_t first, low, high;             /* first: its number in the run */
+  int64_t key;                          /* its first key's number in the part */
+  const lunai_key *keys;
+  bool together, in_order;              /* queries, and keys, that follow one another; of such keys none is whole */
+  lunai_tile t;
+} lunai_sparse_tile;
+
+typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
+  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *clean, *score_panels, *slope_panels, *values, *product;
+  float *out, *part, *stats, *state;
+  lunai_key *key;
+} lunai_sparse_space;
+
+/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
+typedef struct lunai_sparse_part {
+  lunai_sparse s;
+  lunai_sparse_run run;
+  int64_t n;
+  lunai_key *key;
+  float *q, *k, *v;
+} lunai_sparse_part;
+
+typedef struct lunai_sparse_work {
+  const lunai_kernels *kernels;
+  const lunai_attention *a;
+  char *scratch;
+  size_t thread_bytes;
+  int64_t tile;                         /* queries of a tile */
+  bool backward, copied;                /* copied: by lists, rows may not follow one another */
+  lunai_sparse_part *parts;             /* backward: of this wave */
+  int64_t wave, count;
+  int64_t pair, limit;                  /* where the next part begins: */
+  lunai_key_cursor cursor;
+  lunai_sparse s;
+  lunai_sparse_run walk;
+} lunai_sparse_work;
+
+LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, bool together, int64_t *low, int64_t *high) {
+  int64_t i;
+  *low = row[0];
+  *high = row[together ? n - 1 : 0];
+  for (i = 1; i < n && !together; i++) {
+    *low = lunai_min(*low, row[i]);
+    *high = lunai_max(*high, row[i]);
+  }
+}
+/* the next queries of the head; false after the last. A walk begins with block 0, at -1. */
+LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) {
+  for (; r->block < s->blocks; r->block++, r->at = -1) {
+    if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
+    r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
+    if (r->width == 0) continue;
+    r->together = !s->p->query_order;
+    lunai_sparse_bounds(r->width, r->row, r->together, &r->low, &r->high);
+    return true;
+  }
+  return false;
+}
+/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
+LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_run *r) {
+  lunai_key_cursor cursor = { 0, 0 };
+  const int64_t keys = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+  return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
+}
+LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
+  int64_t i;
+  for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
+  return i == n;
+}
+/* of a part's n keys; t.depth 0: it sees none of them */
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first,
+                                                int64_t width, int64_t n, const lunai_key *key,
+                                                bool in_order) {
+  lunai_sparse_tile q;
+  memset(&q, 0, sizeof q);
+  q.in_order = in_order;
+  q.row = r->row + first;
+  q.first = first;
+  q.together = r->together;
+  q.t.width = q.t.length = lunai_min(width, r->width - first);
+  lunai_sparse_bounds(q.t.width, q.row, q.together, &q.low, &q.high);
+  if (in_order) {
+    q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
+    n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
+  }
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right))
+    q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right))
+    n--;
+  q.keys = key + q.key;
+  q.t.depth = q.t.lines = n - q.key;
+  q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
+  q.t.q_step = 1;
+  return q;
+}
+
+LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
+  const lunai_kernels *kernels = w->kernels;
+  const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
+  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  m->scores = lunai_take(&scratch, w->tile * depth);
+  m->slopes = lunai_take(&scratch, back * w->tile * depth);
+  m->mask = lunai_take(&scratch, masked * w->tile * depth);
+  m->mask_row = lunai_take(&scratch, masked * depth);
+  m->q = lunai_take(&scratch, copied * LUNAI_RUN * d);
+  m->grad = lunai_take(&scratch, copied * back * LUNAI_RUN * dv);
+  m->k = lunai_take(&scratch, copied * depth * d);
+  m->v = lunai_take(&scratch, copied * depth * dv);
+  m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
+  m->score_panels = lunai_take(&scratch, (back ? 1 : tiles) * lunai_panels_size(kernels, w->tile, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, w->tile, dv));
+  m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), w->tile));
+  m->out = lunai_take(&scratch, copied * (1 - back) * LUNAI_RUN * dv);
+  m->part = lunai_take(&scratch, (1 - back) * w->tile * dv);
+  m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
+  m->state = lunai_take(&scratch, tiles * 3 * LUNAI_TILE);
+  m->key = (lunai_key *)(void *)lunai_take(&scratch, depth * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+  return scratch;
+}
+LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a,
+                                   int64_t threads,
+                                   bool backward, void *scratch) {
+  lunai_sparse_space space;
+  char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
+  int64_t i;
+  memset(w, 0, sizeof *w);
+  w->kernels = kernels;
+  w->a = a;
+  w->backward = backward;
+  w->tile = LUNAI_TILE;
+  for (i = 0; i < a->pattern_count; i++) {
+    if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
+    if (a->patterns[i].blocks) w->copied = true;
+  }
+  w->scratch = at;
+  w->thread_bytes = (size_t)(lunai_sparse_layout(w, at, &space) - at);
+  at += (size_t)threads * w->thread_bytes;
+  w->wave = backward ? 2 * threads : 0;
+  w->parts = (lunai_sparse_part *)(void *)at;
+  at += lunai_round((size_t)w->wave * sizeof *w->parts);
+  for (i = 0; i < w->wave; i++) {
+    float *q = lunai_take(&at, LUNAI_RUN * a->head_dim), *k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
+    float *v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
+    float *key = lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
+    if (!scratch) continue;
+    w->parts[i].q = q;
+    w->parts[i].k = k;
+    w->parts[i].v = v;
+    w->parts[i].key = (lunai_key *)(void *)key;
+  }
+  w->pair = -1;
+  return (size_t)(at - start);
+}
+
+/* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
+LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x,
+                                           int64_t *x_row, float *to) {
+  int64_t i;
+  for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
+  if (i >= n) return x + row[0] * *x_row;
+  for (i = 0; i < n; i++) memcpy(to + i * width, x + row[i * apart] * *x_row, (size_t)width * sizeof(float));
+  *x_row = width;
+  return to;
+}
+#define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
+
+/* what a query does not see becomes `value`; returns whether there was any */
+LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, float *x, float value) {
+  const int64_t width = q->t.width;
+  bool any = false;
+  int64_t i, j;
+  for (j = 0; j < q->t.depth; j++) {
+    const lunai_key *key = &q->keys[j];
+    float *line = x + j * q->t.k_step;
+    if (q->in_order && !s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right) {
+      j += q->low + s->right - key->row; /* up to the last key that all see */
+      continue;
+    }
+    const int64_t self = key->row - q->low;
+    if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
+    if (q->together) {
+      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)),
+          to = lunai_max(from, lunai_min(self + s->left + 1, width));
+      for (i = 0; i < from; i++) line[i] = value;
+      for (i = to; i < width; i++) line[i] = value;
+      any = any || from > 0 || to < width;
+      if (!s->p->not_self || self < 0 || self >= width) continue;
+      line[self] = value;
+      any = true;
+    } else
+      for (i = 0; i < width; i++)
+        if (!lunai_sparse_sees(s, q->row[i], key)) {
+          line[i] = value;
+          any = true;
+        }
+  }
+  return any;
+}
+/* adds what finite_copy left out to the queries that see it */
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
+                                    const float *v, int64_t v_row, float *part,
+                                    int64_t part_row) {
+  int64_t i, j, c;
+  for (j = 0; j < q->t.depth; j++)
+    for (c = 0; c < n; c++)
+      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
+        for (i = 0; i < q->t.width; i++)
+          if (lunai_sparse_sees(s, q->row[i], &q->keys[j]))
+            part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
+}
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                float *row, float *mask) {
+  int64_t i, j, end;
+  for (i = 0; i < q->t.width; i++) {
+    for (j = 0; j < q->t.depth; j = end) {
+      for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
+      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+    }
+    for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
+  }
+  lunai_tile_pad(&q->t, mask, 0);
+}
+
+/* what a run keeps from part to part */
+typedef struct lunai_sparse_rows_at {
+  float *out;
+  int64_t out_row;
+  bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
+} lunai_sparse_rows_at;
+LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                        const lunai_sparse_run *r, int64_t n,
+                                        lunai_sparse_rows_at *x) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, step = lunai_panels_size(kernels, w->tile, d);
+  int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
+  const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
+  float *mask = a->dropout.threshold ? m->mask : NULL;
+  if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
+  kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
+  for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
+    const bool merge = x->seen[tile];
+    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
+        *out = x->out + first * x->out_row, *part = merge ? m->part : out;
+    const int64_t part_row = merge ? dv : x->out_row;
+    if (q.t.depth == 0) continue;
+    x->seen[tile] = true;
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale,
+                       m->scores);
+    lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
+    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
+                        n * kernels->nr, kernels->nr, 1, part,
+                        part_row, false);
+    if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
+    if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
+  }
+}
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
+                                       const lunai_sparse_run *r) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r),
+      step = lunai_panels_size(kernels, w->tile, d);
+  lunai_key_cursor cursor = { 0, 0 };
+  lunai_sparse_rows_at x;
+  const float *q;
+  int64_t q_row, n, first, i;
+  memset(x.seen, 0, sizeof x.seen);
+  q_row = a->q_row;
+  q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
+  x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
+  x.out_row = r->together ? a->out_row : dv;
+  for (first = 0; first < r->width; first += w->tile)
+    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, q + first * q_row, 1, q_row,
+                         m->score_panels + first / w->tile * step);
+  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
+    lunai_sparse_part_forward(w, m, s, r, n, &x);
+  for (i = 0; i < r->width; i++) {
+    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
+    const bool seen = x.seen[i / w->tile];
+    bool none;
+    if (i % w->tile == 0 && seen)
+      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
+    none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
+    if (none) memset(row, 0, (size_t)dv * sizeof(float));
+    else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
+    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+  }
+}
+LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const int64_t pairs = w->a->batch * w->a->heads;
+  int64_t pair, count = 0;
+  lunai_sparse_space space;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (pair = 0; pair < pairs; pair++) {
+    const lunai_sparse s = lunai_sparse_at(w->a, pair);
+    lunai_sparse_run r;
+    r.block = 0;
+    for (r.at = -1; lunai_sparse_next_run(&s, &r); count++)
+      if (count % threads == thread) lunai_sparse_run_forward(w, &space, &s, &r);
+  }
+}
+LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
+  int64_t pair;
+  for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
+}
+LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                     bool backward) {
+  lunai_sparse_work w;
+  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
+}
+LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                               void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
+  lunai_run(parallel, lunai_sparse_clear_task, &w);
+  lunai_run(parallel, lunai_sparse_task, &w);
+}
+
+/* backward: the next run's next keys; false after the last */
+LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
+  for (;;) {
+    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit,
+                                           part->key) : 0;
+    part->s = w->s;
+    part->run = w->walk;
+    if (part->n > 0) return true;
+    while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
+      if (++w->pair >= w->a->batch * w->a->heads) return false;
+      w->s = lunai_sparse_at(w->a, w->pair);
+      w->walk.block = 0;
+      w->walk.at = -1;
+    }
+    w->limit = lunai_sparse_limit(&w->s, &w->walk);
+    w->cursor.run = w->cursor.at = 0;
+  }
+}
+/* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                 float *lse, float *delta) {
+  const lunai_attention *a = w->a;
+  int64_t i;
+  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
+  for (i = 0; i < q->t.width; i++) {
+    const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
+    lse[i] = a->lse[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  }
+}
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
+                                         const lunai_sparse_part *part) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_attention *a = w->a;
+  const lunai_sparse *s = &part->s;
+  const lunai_sparse_run *r = &part->run;
+  const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
+  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first;
+  const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
+  const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
+  const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
+  const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
+  const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
+  memset(part->k, 0, (size_t)(n * d) * sizeof(float));
+  memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
+  if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
+  kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
+  for (first = 0; first < r->width; first += w->tile) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key, in_order);
+    const lunai_tile *t = &q.t;
+    const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
+    if (t->depth == 0) continue;
+    kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
+    kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
+    lunai_tile_product(kernels, t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
+    lunai_tile_product(kernels, t, dv, NULL, 0, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
+    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
+    lunai_sparse_stats(w, s, &q, lse, delta);
+    kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
+    if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
+    if (a->grad_v)
+      lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
+                                 true);
+    if (a->grad_k)
+      lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
+                                 true);
+    if (a->grad_q)
+      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr,
+                          n * kernels->nr, kernels->nr, a->scale,
+                          part->q + first * d, d, false);
+  }
+}
+LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  lunai_sparse_space space;
+  int64_t i;
+  lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
+  for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
+}
+/* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n,
+                               const int32_t *row, int64_t apart, int64_t width,
+                               const float *from, float *to, int64_t to_row) {
+  int64_t i;
+  for (i = 0; to && i < n; i++) {
+    const int64_t at = row[i * apart];
+    if (at / 16 % threads == thread) w->kernels->add(width, to + at * to_row, from + i * width, to + at * to_row);
+  }
+}
+LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sparse_work *w = (const lunai_sparse_work *)work;
+  const lunai_attention *a = w->a;
+  int64_t i;
+  for (i = 0; i < w->count; i++) {
+    const lunai_sparse_part *p = &w->parts[i];
+    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
+                     lunai_offset(a->grad_q, p->s.q), a->q_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
+                     lunai_offset(a->grad_k, p->s.k), a->k_row);
+    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
+                     lunai_offset(a->grad_v, p->s.v), a->v_row);
+  }
+}
+LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                        const lunai_parallel *parallel, void *scratch) {
+  lunai_sparse_work w;
+  lunai_sparse_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
+  do {
+    for (w.count = 0; w.count < w.wave && lunai_sparse_next_part(&w, &w.parts[w.count]); w.count++);
+    lunai_run(parallel, lunai_sparse_backward_task, &w);
+    lunai_run(parallel, lunai_sparse_gather_task, &w);
+  } while (w.count == w.wave);
+}
+#undef LUNAI_KEYS_APART
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
@@ -4624,11 +5322,19 @@ LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state
 }
 
 LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
-  vf sum = vf_zero();                /* of 0 x: 0 as long as every x is finite */
+  const vf zero = vf_zero();
+  vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row)
-    for (i = 0; i < n; i += VF) sum = vf_fma(LUNAI_K(get)(x + i, n - i), vf_zero(), sum);
-  return vf_sum(sum) == 0;
+  for (t = 0; t < rows; t++, x += x_row) {
+    for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
+      sum0 = vf_fma(vf_load(x + i), zero, sum0);
+      sum1 = vf_fma(vf_load(x + i + VF), zero, sum1);
+      sum2 = vf_fma(vf_load(x + i + 2 * VF), zero, sum2);
+      sum3 = vf_fma(vf_load(x + i + 3 * VF), zero, sum3);
+    }
+    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(x + i, n - i), zero, sum0);
+  }
+  return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
 LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
@@ -5325,6 +6031,7 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #else /* !LUNAI_PASS */
@@ -5348,9 +6055,13 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #define LUNAI_ISA_WASM 6
 
 #if !defined(LUNA_NO_SIMD) && !defined(LUNAI_DOUBLE) && !defined(__CUDACC__)
-#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
+#if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
+  (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
 #include <immintrin.h>
+#ifdef LUNAI_MSVC
+#include <intrin.h>
+#endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define LUNAI_NEON
 #include <arm_neon.h>
@@ -5373,7 +6084,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
 
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
@@ -5384,7 +6096,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
@@ -5397,7 +6110,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
-#ifdef __clang__
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
@@ -5419,18 +6133,32 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #endif
 
 #ifdef LUNAI_X86
+#ifdef LUNAI_MSVC
+LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
+  int r[4];
+  __cpuidex(r, (int)leaf, (int)part);
+  memcpy(out, r, sizeof r);
+}
+LUNAI_FN uint32_t lunai_xgetbv(void) { return (uint32_t)_xgetbv(0); }
+#else
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(part));
 }
+LUNAI_FN uint32_t lunai_xgetbv(void) {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+#endif
 /* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
    context switch */
 LUNAI_FN int lunai_isa_detect(void) {
-  uint32_t r[4], low, high;
+  uint32_t r[4], low;
   lunai_cpuid(0, 0, r);
   if (r[0] < 7) return LUNA_ISA_SSE2;
   lunai_cpuid(1, 0, r);
   if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNA_ISA_SSE2; /* OSXSAVE, FMA */
-  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
   if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNA_ISA_SSE2;
   if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
@@ -5451,7 +6179,12 @@ LUNAI_FN int lunai_isa_detect(void) {
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
 LUNA_API luna_isa luna_isa_best(void) {
-#if defined(__GNUC__) || defined(__clang__)
+#if defined(LUNAI_MSVC)
+  static volatile int known;
+  int isa = known;
+  if (isa == 0) known = isa = lunai_isa_detect();
+  return (luna_isa)isa;
+#elif defined(__GNUC__) || defined(__clang__)
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (isa == 0) {
@@ -5528,6 +6261,37 @@ LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32
   d.threshold = lunai_dropout_threshold(probability);
   d.keep = 1.0f / (1.0f - probability);
   return d;
+}
+
+/* --- sparse attention: which keys a query sees --- */
+/* whether patterns are valid for these sizes */
+LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
+  const int64_t numbered = p->key_order ? p->key_count : keys;
+  int64_t i;
+  if (p->blocks == 0) return !p->query_order && !p->key_order;
+  if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
+      p->key_count > INT32_MAX) return false;
+  if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
+  for (i = 0; i < p->blocks; i++)
+    if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
+  if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
+  for (i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
+    if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
+      return false;
+  for (i = 0; p->query_order && i < p->queries[p->blocks]; i++)
+    if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
+  for (i = 0; p->key_order && i < p->key_count; i++)
+    if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
+  return true;
+}
+LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
+                                      int64_t heads, int64_t queries, int64_t keys) {
+  int64_t i;
+  if (!patterns) return count == 0;
+  if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
+    return false;
+  for (i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
+  return true;
 }
 
 #define LUNAI_ERROR(id, status, sentence) sentence,
@@ -5700,6 +6464,12 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
+    return LUNA_BAD_ARGUMENT;
+  for (b = 0; b < args->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+      return LUNA_BAD_ARGUMENT;
   a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
   a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
   a->head_dim = args->head_dim; a->value_dim = value_dim;
@@ -5709,6 +6479,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
   a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
   a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
+  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -5787,6 +6558,79 @@ LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kern
       }
 }
 
+/* Without scratch, and the reference: one query at a time, its keys in parts. */
+#define LUNAI_KEY_PART 64
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
+                                   } lunai_sparse_walk;
+/* the next key that a query of a block sees, or null; the walk starts as zeros */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+  for (;;) {
+    for (; w->i < w->n; w->i++)
+      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+    w->i = 0;
+    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    if (w->n == 0) return NULL;
+  }
+}
+LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query,
+                                  const lunai_key *key) {
+  const lunai_attention *a = s->a;
+  return a->scale * kernels->dot(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+}
+LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(out, 0, (size_t)a->value_dim * sizeof(float));
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float score = lunai_sparse_score(kernels, s, query, key);
+    if (!(score <= max)) max = score;
+  }
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - max);
+    total += p;
+    kernels->scale_add(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
+                       a->v + s->v + key->row * a->v_row, out);
+  }
+  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
+  if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
+}
+LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block,
+                                        int64_t query) {
+  const lunai_attention *a = s->a;
+  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const float *g = a->grad_out + out;
+  const float mean = kernels->dot(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
+    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - a->lse[at]);
+    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float ds = a->scale * p * (mask * kernels->dot(a->value_dim, g, a->v + v) - mean);
+    if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + k, a->grad_q + q);
+    if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + q, a->grad_k + k);
+    if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + v);
+  }
+}
+LUNAI_FN void lunai_sparse_rows(const lunai_kernels *kernels, const lunai_attention *a, bool backward) {
+  int64_t pair, block;
+  for (pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_sparse s = lunai_sparse_at(a, pair);
+    if (!backward) lunai_sparse_clear(a, pair);
+    for (block = 0; block < s.blocks; block++) {
+      int64_t at = lunai_sparse_first(&s, block);
+      int32_t query;
+      while (lunai_sparse_queries(&s, block, &at, 1, &query))
+        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(kernels, &s, block, query);
+    }
+  }
+}
+
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   int64_t threads;
@@ -5816,6 +6660,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
   if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
+  else if (lunai_is_sparse(&a, backward)) lunai_sparse_rows(kernels, &a, backward);
   else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
   return LUNA_OK;
 }
@@ -6591,7 +7436,7 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 /* ----------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
 #define LUNAI_NO_POOL
 #elif defined(_WIN32)
 #ifndef WIN32_LEAN_AND_MEAN
@@ -6648,18 +7493,44 @@ struct lunai_pool {
   uint64_t ticket;                   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds nothing left */
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  int sleepers;                      /* atomic */
+  uint32_t sleepers;                 /* atomic */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
-  bool stop;
+  uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
   lunai_condition wake;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(LUNAI_MSVC)
+  YieldProcessor();
+#elif defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #endif
 }
+
+/* atomics, sequentially consistent */
+#ifdef LUNAI_MSVC
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
+  const bool same = was == *expected;
+  *expected = was;
+  return same;
+}
+#else
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+  return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+#endif
 
 LUNAI_FN int lunai_cores(void) {
 #ifdef _WIN32
@@ -6672,15 +7543,15 @@ LUNAI_FN int lunai_cores(void) {
 #endif
 }
 
-LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(__atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST) >> 32); }
+LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_load64(&pool->ticket) >> 32); }
 
 /* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
-  uint64_t ticket = __atomic_load_n(&pool->ticket, __ATOMIC_SEQ_CST);
-  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < __atomic_load_n(&pool->count, __ATOMIC_SEQ_CST)) {
-    if (!__atomic_compare_exchange_n(&pool->ticket, &ticket, ticket + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+  uint64_t ticket = lunai_load64(&pool->ticket);
+  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
+    if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    __atomic_add_fetch(&pool->done, 1, __ATOMIC_SEQ_CST);
+    lunai_add32(&pool->done, 1);
     ticket++;
   }
 }
@@ -6696,13 +7567,13 @@ LUNAI_FN void lunai_worker_run(lunai_worker *self) {
     }
     if (spins == LUNAI_SPINS) {
       lunai_mutex_lock(&pool->mutex);
-      __atomic_add_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, 1);
       while (lunai_pool_call(pool) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
-      __atomic_sub_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+      lunai_add32(&pool->sleepers, UINT32_MAX);
       lunai_mutex_unlock(&pool->mutex);
     }
     seen = lunai_pool_call(pool);
-    if (__atomic_load_n(&pool->stop, __ATOMIC_SEQ_CST)) return;
+    if (lunai_load32(&pool->stop)) return;
     lunai_pool_work(pool, seen);
   }
 }
@@ -6724,12 +7595,12 @@ LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->proc
 /* a new call of `count` tasks; returns its number */
 LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
   const uint32_t call = lunai_pool_call(pool) + 1;
-  __atomic_store_n(&pool->done, 0, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->done, 0);
   /* so that no thread pairs the new count with the old call */
-  __atomic_store_n(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->count, count, __ATOMIC_SEQ_CST);
-  __atomic_store_n(&pool->ticket, (uint64_t)(call + 1) << 32, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
+  lunai_store64(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX);
+  lunai_store32(&pool->count, count);
+  lunai_store64(&pool->ticket, (uint64_t)(call + 1) << 32);
+  if (lunai_load32(&pool->sleepers) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
   lunai_mutex_lock(&pool->mutex);
   lunai_condition_wake(&pool->wake);
   lunai_mutex_unlock(&pool->mutex);
@@ -6743,7 +7614,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (__atomic_load_n(&pool->done, __ATOMIC_SEQ_CST) != (uint32_t)count) {
+  while (lunai_load32(&pool->done) != (uint32_t)count) {
     lunai_pause();
     if (++spins > LUNAI_SPINS) lunai_yield();
   }
@@ -6752,7 +7623,7 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   int64_t i;
   if (!lunai_pool_has_workers(pool)) return;
-  __atomic_store_n(&pool->stop, true, __ATOMIC_SEQ_CST);
+  lunai_store32(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
@@ -6880,7 +7751,9 @@ struct luna_ctx {
   uint64_t backwards;                /* luna_backward calls that succeeded */
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
+  luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
 };
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
 #ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
@@ -7159,6 +8032,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
@@ -7380,6 +8254,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
+    lunai_graph_flush(ctx, "memory of its work was given back");
     while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
     arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
   }
@@ -7402,6 +8277,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   void *self;
   int i;
   if (!ctx) return;
+  while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
   if (ctx->pool) lunai_pool_close(ctx->pool);
 #endif
@@ -7523,7 +8399,6 @@ LUNA_API const char *luna_error(const luna_ctx *ctx) {
 }
 #endif
 LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
-LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
@@ -8707,7 +9582,7 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
-   log-sum-exp. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head, scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
@@ -8731,6 +9606,13 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
+  a->patterns = op->arg.attention.patterns;
+  a->pattern_count = op->arg.attention.pattern_count;
+  if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
+  a->lse = op->out[1]->data;
+  a->sums = NULL;
+  a->grad_lse = op->out[1]->grad;
+  a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 
@@ -8876,23 +9758,26 @@ LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
     w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
 }
-LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
+LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                    const luna_update *table, int64_t count) {
+  luna_step_state *state = rule->state;
   lunai_norm_work w;
   double sum = 0;
   int64_t p, at, i;
   w.kernels = ctx->kernels;
   for (p = 0; p < count; p++) {
-    const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
+    const int64_t size = parts[p].frozen ? 0 : parts[p].count;
     for (at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
-      w.x = parameters[p]->grad + at;
+      w.x = parts[p].grad + at;
       w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
       lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
       for (i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
     }
   }
+  (void)table;
   state->norm = (float)sqrt(sum);
   state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
-  state->factor = clip > 0 && state->norm > clip ? clip / state->norm : 1.0f;
+  state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
@@ -8941,32 +9826,40 @@ LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   w->update.alpha = (1 - whole.beta1) / whole.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
-LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) {
-  const luna_step_state *state = update->state;
+LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
+  const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
   lunai_update_work w;
   int i;
-  if (state->nonfinite) return lunai_cpu_zero(ctx, update->parameter->grad, (size_t)luna_count(update->parameter) * sizeof(float));
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
-  w.kind = update->kind;
-  w.update.value = update->parameter->data;
-  w.update.grad = update->parameter->grad;
-  for (i = 0; i < 3; i++) w.update.moment[i] = update->moment[i];
-  w.update.count = luna_count(update->parameter);
-  w.update.lr = state->lr * update->lr;
+  w.kind = rule->kind;
+  w.update.value = part->value;
+  w.update.grad = part->grad;
+  for (i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
+  w.update.count = part->count;
+  w.update.lr = state->lr * part->lr;
   w.update.factor = state->factor;
-  w.update.decay = update->decay;
-  w.update.momentum = update->momentum;
-  w.update.nesterov = update->nesterov;
-  w.update.coupled = update->kind == LUNA_OPTIMIZER_ADAM;
-  w.update.beta1 = update->beta1;
-  w.update.beta2 = update->beta2;
-  w.update.epsilon = update->epsilon;
-  w.update.correction1 = (float)(1 - pow((double)update->beta1, t));
-  w.update.correction2 = (float)(1 - pow((double)update->beta2, t));
+  w.update.decay = part->decay;
+  w.update.momentum = rule->momentum;
+  w.update.nesterov = rule->nesterov;
+  w.update.coupled = rule->kind == LUNA_OPTIMIZER_ADAM;
+  w.update.beta1 = rule->beta1;
+  w.update.beta2 = rule->beta2;
+  w.update.epsilon = rule->epsilon;
+  w.update.correction1 = (float)(1 - pow((double)rule->beta1, t));
+  w.update.correction2 = (float)(1 - pow((double)rule->beta2, t));
   if (w.kind == LUNA_OPTIMIZER_APOLLO) lunai_apollo_curvature(ctx, &w);
   lunai_run(w.update.count > LUNAI_SPLIT ? &ctx->parallel : NULL, lunai_update_task, &w);
+}
+LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  int64_t p;
+  (void)table;
+  for (p = 0; p < count; p++) {
+    if (!parts[p].frozen && !rule->state->nonfinite) lunai_cpu_update_one(ctx, rule, &parts[p]);
+    else if (parts[p].count) memset(parts[p].grad, 0, (size_t)parts[p].count * sizeof(float));
+  }
   return LUNA_OK;
 }
 
@@ -8978,6 +9871,7 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_update *update) 
   { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  NULL, NULL, NULL, NULL,
   {
     LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
@@ -9011,7 +9905,8 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0))
+                 LUNA_SETS_GRAD(0)),
+    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
   }
 };
 #undef LUNAI_CPU_EACH
@@ -9925,6 +10820,372 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 #endif /* !LUNA_NO_TRAIN */
 
 /* ----------------------------------------------------------------------------------------------------------------------
+   >>graphs
+   Between begin and end the context's backend is a graph's own table, which notes calls: each is a record of a copy of
+   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At the
+   end the records are run: as they are; or while the device records them, with those copies made from one place there;
+   or not at all, where a recording with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
+   ---------------------------------------------------------------------------------------------------------------------- */
+typedef enum lunai_call_kind {
+  LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
+  LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
+} lunai_call_kind;
+typedef struct lunai_call {
+  lunai_call_kind kind;
+  size_t size;                       /* bytes, with the op and the tensors that follow */
+  void *to;                          /* copy, zero */
+  const void *from;                  /* within the device; null: the value at `value` */
+  size_t bytes, value;
+  luna_step_state *state;            /* begin, check */
+  bool training, stepped;
+  luna_rule rule;                    /* norm, update */
+  const luna_update *parts, *table;
+  int64_t count;
+} lunai_call;
+typedef struct lunai_bytes { char *at; size_t used, room, needed; } lunai_bytes; /* needed: had there been room */
+struct luna_graph {
+  luna_ctx *ctx;
+  luna_graph *next;
+  const luna_backend *device;        /* the real table */
+  luna_backend table;
+  lunai_bytes calls, values;
+  char *inputs;                      /* on the device: the values of a step */
+  size_t inputs_size;
+  void *recording;
+  uint64_t hash, last, recorded;     /* of this step, the one before, the recording */
+  bool through;                      /* in this step calls run at once */
+  bool customs;                      /* it has noted a custom op, whose state ends with the next begin */
+  luna_status status;                /* of what ran before the end */
+  const char *reason;
+};
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
+  return !ctx ? NULL : ctx->graph ? ctx->graph->device : ctx->backend;
+}
+
+LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
+  uint64_t word;
+  size_t at;
+  for (at = 0; at < size; at += sizeof word) {
+    word = 0;
+    memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
+    g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
+    g->hash ^= g->hash >> 29;
+  }
+}
+LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
+LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) { lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value); }
+
+/* room for `size` bytes more; null where there is none, or where it would not be used */
+LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
+  char *at = bytes->at + bytes->used;
+  size = (size + 15) / 16 * 16;
+  bytes->needed += size;
+  if (!wanted || bytes->room - bytes->used < size) return NULL;
+  bytes->used += size;
+  return at;
+}
+
+LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording) {
+  const luna_backend *b = g->device;
+  luna_op *op = (luna_op *)(void *)(c + 1);
+  switch (c->kind) {
+    case LUNAI_CALL_FORWARD: return b->op[op->kind].forward(op);
+    case LUNAI_CALL_BACKWARD: return b->op[op->kind].backward(op);
+    case LUNAI_CALL_COPY:
+      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, 0);
+      return recording ? b->copy(g->ctx, c->to, g->inputs + c->value, c->bytes, 0)
+                       : b->copy(g->ctx, c->to, g->values.at + c->value, c->bytes, 1);
+    case LUNAI_CALL_ZERO: return b->zero(g->ctx, c->to, c->bytes);
+    case LUNAI_CALL_BEGIN: return b->begin(g->ctx, c->state, c->training, c->stepped);
+    case LUNAI_CALL_CHECK: return b->check(g->ctx, (const luna_tensor *)(const void *)(c + 1), c->state);
+    case LUNAI_CALL_NORM: return b->norm(g->ctx, &c->rule, c->parts, c->table, c->count);
+    default: return b->update(g->ctx, &c->rule, c->parts, c->table, c->count);
+  }
+}
+LUNAI_FN luna_status lunai_calls_run(luna_graph *g, bool recording) {
+  luna_status status = LUNA_OK;
+  size_t at;
+  for (at = 0; at < g->calls.used && status == LUNA_OK;) {
+    lunai_call *c = (lunai_call *)(void *)(g->calls.at + at);
+    status = lunai_call_run(g, c, recording);
+    at += c->size;
+  }
+  return status;
+}
+/* What has been noted runs now, and what follows at once. */
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) {
+  luna_graph *g = ctx->graph;
+  if (!g || g->through) return;
+  g->through = true;
+  g->reason = reason;
+  g->status = lunai_calls_run(g, false);
+}
+
+/* a record with `more` bytes after it; null: the call is to run at once */
+LUNAI_FN lunai_call *lunai_note(luna_graph *g, lunai_call_kind kind, size_t more) {
+  const size_t size = (sizeof(lunai_call) + more + 15) / 16 * 16;
+  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(&g->calls, size, !g->through);
+  if (!c) {
+    lunai_graph_flush(g->ctx, "its first steps run by themselves, until their memory lies still");
+    return NULL;
+  }
+  memset(c, 0, sizeof *c);
+  c->kind = kind;
+  c->size = size;
+  lunai_graph_mix_number(g, (uint64_t)kind);
+  return c;
+}
+LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tensor *t) {
+  *to = *t;
+  lunai_graph_mix_pointer(g, t->data);
+  lunai_graph_mix_pointer(g, t->grad);
+  lunai_graph_mix(g, t->shape, sizeof t->shape);
+  lunai_graph_mix_number(g, (uint64_t)t->rank);
+}
+LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
+  const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
+                             op->last_dropout_op, (uint32_t)op->activation, (uint32_t)op->training, (uint32_t)op->sets,
+                             (uint32_t)op->dots };
+  const float drops[] = { op->dropout, op->last_dropout };
+  const void *pointers[] = { op->index, op->lengths, op->query_offsets, op->key_offsets, op->mean_ka, op->mean_av,
+                             op->position, op->history, op->kept, op->workspace };
+  lunai_graph_mix(g, words, sizeof words);
+  lunai_graph_mix(g, drops, sizeof drops);
+  lunai_graph_mix(g, pointers, sizeof pointers);
+  lunai_graph_mix(g, &op->arg, sizeof op->arg);
+  lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
+  if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
+}
+LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
+  luna_graph *g = op->ctx->graph;
+  const luna_op_functions *device = &g->device->op[op->kind];
+  const int tensors = op->inputs + op->outputs;
+  lunai_call *c;
+  luna_op *to;
+  luna_tensor *next;
+  int i, j;
+  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  c = lunai_note(g, kind, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  to = (luna_op *)(void *)(c + 1);
+  next = (luna_tensor *)(void *)(to + 1);
+  *to = *op;
+  lunai_note_arguments(g, op);
+  for (i = 0; i < tensors; i++) {
+    luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
+    if (!*at) continue;
+    for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
+    if (j < i && j < op->inputs) *at = to->in[j]; /* one tensor stays one */
+    else {
+      lunai_note_tensor(g, next, *at);
+      *at = next++;
+    }
+  }
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
+LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_BACKWARD); }
+LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
+  luna_graph *g = ctx->graph;
+  char *value = NULL;
+  lunai_call *c;
+  if (bytes == 0) return LUNA_OK;
+  if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
+  if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
+  if (direction == 1 && !value) lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
+  c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
+  if (!c) return g->device->copy(ctx, to, from, bytes, direction);
+  c->to = to;
+  c->bytes = bytes;
+  c->from = direction == 0 ? from : NULL;
+  c->value = value ? (size_t)(value - g->values.at) : 0;
+  if (value) memcpy(value, from, bytes);
+  lunai_graph_mix_pointer(g, to);
+  lunai_graph_mix_pointer(g, c->from);
+  lunai_graph_mix_number(g, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_ZERO, 0);
+  if (!c) return ctx->graph->device->zero(ctx, at, bytes);
+  c->to = at;
+  c->bytes = bytes;
+  lunai_graph_mix_pointer(ctx->graph, at);
+  lunai_graph_mix_number(ctx->graph, bytes);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  lunai_call *c;
+  if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
+  c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
+  if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
+  c->state = state;
+  c->training = training;
+  c->stepped = stepped;
+  lunai_graph_mix_number(ctx->graph, (uint64_t)training << 1 | (uint64_t)stepped);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_CHECK, sizeof *loss);
+  if (!c) return ctx->graph->device->check(ctx, loss, state);
+  c->state = state;
+  lunai_note_tensor(ctx->graph, (luna_tensor *)(void *)(c + 1), loss);
+  return LUNA_OK;
+}
+/* the parts stay as they are, the optimiser's, until it makes another step */
+LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule, const luna_update *parts,
+                                      const luna_update *table, int64_t count) {
+  lunai_call *c = lunai_note(ctx->graph, kind, 0);
+  if (!c) return NULL;
+  c->rule = *rule;
+  c->parts = parts;
+  c->table = table;
+  c->count = count;
+  lunai_graph_mix(ctx->graph, rule, sizeof *rule);
+  lunai_graph_mix(ctx->graph, parts, (size_t)count * sizeof *parts);
+  lunai_graph_mix_pointer(ctx->graph, table);
+  return c;
+}
+LUNAI_FN luna_status lunai_note_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                     const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->norm(ctx, rule, parts, table, count);
+}
+LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                       const luna_update *table, int64_t count) {
+  if (lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count)) return LUNA_OK;
+  return ctx->graph->device->update(ctx, rule, parts, table, count);
+}
+
+LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
+  return ctx && ctx->open_status == LUNA_OK && lunai_on_device(ctx) && luna_backend_of(ctx)->record;
+}
+/* null: no memory */
+LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
+  luna_graph *g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
+  int i;
+  if (!g) return NULL;
+  memset(g, 0, sizeof *g);
+  g->ctx = ctx;
+  g->device = luna_backend_of(ctx);
+  g->table = *g->device;
+  g->table.copy = lunai_note_copy;
+  g->table.zero = lunai_note_zero;
+  g->table.begin = lunai_note_begin;
+  g->table.check = lunai_note_check;
+  g->table.norm = lunai_note_norm;
+  g->table.update = lunai_note_update;
+  for (i = 0; i < LUNA_OP_COUNT; i++) {
+    if (g->table.op[i].forward) g->table.op[i].forward = lunai_note_forward;
+    if (g->table.op[i].backward) g->table.op[i].backward = lunai_note_backward;
+  }
+  g->reason = "no step has ended";
+  g->next = ctx->graphs;
+  return ctx->graphs = g;
+}
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx) {
+  luna_graph *g = lunai_has_graphs(ctx) ? lunai_graph_make(ctx) : NULL;
+  if (!g && lunai_has_graphs(ctx)) lunai_fail_memory(ctx, "luna_graph_open", sizeof *g);
+  return g;
+}
+LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
+  if (bytes->at) lunai_raw_release(&g->ctx->options.allocator, bytes->at, bytes->room);
+  memset(bytes, 0, sizeof *bytes);
+}
+LUNA_API void luna_graph_close(luna_graph *g) {
+  luna_graph **at;
+  luna_ctx *ctx;
+  if (!g) return;
+  ctx = g->ctx;
+  if (ctx->graph == g) {
+    ctx->graph = NULL;
+    ctx->backend = g->device;
+  }
+  for (at = &ctx->graphs; *at != g; at = &(*at)->next);
+  *at = g->next;
+  if (g->recording) g->device->forget(ctx->self, g->recording);
+  if (g->inputs) g->device->release(ctx->self, g->inputs, g->inputs_size);
+  lunai_bytes_free(g, &g->calls);
+  lunai_bytes_free(g, &g->values);
+  lunai_raw_release(&ctx->options.allocator, g, sizeof *g);
+}
+
+LUNA_API luna_status luna_graph_begin(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  if (!g) return LUNA_OK;
+  if (ctx->graph) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_begin");
+  g->calls.used = g->calls.needed = g->values.used = g->values.needed = 0;
+  g->hash = 0;
+  g->through = g->customs = false;
+  g->status = LUNA_OK;
+  ctx->graph = g;
+  ctx->backend = &g->table;
+  return LUNA_OK;
+}
+/* as large as a step needs; nothing is lost where memory ends */
+LUNAI_FN void lunai_bytes_grow(const luna_graph *g, lunai_bytes *bytes) {
+  const size_t needed = bytes->needed;
+  if (needed <= bytes->room) return;
+  lunai_bytes_free(g, bytes);
+  bytes->at = (char *)lunai_raw_allocate(&g->ctx->options.allocator, needed);
+  if (bytes->at) bytes->room = needed;
+}
+/* Has the device record what was noted; false: it could not, and has run nothing */
+LUNAI_FN bool lunai_graph_record(luna_graph *g) {
+  luna_ctx *ctx = g->ctx;
+  const luna_backend *b = g->device;
+  const luna_status before = ctx->status;
+  luna_status status;
+  if (g->recording) b->forget(ctx->self, g->recording);
+  g->recording = NULL;
+  if (g->values.used > g->inputs_size) {
+    if (g->inputs) b->release(ctx->self, g->inputs, g->inputs_size);
+    g->inputs = (char *)b->allocate(ctx->self, g->values.used);
+    g->inputs_size = g->inputs ? g->values.used : 0;
+    if (!g->inputs) return false;
+  }
+  if (b->record(ctx) != LUNA_OK) return ctx->status = before, false;
+  status = lunai_calls_run(g, true);
+  if (b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) != LUNA_OK || !g->recording) {
+    ctx->status = before;
+    return false;
+  }
+  g->recorded = g->hash;
+  return true;
+}
+LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
+  luna_status status = LUNA_OK;
+  g->reason = "";
+  if (g->values.used) status = g->device->copy(g->ctx, g->inputs, g->values.at, g->values.used, 1);
+  return status == LUNA_OK ? g->device->run(g->ctx, g->recording) : status;
+}
+LUNA_API luna_status luna_graph_end(luna_graph *g) {
+  luna_ctx *ctx = g ? g->ctx : NULL;
+  luna_status status;
+  if (!g) return LUNA_OK;
+  if (ctx->graph != g) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_end");
+  ctx->graph = NULL;
+  ctx->backend = g->device;
+  status = g->status;
+  if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
+  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g)) status = lunai_graph_launch(g);
+  else if (!g->through) {
+    g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
+    status = lunai_calls_run(g, false);
+  }
+  g->last = g->through ? 0 : g->hash;
+  lunai_bytes_grow(g, &g->calls);
+  lunai_bytes_grow(g, &g->values);
+  if (status == LUNA_OK && ctx->status != LUNA_OK) return ctx->status;
+  return lunai_backend_result(ctx, "luna_graph_end", status);
+}
+LUNA_API const char *luna_graph_reason(const luna_graph *g) {
+  return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
+}
+
+/* ----------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
@@ -10010,7 +11271,7 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
-  if (root->ctx == ctx || ctx->backend != root->ctx->backend || !lunai_queues(ctx) || !lunai_queues(root->ctx))
+  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) || !lunai_queues(root->ctx))
     return params;
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
@@ -10139,7 +11400,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
   *wrong = LUNA_ERROR_NONE;
-  if (params->shared && params->shared->ctx->backend != params->ctx->backend) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
   if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
@@ -11043,14 +12304,59 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   return true;
 }
 
+/* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
+LUNAI_FN size_t lunai_pattern_copy(luna_attention_pattern *p, char *at) {
+  const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
+  const void *from[5];
+  size_t sizes[5], bytes = 0;
+  int i;
+  if (p->blocks == 0) return 0;
+  from[0] = p->queries; from[1] = p->offsets; from[2] = p->runs; from[3] = p->query_order; from[4] = p->key_order;
+  sizes[0] = sizes[1] = starts;
+  sizes[2] = (size_t)p->offsets[p->blocks] * sizeof(luna_key_run);
+  sizes[3] = (size_t)p->queries[p->blocks] * number;
+  sizes[4] = p->key_order ? (size_t)p->key_count * number : 0;
+  for (i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
+    if (!at || !from[i]) continue;
+    lunai_copy(at + bytes, from[i], sizes[i]);
+    from[i] = at + bytes;
+  }
+  p->queries = (const int32_t *)from[0]; p->offsets = (const int32_t *)from[1];
+  p->runs = (const luna_key_run *)from[2];
+  p->query_order = (const int32_t *)from[3]; p->key_order = (const int32_t *)from[4];
+  return bytes;
+}
+/* copies patterns into the step; null: no memory */
+LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const luna_attention_pattern *from,
+                                                           int64_t count) {
+  const size_t structs = lunai_round((size_t)count * sizeof *from);
+  size_t bytes = structs;
+  luna_attention_pattern p, *to;
+  void *memory;
+  int64_t i;
+  for (i = 0; i < count; i++) {
+    p = from[i];
+    bytes += lunai_pattern_copy(&p, NULL);
+  }
+  if (!lunai_step(s->op.ctx, bytes, false, &memory)) {
+    lunai_op_no_memory(s, bytes);
+    return NULL;
+  }
+  to = (luna_attention_pattern *)memory;
+  memcpy(to, from, (size_t)count * sizeof *from);
+  for (i = 0, bytes = structs; i < count; i++) bytes += lunai_pattern_copy(&to[i], (char *)memory + bytes);
+  return to;
+}
+
 LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
-  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL };
+  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
-  const bool ragged = c->sequences > 0;
+  const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k, v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
+                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
@@ -11064,6 +12370,17 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
   }
   if (failed) return lunai_abandon(&s);
+  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
+      s.op.arg.attention.batch, s.op.arg.attention.heads,
+                                                      s.op.arg.attention.queries, s.op.arg.attention.keys)) {
+    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch,
+               s.op.arg.attention.heads,
+               s.op.arg.attention.queries, s.op.arg.attention.keys);
+    return lunai_abandon(&s);
+  }
+  s.op.arg.attention.pattern_count = c->pattern_count;
+  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
+    return NULL;
   s.op.arg.attention.causal = c->causal;
   s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
   s.op.dropout = c->dropout;
@@ -11073,7 +12390,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   sums[0] = shape[0];
   sums[1] = ragged ? s.op.arg.attention.heads : q->shape[1];
   sums[2] = s.op.arg.attention.heads;
-  return lunai_finish_two(&s, ragged ? 2 : 3, shape, c->sums, ragged ? 2 : 3, sums);
+  return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
@@ -13172,9 +14489,9 @@ struct luna_optimizer {
   bool nesterov;
   float momentum;
   int moments;                       /* tensors beside each parameter */
-  int64_t attempts, size, active;
+  int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
-  luna_tensor **parameters;          /* [active] those not frozen, for the norm */
+  luna_update *parts, *table;        /* [reached] of those that have a gradient; the same in backend memory */
   lunai_group *groups;               /* in the order they were given, for parameters that join later */
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
@@ -13192,25 +14509,21 @@ LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
   t->decay = group->weight_decay;
   t->frozen = group->frozen;
 }
-LUNAI_FN void lunai_optimizer_activate(luna_optimizer *o) {
-  int64_t i;
-  for (o->active = 0, i = 0; i < o->size; i++)
-    if (!o->trained[i].frozen) o->parameters[o->active++] = o->trained[i].tensor;
-}
 /* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const lunai_group *group;
-  void *trained, *parameters, *moment;
+  void *trained, *parts, *table = NULL, *moment;
   lunai_trained *t;
   lunai_param *p;
   bool good;
   int i;
   if (o->trained && o->size >= size) return LUNA_OK;
   good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
-         lunai_persist(ctx, (size_t)size * sizeof(luna_tensor *), false, &parameters);
+         lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
+         (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
   for (p = o->params->first; p && good; p = p->next) {
     if (p->index < o->size) continue;
@@ -13230,9 +14543,10 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
     return lunai_fail_memory(ctx, name, (size_t)luna_params_element_count(o->params) * sizeof(float));
   }
   o->trained = (lunai_trained *)trained;
-  o->parameters = (luna_tensor **)parameters;
+  o->parts = (luna_update *)parts;
+  o->table = (luna_update *)(table ? table : parts);
+  o->reached = 0;
   o->size = size;
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -13378,7 +14692,6 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
   for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
-  lunai_optimizer_activate(o);
   return LUNA_OK;
 }
 
@@ -13414,11 +14727,36 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
+/* the parts of those parameters that have a gradient; what changed goes to the device */
+LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
+  luna_ctx *ctx = o->params->ctx;
+  int64_t i, reached = 0, first = 0;
+  bool changed = false;
+  for (i = 0; i < o->size; i++) {
+    const lunai_trained *t = &o->trained[i];
+    luna_update part;
+    if (!t->tensor->grad) continue;
+    memset(&part, 0, sizeof part);
+    part.value = t->tensor->data;
+    part.grad = t->tensor->grad;
+    memcpy(part.moment, t->moment, sizeof part.moment);
+    part.count = luna_count(t->tensor);
+    part.first = first;
+    part.decay = t->decay;
+    part.lr = t->lr;
+    part.frozen = t->frozen;
+    first += lunai_divide_up(part.count, LUNA_UPDATE_PIECE);
+    changed = changed || reached >= o->reached || memcmp(&o->parts[reached], &part, sizeof part) != 0;
+    memcpy(&o->parts[reached++], &part, sizeof part);
+  }
+  o->reached = reached;
+  if (!changed || o->table == o->parts) return LUNA_OK;
+  return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
-  luna_update u;
+  luna_rule rule;
   luna_status status;
-  int64_t i;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
@@ -13426,24 +14764,18 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
   if (ctx->options.measure) return LUNA_OK;
-  status = ctx->backend->norm(ctx, o->parameters, o->active, o->config.clip, o->state);
-  memset(&u, 0, sizeof u);
-  u.kind = o->kind;
-  u.nesterov = o->nesterov;
-  u.momentum = o->momentum;
-  u.beta1 = o->config.beta1;
-  u.beta2 = o->config.beta2;
-  u.epsilon = o->config.epsilon;
-  u.state = o->state;
-  for (i = 0; i < o->size && status == LUNA_OK; i++) {
-    const lunai_trained *t = &o->trained[i];
-    u.parameter = t->tensor;
-    u.decay = t->decay;
-    u.lr = t->lr;
-    memcpy(u.moment, t->moment, sizeof u.moment);
-    if (!t->tensor->grad) continue;
-    status = t->frozen ? ctx->backend->zero(ctx, t->tensor->grad, (size_t)luna_count(t->tensor) * sizeof(float)) : ctx->backend->update(ctx, &u);
-  }
+  memset(&rule, 0, sizeof rule);
+  rule.kind = o->kind;
+  rule.nesterov = o->nesterov;
+  rule.momentum = o->momentum;
+  rule.beta1 = o->config.beta1;
+  rule.beta2 = o->config.beta2;
+  rule.epsilon = o->config.epsilon;
+  rule.clip = o->config.clip;
+  rule.state = o->state;
+  status = lunai_optimizer_parts(o);
+  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
@@ -14946,8 +16278,10 @@ LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_st
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
   first->model_ctx = ctx;
   first->allocator = ctx->options.allocator;
-  first->ctx.backend = ctx->backend;
+  lunai_graph_flush(ctx, "a stream was opened");
+  first->ctx.backend = luna_backend_of(ctx);
   first->ctx.self = ctx->self;
+  first->ctx.options.allocator = ctx->options.allocator;
   first->ctx.state = ctx->state;
   first->ctx.options.log = ctx->options.log;
   first->ctx.options.log_user = ctx->options.log_user;
@@ -15009,6 +16343,7 @@ LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, 
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
+  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx); /* of a single token; without memory for it there is none */
   if (good) return s;
   (void)lunai_stream_report(ctx, s, "luna_stream_open");
   luna_stream_close(s);
@@ -15102,6 +16437,7 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   if (s && s->memory_size) {
 #ifndef LUNA_ONLY_STREAM
     const luna_allocator allocator = s->allocator;
+    while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
     if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
     lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 #endif
@@ -15109,6 +16445,18 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_GRAPHED(s, n, call) (void)(call)
+#else
+/* a single token's calls: on a device one launch */
+#define LUNAI_GRAPHED(s, n, call) \
+  do { \
+    luna_graph *graph_ = (n) == 1 ? (s)->ctx.graphs : NULL; \
+    (void)luna_graph_begin(graph_); \
+    (void)(call); \
+    (void)luna_graph_end(graph_); \
+  } while (0)
+#endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
   luna_tensor *y = NULL;
   int64_t at, i, rows;
@@ -15122,7 +16470,7 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, in
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL;
+    LUNAI_GRAPHED(s, n, y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL);
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);

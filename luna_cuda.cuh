@@ -16,17 +16,15 @@
                the error and cudaGetLastError's is reset.
    Devices     Each call of a context makes its device the thread's current one, and leaves it so: call cudaSetDevice
                before work of your own on another.
-   Shared      sets (luna_params_share): the sharing context's stream waits for the owner's, but not in a capture:
-               replay after the owner's work.
+   Shared      sets (luna_params_share): the sharing context's stream waits for the owner's.
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
                The same program gives the same bits on the same device: no kernel adds floats in an order that can change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
    Streams     (luna_stream, luna_seq2seq_generate's decoder) lie and run on the device; a step takes tokens there and waits for its logits. They are used by the
                thread of their context.
-   Graphs      A step can be captured once and replayed. What changes from step to step lies in device memory, so between
-                   cudaStreamBeginCapture(luna_cuda_stream(ctx), cudaStreamCaptureModeThreadLocal) and cudaStreamEndCapture
-               call luna_begin_step, forward, luna_backward and luna_optimizer_apply (a step that has run twice, so that its memory is there), and before each
-               cudaGraphLaunch call luna_optimizer_advance, which sets the learning rate. Tokens, lengths and labels are those of the capture.
+   Graphs      luna_graph makes a training step one cudaGraphLaunch, and a copy of what changes: tokens, labels, the
+               learning rate. Streams use one by themselves for single tokens. A custom op is recorded only if its luna_custom
+               says that it may be: then its launches into luna_cuda_stream are captured, and it must not allocate or wait.
 
    Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>backend
 
@@ -361,7 +359,7 @@ __device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNACU_STAGING ((size_t)4 << 20)
 #define LUNACU_BLAS_WORKSPACE ((size_t)32 << 20)
-#define LUNACU_PARTIALS_SIZE 4096
+#define LUNACU_PARTIALS_SIZE (1 << 17)
 #define LUNACU_DEVICES 16
 
 static void lunacu_close(void *user) {
@@ -443,28 +441,23 @@ static void lunacu_release(void *user, void *memory, size_t bytes) {
   (void)lunacu_own(cudaFree(memory));
 }
 
-/* Values carried by the launch itself: a graph that is being captured keeps them, where memory of the host would have to stay */
-#define LUNACU_CARRIED 960
+/* A few values, carried by the launch itself */
+#define LUNACU_CARRIED 16
 struct lunacu_carried { uint32_t word[LUNACU_CARRIED]; };
 __global__ void lunacu_write_kernel(lunacu_carried carried, uint32_t *to, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = carried.word[i];
 }
 static luna_status lunacu_carry(luna_ctx *ctx, void *to, const void *from, size_t bytes) {
   lunacu_carried carried;
-  for (size_t at = 0; at < bytes; at += sizeof carried) {
-    const size_t part = bytes - at < sizeof carried ? bytes - at : sizeof carried;
-    memcpy(carried.word, (const char *)from + at, part);
-    LUNACU_LAUNCH(lunacu_write_kernel, 1, LUNACU_BLOCK, 0, lunacu_self(ctx)->stream, carried, (uint32_t *)((char *)to + at), (int)(part / 4));
-  }
+  memcpy(carried.word, from, bytes);
+  LUNACU_LAUNCH(lunacu_write_kernel, 1, LUNACU_WARP, 0, lunacu_self(ctx)->stream, carried, (uint32_t *)to, (int)(bytes / 4));
   return lunacu_done(ctx, "copy to the device");
 }
 
 static luna_status lunacu_to_device(luna_ctx *ctx, void *to, const void *from, size_t bytes) {
   lunacu *self = lunacu_self(ctx);
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  cudaError_t error = cudaStreamIsCapturing(self->stream, &capturing);
-  if (error != cudaSuccess) return lunacu_check(ctx, error, "copy to the device");
-  if (bytes % 4 == 0 && (bytes <= 64 || capturing != cudaStreamCaptureStatusNone)) return lunacu_carry(ctx, to, from, bytes);
+  cudaError_t error = cudaSuccess;
+  if (bytes % 4 == 0 && bytes <= sizeof(lunacu_carried)) return lunacu_carry(ctx, to, from, bytes);
   while (bytes > 0 && error == cudaSuccess) {
     const size_t part = bytes < LUNACU_STAGING ? bytes : LUNACU_STAGING;
     if (self->staged + part > LUNACU_STAGING) {
@@ -496,18 +489,34 @@ static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t
 static luna_status lunacu_zero(luna_ctx *ctx, void *at, size_t bytes) {
   return bytes ? lunacu_check(ctx, cudaMemsetAsync(at, 0, bytes, lunacu_self(ctx)->stream), "zero") : LUNA_OK;
 }
-/* Nothing in a capture: recording an event of the other stream would spoil it, and the user orders replays. */
 static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
   lunacu *self = lunacu_self(ctx);
-  const cudaStream_t before = lunacu_stream_of(other);
-  cudaStreamCaptureStatus mine = cudaStreamCaptureStatusNone, theirs = cudaStreamCaptureStatusNone;
-  cudaError_t error = cudaStreamIsCapturing(self->stream, &mine);
-  if (error == cudaSuccess) error = cudaStreamIsCapturing(before, &theirs);
-  if (error == cudaSuccess && (mine != cudaStreamCaptureStatusNone || theirs != cudaStreamCaptureStatusNone))
-    return LUNA_OK;
-  if (error == cudaSuccess) error = cudaEventRecord(self->event, before);
+  cudaError_t error = cudaEventRecord(self->event, lunacu_stream_of(other));
   if (error == cudaSuccess) error = cudaStreamWaitEvent(self->stream, self->event, 0);
   return lunacu_check(ctx, error, "waiting for the context of a shared set");
+}
+
+/* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates or waits --- */
+static luna_status lunacu_record(luna_ctx *ctx) {
+  return lunacu_check(ctx, cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal), "luna_graph");
+}
+static luna_status lunacu_recorded(luna_ctx *ctx, void **out) {
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t launch = NULL;
+  cudaError_t error = cudaStreamEndCapture(lunacu_self(ctx)->stream, &graph);
+  if (error == cudaSuccess && out) error = cudaGraphInstantiate(&launch, graph, 0);
+  if (graph) (void)lunacu_own(cudaGraphDestroy(graph));
+  if (out) *out = error == cudaSuccess ? launch : NULL;
+  return lunacu_check(ctx, error, "luna_graph");
+}
+static luna_status lunacu_run(luna_ctx *ctx, void *graph) {
+  return lunacu_check(ctx, cudaGraphLaunch((cudaGraphExec_t)graph, lunacu_self(ctx)->stream), "luna_graph");
+}
+static void lunacu_forget(void *user, void *graph) {
+  lunacu *self = (lunacu *)user;
+  (void)lunacu_enter(self);
+  (void)lunacu_own(cudaStreamSynchronize(self->stream)); /* it may be running */
+  (void)lunacu_own(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -3878,23 +3887,32 @@ template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const doubl
   }
 }
 
-/* --- the norm: gradients in chunks, 64 of them a launch; in later launches a block adds to its partial --- */
-#define LUNACU_NORM_CHUNK 16384
-#define LUNACU_NORMED 64
-struct lunacu_gradients {
-  const float *grad[LUNACU_NORMED];
-  int64_t size[LUNACU_NORMED], chunk[LUNACU_NORMED + 1]; /* chunk: number of a gradient's first */
-  int count;
-};
-__global__ void lunacu_norm_kernel(const lunacu_gradients g, double *partials, bool add) {
+/* --- the parts of an optimiser's step lie in a table on the device, and are walked by pieces of LUNA_UPDATE_PIECE --- */
+static int64_t lunacu_pieces(const luna_update *parts, int64_t count) {
+  return count ? parts[count - 1].first + lunacu_divide_up(parts[count - 1].count, LUNA_UPDATE_PIECE) : 0;
+}
+static unsigned lunacu_piece_blocks(int64_t pieces) { return pieces < 1 ? 1 : pieces > 4096 ? 4096 : (unsigned)pieces; }
+/* the part in which a piece lies: the last whose first piece is not beyond it */
+__device__ __forceinline__ int64_t lunacu_part_of(const luna_update *table, int64_t count, int64_t piece) {
+  int64_t low = 0, high = count;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (table[middle].first <= piece) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+/* --- the norm --- */
+__global__ void lunacu_norm_kernel(const luna_update *table, int64_t count, int64_t pieces, double *partials) {
   double total[1] = {0};
-  for (int64_t chunk = blockIdx.x; chunk < g.chunk[g.count]; chunk += gridDim.x) {
-    int p = 0;
-    for (int half = LUNACU_NORMED / 2; half > 0; half /= 2) if (p + half < g.count && g.chunk[p + half] <= chunk) p += half;
-    const int64_t first = (chunk - g.chunk[p]) * LUNACU_NORM_CHUNK;
-    const float *x = g.grad[p] + first;
-    const int n = (int)min((int64_t)LUNACU_NORM_CHUNK, g.size[p] - first), fours = (uintptr_t)x % 16 == 0 ? n / 4 : 0;
+  for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
+    const luna_update *u = table + lunacu_part_of(table, count, piece);
+    const int64_t first = (piece - u->first) * LUNA_UPDATE_PIECE;
+    const float *x = u->grad + first;
+    const int n = (int)min((int64_t)LUNA_UPDATE_PIECE, u->count - first), fours = (uintptr_t)x % 16 == 0 ? n / 4 : 0;
     float sum[4] = {};
+    if (u->frozen) continue;
     LUNACU_UNROLL for (int i = threadIdx.x; i < fours; i += LUNACU_BLOCK) {
       float v[4];
       lunacu_get(x + 4 * i, v);
@@ -3903,7 +3921,7 @@ __global__ void lunacu_norm_kernel(const lunacu_gradients g, double *partials, b
     for (int i = 4 * fours + threadIdx.x; i < n; i += LUNACU_BLOCK) sum[0] += x[i] * x[i];
     total[0] += (double)(sum[0] + sum[1]) + (double)(sum[2] + sum[3]);
   }
-  lunacu_slots_put(total, partials, add);
+  lunacu_slots_put(total, partials, false);
 }
 __global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_step_state *state, luna_step_state *context) {
   double sum[1];
@@ -3919,34 +3937,18 @@ __global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_
   context->skipped += (uint64_t)nonfinite;
   state->skipped_in_row = nonfinite ? state->skipped_in_row + 1 : 0;
 }
-static luna_status lunacu_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state) {
+static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                               int64_t count) {
   const cudaStream_t stream = lunacu_stream_of(ctx);
   double *partials = lunacu_self(ctx)->partials;
-  int64_t p = 0;
-  for (bool add = false; p < count || !add; add = true) { /* once at least: the partials are then 0 */
-    lunacu_gradients g = {};
-    for (; p < count && g.count < LUNACU_NORMED; p++) {
-      const int64_t size = parameters[p]->grad ? luna_count(parameters[p]) : 0;
-      if (size == 0) continue;
-      g.grad[g.count] = parameters[p]->grad;
-      g.size[g.count] = size;
-      g.chunk[g.count + 1] = g.chunk[g.count] + lunacu_divide_up(size, LUNACU_NORM_CHUNK);
-      g.count++;
-    }
-    LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, g, partials, add);
-  }
-  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, clip, state, luna_backend_state(ctx));
+  LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, table, count, lunacu_pieces(parts, count),
+                partials);
+  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, rule->clip, rule->state,
+                luna_backend_state(ctx));
   return lunacu_done(ctx, "the gradient's norm");
 }
 
 /* --- updates: one pass, which reads the gradient and leaves zeros; in a step that is skipped it does nothing else --- */
-struct lunacu_updating {
-  float *value, *grad, *moment[3];
-  int64_t count;
-  float momentum, beta1, beta2, epsilon, decay, lr;
-  bool nesterov, coupled;            /* coupled: decay goes into the gradient */
-  const luna_step_state *state;
-};
 /* 1 - beta^t by squaring, off by no more than t 2^-53 */
 __device__ __forceinline__ float lunacu_correction(float beta, uint64_t t) {
   double power = 1, square = (double)beta;
@@ -3957,22 +3959,23 @@ __device__ __forceinline__ float lunacu_correction(float beta, uint64_t t) {
 struct lunacu_moving { float lr, factor, shared[2]; };
 
 /* W elements from i on, and as many of each moment there is */
-template <luna_optimizer_kind kind, int W> __device__ __forceinline__ void lunacu_move(const lunacu_updating &u, const lunacu_moving &s, int64_t i) {
+template <luna_optimizer_kind kind, int W>
+__device__ __forceinline__ void lunacu_move(const luna_rule &rule, const luna_update &u, const lunacu_moving &s, int64_t i) {
   constexpr int moments = kind == LUNA_OPTIMIZER_SGD ? 1 : kind == LUNA_OPTIMIZER_ADAM ? 2 : 3;
-  const bool moving = kind != LUNA_OPTIMIZER_SGD || u.momentum != 0;
+  const bool moving = kind != LUNA_OPTIMIZER_SGD || rule.momentum != 0, coupled = rule.kind != LUNA_OPTIMIZER_ADAMW;
   float v[W], g[W], m[moments][W] = {}, zero[W] = {};
   lunacu_get(u.value + i, v);
   lunacu_get(u.grad + i, g);
   LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_get(u.moment[q] + i, m[q]);
   LUNACU_UNROLL for (int k = 0; k < W; k++) {
-    g[k] = g[k] * s.factor + (u.coupled ? u.decay * v[k] : 0);
+    g[k] = g[k] * s.factor + (coupled ? u.decay * v[k] : 0);
     if constexpr (kind == LUNA_OPTIMIZER_SGD) {
-      m[0][k] = u.momentum * m[0][k] + g[k];
-      v[k] -= s.lr * (u.nesterov ? u.momentum * m[0][k] + g[k] : m[0][k]);
+      m[0][k] = rule.momentum * m[0][k] + g[k];
+      v[k] -= s.lr * (rule.nesterov ? rule.momentum * m[0][k] + g[k] : m[0][k]);
     } else if constexpr (kind == LUNA_OPTIMIZER_ADAM) {
-      m[0][k] = u.beta1 * m[0][k] + (1 - u.beta1) * g[k];
-      m[1][k] = u.beta2 * m[1][k] + (1 - u.beta2) * (g[k] * g[k]);
-      v[k] -= (u.coupled ? 0 : s.lr * u.decay * v[k]) + s.shared[0] * m[0][k] / (sqrtf(m[1][k]) * s.shared[1] + u.epsilon);
+      m[0][k] = rule.beta1 * m[0][k] + (1 - rule.beta1) * g[k];
+      m[1][k] = rule.beta2 * m[1][k] + (1 - rule.beta2) * (g[k] * g[k]);
+      v[k] -= (coupled ? 0 : s.lr * u.decay * v[k]) + s.shared[0] * m[0][k] / (sqrtf(m[1][k]) * s.shared[1] + rule.epsilon);
     } else { /* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1) */
       m[0][k] += s.shared[0] * (g[k] - m[0][k]);
       m[1][k] += s.shared[1] * (m[2][k] * m[2][k]);
@@ -3984,68 +3987,96 @@ template <luna_optimizer_kind kind, int W> __device__ __forceinline__ void lunac
   lunacu_put(u.grad + i, zero, false);
   LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_put(u.moment[q] + i, m[q], false);
 }
-template <luna_optimizer_kind kind, int W> __global__ void lunacu_update_kernel(lunacu_updating u, const double *apollo) {
+template <luna_optimizer_kind kind>
+__global__ void lunacu_update_kernel(luna_rule rule, const luna_update *table, int64_t count, int64_t first, int64_t last,
+                                     const double *apollo) {
   LUNACU_SHARED(float, shared, 2);
-  lunacu_moving s = {u.state->lr * u.lr, u.state->factor, {0, 0}};
-  if (u.state->nonfinite) {
-    for (int64_t i = lunacu_index(); i < u.count; i += lunacu_stride()) u.grad[i] = 0;
-    return;
+  for (int64_t piece = first + blockIdx.x; piece < last; piece += gridDim.x) {
+    const int64_t part = lunacu_part_of(table, count, piece);
+    const luna_update u = table[part];
+    const int64_t start = (piece - u.first) * LUNA_UPDATE_PIECE, end = min(start + LUNA_UPDATE_PIECE, u.count);
+    lunacu_moving s = {rule.state->lr * u.lr, rule.state->factor, {0, 0}};
+    if (rule.state->nonfinite || u.frozen) {
+      for (int64_t i = start + threadIdx.x; i < end; i += blockDim.x) u.grad[i] = 0;
+      continue;
+    }
+    if (kind != LUNA_OPTIMIZER_SGD) {          /* two warps find one each */
+      const uint64_t t = rule.state->updates;
+      if (threadIdx.x == 0)
+        shared[0] = kind == LUNA_OPTIMIZER_ADAM ? (float)((double)s.lr / (double)lunacu_correction(rule.beta1, t))
+                                                : (float)apollo[2 * part];
+      if (threadIdx.x == LUNACU_WARP)
+        shared[1] = kind == LUNA_OPTIMIZER_ADAM ? (float)(1 / sqrt((double)lunacu_correction(rule.beta2, t)))
+                                                : (float)apollo[2 * part + 1];
+      __syncthreads();
+      s.shared[0] = shared[0];
+      s.shared[1] = shared[1];
+      __syncthreads();
+    }
+    const bool wide = ((uintptr_t)u.value | (uintptr_t)u.grad | (uintptr_t)u.moment[0] | (uintptr_t)u.moment[1] |
+                       (uintptr_t)u.moment[2]) % 16 == 0;
+    const int64_t fours = wide ? start + (end - start) / 4 * 4 : start;
+    for (int64_t i = start + 4 * threadIdx.x; i < fours; i += 4 * LUNACU_BLOCK) lunacu_move<kind, 4>(rule, u, s, i);
+    for (int64_t i = fours + threadIdx.x; i < end; i += LUNACU_BLOCK) lunacu_move<kind, 1>(rule, u, s, i);
   }
-  if (kind != LUNA_OPTIMIZER_SGD) {            /* two warps find one each */
-    if (threadIdx.x == 0) shared[0] = kind == LUNA_OPTIMIZER_ADAM ? (float)((double)s.lr / (double)lunacu_correction(u.beta1, u.state->updates)) : (float)apollo[0];
-    if (threadIdx.x == LUNACU_WARP) shared[1] = kind == LUNA_OPTIMIZER_ADAM ? (float)(1 / sqrt((double)lunacu_correction(u.beta2, u.state->updates))) : (float)apollo[1];
-    __syncthreads();
-    s.shared[0] = shared[0];
-    s.shared[1] = shared[1];
-  }
-  for (int64_t i = lunacu_index(); i < u.count / W; i += lunacu_stride()) lunacu_move<kind, W>(u, s, i * W);
-  if (W > 1 && lunacu_index() < u.count % W) lunacu_move<kind, 1>(u, s, u.count / W * W + lunacu_index());
 }
 /* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a parameter of d^4, (g - m) d and B d^2; of them, with
-   D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) / D^4 */
-__global__ void lunacu_apollo_kernel(lunacu_updating u, double *partials) {
+   D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) / D^4.
+   Block: a share of a part; partials [parts, shares, 3]; then apollo [parts, 2] */
+#define LUNACU_SHARES 64
+__global__ void lunacu_apollo_kernel(luna_rule rule, const luna_update *table, double *partials) {
+  LUNACU_SHARED(double, scratch, LUNACU_WARP);
+  const luna_update u = table[blockIdx.x];
+  const int64_t stride = (int64_t)LUNACU_SHARES * LUNACU_BLOCK;
   double total[3] = {0, 0, 0};
-  for (int64_t i = lunacu_index(); i < u.count;) {
+  for (int64_t i = (int64_t)blockIdx.y * LUNACU_BLOCK + threadIdx.x; i < u.count && !u.frozen;) {
     float sum[3] = {0, 0, 0};
-    LUNACU_UNROLL for (const int64_t stop = min(u.count, i + 16 * lunacu_stride()); i < stop; i += lunacu_stride()) {
-      const float d = u.moment[2][i], square = d * d, g = u.grad[i] * u.state->factor + u.decay * u.value[i];
+    LUNACU_UNROLL for (const int64_t stop = min(u.count, i + 16 * stride); i < stop; i += stride) {
+      const float d = u.moment[2][i], square = d * d, g = u.grad[i] * rule.state->factor + u.decay * u.value[i];
       sum[0] += square * square;
       sum[1] += (g - u.moment[0][i]) * d;
       sum[2] += u.moment[1][i] * square;
     }
     LUNACU_UNROLL for (int q = 0; q < 3; q++) total[q] += (double)sum[q];
   }
-  lunacu_slots_put(total, partials, false);
+  LUNACU_UNROLL for (int q = 0; q < 3; q++) {
+    const double all = lunacu_block_sum(total[q], scratch);
+    if (threadIdx.x == 0) partials[((int64_t)blockIdx.x * LUNACU_SHARES + blockIdx.y) * 3 + q] = all;
+  }
 }
-__global__ void lunacu_apollo_end_kernel(lunacu_updating u, const double *partials, int count, double *apollo) {
-  double sum[3];
-  lunacu_partials_sum(partials, count, sum);
-  const double alpha = (double)((1 - u.beta1) / lunacu_correction(u.beta1, u.state->updates)), d = sqrt(sqrt(sum[0])) + (double)u.epsilon;
-  if (threadIdx.x > 0) return;
-  apollo[0] = alpha;
-  apollo[1] = (-alpha * sum[1] - sum[2]) / (d * d * d * d);
+__global__ void lunacu_apollo_end_kernel(luna_rule rule, int count, const double *partials, double *apollo) {
+  for (int part = (int)lunacu_index(); part < count; part += (int)lunacu_stride()) {
+    double sum[3] = {0, 0, 0};
+    for (int i = 0; i < LUNACU_SHARES; i++)
+      LUNACU_UNROLL for (int q = 0; q < 3; q++) sum[q] += partials[((int64_t)part * LUNACU_SHARES + i) * 3 + q];
+    const double alpha = (double)((1 - rule.beta1) / lunacu_correction(rule.beta1, rule.state->updates));
+    const double d = sqrt(sqrt(sum[0])) + (double)rule.epsilon;
+    apollo[2 * part] = alpha;
+    apollo[2 * part + 1] = (-alpha * sum[1] - sum[2]) / (d * d * d * d);
+  }
 }
-template <luna_optimizer_kind kind> static void lunacu_update_run(cudaStream_t stream, const lunacu_updating &u, const double *apollo) {
-  const unsigned maximum = 4096;        /* blocks stride, so that each finds what is shared but once */
-  const bool wide = lunacu_wide(0, u.value, u.grad, u.moment[0], u.moment[1], u.moment[2]);
-  const unsigned blocks = lunacu_blocks(u.count, (wide ? 4 : 1) * LUNACU_BLOCK);
-  if (wide) LUNACU_LAUNCH((lunacu_update_kernel<kind, 4>), blocks < maximum ? blocks : maximum, LUNACU_BLOCK, 0, stream, u, apollo);
-  else LUNACU_LAUNCH((lunacu_update_kernel<kind, 1>), blocks < maximum ? blocks : maximum, LUNACU_BLOCK, 0, stream, u, apollo);
+template <luna_optimizer_kind kind>
+static void lunacu_update_run(luna_ctx *ctx, const luna_rule &rule, const luna_update *table, int64_t count, int64_t first,
+                              int64_t last, const double *apollo) {
+  if (last > first)
+    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(last - first), LUNACU_BLOCK, 0, lunacu_stream_of(ctx),
+                  rule, table, count, first, last, apollo);
 }
-static luna_status lunacu_update(luna_ctx *ctx, const luna_update *update) {
-  const luna_tensor *p = update->parameter;
-  const lunacu_updating u = {p->data, p->grad, {update->moment[0], update->moment[1], update->moment[2]}, luna_count(p), update->momentum, update->beta1,
-                             update->beta2, update->epsilon, update->decay, update->lr, update->nesterov, update->kind != LUNA_OPTIMIZER_ADAMW, update->state};
+/* One launch for all parameters; Apollo: three for as many as there is room for the sums of */
+static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                                 int64_t count) {
+  constexpr int64_t room = LUNACU_PARTIALS_SIZE / (3 * LUNACU_SHARES + 2);
   const cudaStream_t stream = lunacu_stream_of(ctx);
-  double *partials = lunacu_self(ctx)->partials, *apollo = partials + 3 * LUNACU_PARTIALS;
-  if (u.count == 0) return LUNA_OK;
-  if (update->kind == LUNA_OPTIMIZER_SGD) lunacu_update_run<LUNA_OPTIMIZER_SGD>(stream, u, NULL);
-  else if (update->kind != LUNA_OPTIMIZER_APOLLO) lunacu_update_run<LUNA_OPTIMIZER_ADAM>(stream, u, NULL);
-  else {
-    const unsigned blocks = lunacu_blocks(u.count, 4 * LUNACU_BLOCK), count = blocks < LUNACU_PARTIALS ? blocks : LUNACU_PARTIALS;
-    LUNACU_LAUNCH(lunacu_apollo_kernel, count, LUNACU_BLOCK, 0, stream, u, partials);
-    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, u, partials, (int)count, apollo);
-    lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(stream, u, apollo);
+  const int64_t pieces = lunacu_pieces(parts, count);
+  double *partials = lunacu_self(ctx)->partials, *apollo = partials + room * 3 * LUNACU_SHARES;
+  if (rule->kind == LUNA_OPTIMIZER_SGD) lunacu_update_run<LUNA_OPTIMIZER_SGD>(ctx, *rule, table, count, 0, pieces, NULL);
+  else if (rule->kind != LUNA_OPTIMIZER_APOLLO)
+    lunacu_update_run<LUNA_OPTIMIZER_ADAM>(ctx, *rule, table, count, 0, pieces, NULL);
+  for (int64_t p = 0; p < count && rule->kind == LUNA_OPTIMIZER_APOLLO; p += room) {
+    const int64_t n = count - p < room ? count - p : room, last = p + n < count ? parts[p + n].first : pieces;
+    LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream, *rule, table + p, partials);
+    LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, *rule, (int)n, partials, apollo);
+    lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(ctx, *rule, table + p, n, parts[p].first, last, apollo);
   }
   return lunacu_done(ctx, "an optimiser's update");
 }
@@ -4075,6 +4106,10 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         b->check = lunacu_entered<lunacu_loss_check>::call;
         b->norm = lunacu_entered<lunacu_norm>::call;
         b->update = lunacu_entered<lunacu_update>::call;
+        b->record = lunacu_entered<lunacu_record>::call;
+        b->recorded = lunacu_entered<lunacu_recorded>::call;
+        b->run = lunacu_entered<lunacu_run>::call;
+        b->forget = lunacu_forget;
 #define LUNACU_OP(NAME, query, name, can) \
   b->op[LUNA_OP_##NAME] = {lunacu_##query##_query, lunacu_entered<lunacu_##name##_forward>::call, \
                              lunacu_entered<lunacu_##name##_backward>::call, can};

@@ -281,6 +281,7 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   if (model.kind == LUNA_MODEL_LM) return fail("%s is a causal language model: it has no encoder", words[0]);
   const luna_encoder *e = model.kind == LUNA_MODEL_CLASSIFIER ? &model.classifier.encoder :
                           model.kind == LUNA_MODEL_MASKED_LM ? &model.masked_lm.encoder : &model.seq2seq.encoder;
+  if (!e->embedding) return fail("%s reads numbers, not a text", words[0]);
   const luna_pooling pooling = model.kind == LUNA_MODEL_CLASSIFIER ? model.classifier.config.pooling : LUNA_POOLING_CLS;
   size_t size = own.text ? strlen(own.text) : fread(text, 1, sizeof text - 1, stdin);
   if (size >= sizeof text) size = sizeof text - 1;

@@ -28,7 +28,7 @@ static struct settings set = {
 };
 static struct {
   const char *prompt;
-  int64_t window, convolution, bytes, top_k;
+  int64_t window, convolution, bytes, top_k, graph;
   double temperature;
 } own = { .prompt = "\n", .window = 256, .convolution = 4, .bytes = 1000, .temperature = 0.8 };
 
@@ -45,6 +45,7 @@ static const flag flags[] = {
   FLAG_SEED("tg"),
   FLAG_THREADS("tge"),
   FLAG_DEVICE("te"),
+  { "--graph", "t", SWITCH(own.graph), "on a GPU each step is one launch; the same result" },
   { 0 }
 };
 
@@ -142,13 +143,15 @@ static double validate(luna_ctx *ctx, const luna_lm *model, text held, int64_t m
 
 /* False on failure. After Ctrl-C fewer steps than asked have been made. */
 static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, text t, text held, int32_t *bytes, int32_t *next) {
+  luna_graph *graph = own.graph ? luna_graph_open(ctx) : NULL;
   while (bar.step < set.steps && !interrupted) {
     if (progress_due(&bar) && !(validate(ctx, model, held, VALIDATION) >= 0)) return false;
     pick_windows(t, bar.step, bytes, next);
+    luna_graph_begin(graph);
     luna_begin_step(ctx);
     luna_tensor *loss = loss_of(model, bytes, next, set.batch, own.window);
     luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) return false;
+    if (luna_optimizer_step(adam) != LUNA_OK || luna_graph_end(graph) != LUNA_OK) return false;
     progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
     if (set.save_every && bar.step % set.save_every == 0 && !save(adam, model->params)) return false;
   }

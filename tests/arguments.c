@@ -443,6 +443,31 @@ static int part_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int6
   e = reach(e, rows, s[1], (double)heads * (double)dim, false, &row);
   return verdict(ragged ? e : reach(e, batch, s[0], (double)rows * row, shared, &one));
 }
+/* one pattern, with lists where the sizes are small */
+static const luna_attention_pattern *patterns_of(int64_t *count, int64_t queries, int64_t keys) {
+  static luna_attention_pattern p;
+  static int32_t starts[3], offsets[3], order[64];
+  static luna_key_run runs[2];
+  memset(&p, 0, sizeof p);
+  p.window = coin(), p.not_self = coin();
+  p.left = size((int64_t)pick(5)), p.right = size((int64_t)pick(5) - 2);
+  *count = size(1);
+  if (coin() || queries < 0 || keys < 1 || queries > 64 || keys > 64) return &p;
+  for (int i = 0; i < 64; i++) order[i] = (int32_t)(queries > 0 ? i % queries : 0);
+  starts[1] = (int32_t)pick((uint64_t)queries + 1), starts[2] = (int32_t)queries;
+  offsets[1] = 1, offsets[2] = 2;
+  for (int i = 0; i < 2; i++) runs[i].first = 0, runs[i].count = (int32_t)pick((uint64_t)keys + 1), runs[i].whole = coin();
+  p.blocks = turn() ? -1 : 2;
+  p.queries = turn() ? NULL : starts, p.offsets = turn() ? NULL : offsets, p.runs = turn() ? NULL : runs;
+  if (coin()) p.query_order = order;
+  if (turn()) starts[1] = number(3);
+  if (turn()) offsets[1] = number(3);
+  if (turn()) runs[1].count = number(100);
+  if (turn()) runs[0].first = -1;
+  if (turn()) order[0] = number(70);
+  if (turn()) p.key_order = order, p.key_count = number(64);
+  return &p;
+}
 static int attention_args(luna_attention_args *a) {
   static int32_t offsets[2][16];
   int64_t queries, keys;
@@ -481,6 +506,11 @@ static int attention_args(luna_attention_args *a) {
   a->q = room, a->k = room, a->v = room, a->out = room + ROOM / 4, a->log_sum_exp = room + ROOM / 2, a->sums = room + ROOM / 2 + ROOM / 8;
   a->grad_out = room, a->grad_sums = coin() ? room : NULL;
   a->grad_q = a->grad_k = a->grad_v = room + 3 * (ROOM / 4);
+  if (!ragged && pick(3) == 0) {
+    a->patterns = patterns_of(&a->pattern_count, queries, keys);
+    a->sums = turn() ? a->sums : NULL, a->grad_sums = NULL;
+    if (coin()) a->grad_log_sum_exp = room;
+  }
   which = turn() ? (int)pick(6) : -1;
   if (which == 0) a->q = NULL;
   if (which == 1) a->k = NULL;
@@ -586,6 +616,11 @@ static void case_luna_begin_inference(void) {
 }
 static void case_luna_ctx_status(void) { expect((luna_ctx_status(turn() ? NULL : w->ctx) == LUNA_OK) == (hostile == 0), "the state"); }
 static void case_luna_error(void) { expect((*luna_error(turn() ? NULL : w->ctx) == 0) == (hostile == 0), "the sentence"); }
+static void case_luna_graph_open(void) { expect(!luna_graph_open(turn() ? NULL : w->ctx), "the CPU has a graph"); }
+static void case_luna_graph_close(void) { luna_graph_close(NULL); }
+static void case_luna_graph_begin(void) { expect(luna_graph_begin(NULL) == LUNA_OK, "no graph is an error"); }
+static void case_luna_graph_end(void) { expect(luna_graph_end(NULL) == LUNA_OK, "no graph is an error"); }
+static void case_luna_graph_reason(void) { expect(*luna_graph_reason(NULL) != 0, "no reason"); }
 static void case_luna_memory(void) { expect((luna_memory(turn() ? NULL : w->ctx).peak > 0) == (hostile == 0), "the memory in use"); }
 
 /* ==== tensors ==== */
@@ -865,6 +900,11 @@ static void case_luna_softmax_attention(void) {
   } else {
     q = tensor(3, b, n, d, 1), k = tensor(3, coin() ? 1 : b, m, d, 1), v = tensor(3, b, m, e, 1);
     c.sequences = turn() ? -3 : 0;
+    if (coin()) {
+      c.patterns = patterns_of(&c.pattern_count, n, m);
+      c.sums = NULL;
+      c.log_sum_exp = coin() ? &sums : NULL;
+    }
     c.lengths = lengths_of(q && k && v ? NUMBERS < q->shape[0] + k->shape[0] + v->shape[0] ? NUMBERS + 1 : q->shape[0] + k->shape[0] + v->shape[0] : b, m);
   }
   got_tensor(luna_softmax_attention(q, k, v, turn() ? NULL : &c), q || k || v);
@@ -910,7 +950,7 @@ static void case_luna_custom_op(void) {
   luna_tensor *in[9];
   const int count = number(1 + (int)pick(8));
   const int64_t shape[4] = {small(), small(), small(), small()};
-  luna_custom c = {double_forward, double_backward, "ab", 3, 0};
+  luna_custom c = {double_forward, double_backward, "ab", 3, 0, false};
   for (int i = 0; i < 9; i++) in[i] = any_tensor();
   if (turn()) c.forward = NULL;
   if (turn()) c.backward = NULL;
@@ -1776,6 +1816,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_stream_prefill) F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
   F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
+  F(luna_graph_open) F(luna_graph_close) F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) \
   F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep) \
   F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) F(luna_binary_cross_entropy) \
   F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward)

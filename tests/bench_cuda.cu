@@ -269,7 +269,7 @@ static void sink_backward(luna_tensor *const *in, int, const luna_tensor *, void
   must(cudaEventRecord(b->begin, b->stream), "an event");
 }
 static luna_tensor *gate(bench *b, luna_tensor *in, int rank, const int64_t *shape, bool is_source) {
-  const luna_custom custom = {is_source ? source_forward : sink_forward, is_source ? source_backward : sink_backward, &b, sizeof b, 0};
+  const luna_custom custom = {is_source ? source_forward : sink_forward, is_source ? source_backward : sink_backward, &b, sizeof b, 0, false};
   return luna_custom_op(&in, 1, rank, shape, &custom);
 }
 

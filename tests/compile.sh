@@ -21,7 +21,8 @@ printf '#define LUNA_STATIC\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\nint
 printf '#include "luna.h"\n#include "luna.h"\nluna_isa which(void);\nluna_isa which(void) { return luna_isa_best(); }\n' >declarations.c
 printf '#include "luna.h"\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n#include "luna.h"\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >twice.c
 printf '#include "luna.h"\nluna_isa which(void);\nint main(void) { return luna_isa_best() == LUNA_ISA_BEST || which() != luna_isa_best(); }\n' >main.c
-for source in implementation after static declarations twice main; do cp $source.c $source.cpp; done
+printf '#include "examples/attentions/attentions.h"\n' >attentions.c
+for source in implementation after static declarations twice main attentions; do cp $source.c $source.cpp; done
 sed -i.old 's/^luna_isa which(void);/extern "C" luna_isa which(void);/' declarations.cpp main.cpp
 
 awk '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
@@ -59,6 +60,7 @@ for c in g++ clang++; do
   add "$c -std=c++17 -Wold-style-cast" "$c -std=c++17 $cpp_strict -Wold-style-cast -fsyntax-only implementation.cpp"
   add "$c: stdio.h, stdlib.h, time.h before it" "$c -std=c++11 $cpp_strict -fsyntax-only after.cpp"
   add "$c: LUNA_STATIC" "$c -std=c++11 $cpp_strict -fsyntax-only static.cpp"
+  add "$c: examples/attentions" "$c -std=c++11 $cpp_strict -fsyntax-only attentions.cpp"
   add "$c: declarations alone" "$c -std=c++11 $cpp_strict -c declarations.cpp -o $c-declarations.o"
   add "$c: LUNA_ONLY_STREAM" "$c -std=c++11 $cpp_strict -DLUNA_ONLY_STREAM -fsyntax-only implementation.cpp"
 done
@@ -87,6 +89,7 @@ else
 fi
 for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { echo "skipped: $c is not here"; continue; }
+  add "$c: the way of Visual C++" "$c -std=c99 -O1 -Wall -Wextra -Werror -DLUNAI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave -I$root -fsyntax-only implementation.c"
   for example in "$root"/examples/*.c; do
     add "$c: $(basename "$example")" "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"
   done

@@ -8,6 +8,7 @@ make=${MAKE:-make}
 programs="golden resume checkpoints stream gradients threads"
 limit=600                                                # seconds a program
 
+# windows-vc: the way of Visual C++, in luna.h's base chapter, as far as gcc can go it.
 # 64-bit offsets: without them readdir of a 32-bit program under qemu fails where a folder's offsets are hashes (ext4).
 # name    | compiler                   | flags                              | runner; nothing: this kernel | without this one
 table='
@@ -18,6 +19,7 @@ riscv64   | riscv64-linux-gnu-gcc      | -static -DTEST_QUICK=1             | qe
 i686      | i686-linux-gnu-gcc         | -static -msse2 -mfpmath=sse        |             |
 musl      | musl-gcc                   | -static                            |             |
 windows   | x86_64-w64-mingw32-gcc     | -static -D__USE_MINGW_ANSI_STDIO=1 | wine        |
+windows-vc | x86_64-w64-mingw32-gcc    | -static -D__USE_MINGW_ANSI_STDIO=1 -DLUNAI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave | wine |
 wasm      | clang --target=wasm32-wasi | -msimd128                          | node --no-warnings tests/wasi.mjs | threads
 '
 export WINEDEBUG=-all WINEPREFIX="$PWD/$build/wine"

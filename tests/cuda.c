@@ -46,66 +46,141 @@ static void check_custom(void) {
   free(a), free(b);
 }
 
-/* ---- steps one by one, and the same steps as replays of a graph: with dropout, a rate that changes, and one that is skipped for a NaN ---- */
-#define GRAPH_STEPS 6
-static luna_tensor *graph_loss(device_run *r) {
-  static const int32_t tokens[40] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5, 0, 2, 8, 8, 4, 1, 9, 7};
-  luna_begin_step(r->ctx);
-  return luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, 2, 19 }), tokens + 1);
+/* ---- steps one by one, and the same steps in graphs: other tokens in each, dropout, a rate that changes, one that is
+   skipped for a NaN, one with more tokens, and an inference between two that moves the step's memory ---- */
+enum { GRAPH_STEPS = 14, GRAPH_NAN = 5, GRAPH_LONG = 6, GRAPH_MOVED = 8 };
+typedef struct graph_results {
+  float losses[GRAPH_STEPS], *parameters;
+  int64_t skipped;
+} graph_results;
+static luna_tensor *graph_logits(device_run *r, const int32_t *tokens, int64_t n) {
+  return luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, 2, n });
 }
-static void graph_run(bool replayed, float losses[GRAPH_STEPS], float **parameters, int64_t *skipped) {
+static void graph_run(bool graphed, int kind, graph_results *results) {
   device_run r;
-  void *graph = NULL;
-  luna_tensor *loss = NULL, *embedding;
   float kept = 0;
-  *parameters = NULL;
-  if (!device_run_start(&r, &cuda, 2, 9, "a graph")) return luna_close(r.ctx);
-  embedding = r.lm.embedding;
+  memset(results, 0, sizeof *results);
+  if (!device_run_start(&r, &cuda, kind, 9, "a graph")) return luna_close(r.ctx);
+  luna_graph *graph = graphed ? luna_graph_open(r.ctx) : NULL;
+  CHECK(!graphed || graph, "no graph opens: %s", luna_error(r.ctx));
   for (int step = 0; step < GRAPH_STEPS; step++) {
-    luna_optimizer_set_lr(r.optimizer, 1e-3f * (float)(1 + step));
-    luna_optimizer_advance(r.optimizer);
-    if (step == 4) cuda_poke(r.ctx, embedding->data + 5, NAN);
-    if (!replayed || !graph) {
-      if (replayed && step == 2) CHECK(cuda_capture(r.ctx), "a capture does not begin"); /* the step's memory is there after two */
-      loss = graph_loss(&r);
-      luna_backward(loss);
-      CHECK(luna_optimizer_apply(r.optimizer) == LUNA_OK, "step %d: %s", step, luna_error(r.ctx));
-      if (replayed && step == 2) {
-        graph = cuda_captured(r.ctx);
-        if (!CHECK(graph != NULL, "a step cannot be captured")) break;
-      }
+    const int64_t n = step == GRAPH_LONG ? 25 : 19;
+    int32_t *tokens = common_tokens(2 * n + 1, 40 + (uint64_t)step, 31);
+    float *all = common_parameters(r.params);
+    if (step == GRAPH_NAN) kept = all[5], cuda_poke(r.ctx, r.lm.embedding->data + 5, NAN);
+    if (step == GRAPH_NAN + 1) cuda_poke(r.ctx, r.lm.embedding->data + 5, kept);
+    free(all);
+    if (step == GRAPH_MOVED) {
+      int32_t *many = common_tokens(80, 3, 31);
+      luna_begin_inference(r.ctx);
+      CHECK(graph_logits(&r, many, 40) != NULL, "an inference: %s", luna_error(r.ctx));
+      free(many);
     }
-    if (graph) CHECK(cuda_replay(r.ctx, graph), "step %d is not replayed", step);
-    losses[step] = luna_item(loss);
-    if (step == 3) {
-      float *all = common_parameters(r.params); /* to put the embedding's number right again */
-      kept = all[5];
-      free(all);
-    }
-    if (step == 4) cuda_poke(r.ctx, embedding->data + 5, kept);
+    cuda_counted();
+    CHECK(luna_graph_begin(graph) == LUNA_OK, "a graph does not begin: %s", luna_error(r.ctx));
+    luna_begin_step(r.ctx);
+    luna_tensor *loss = luna_cross_entropy(graph_logits(&r, tokens, n), tokens + 1);
+    luna_backward(loss);
+    CHECK(luna_optimizer_step(r.optimizer) == LUNA_OK, "step %d: %s", step, luna_error(r.ctx));
+    free(tokens);
+    CHECK(luna_graph_end(graph) == LUNA_OK, "step %d in a graph: %s", step, luna_error(r.ctx));
+    const cuda_counts is = cuda_counted();
+    const bool whole = graph && (step == 4 || step >= GRAPH_STEPS - 2);
+    CHECK((*luna_graph_reason(graph) == 0) == (graph && is.replays == 1), "step %d: %ld graphs run, the reason is: %s", step,
+          is.replays, luna_graph_reason(graph));
+    CHECK(!whole || !cuda_emulated() || (is.replays == 1 && is.launches == 0 && is.copies == 1 && is.synchronisations == 0),
+          "optimiser %d, step %d is %ld graphs, %ld launches, %ld copies, %ld waits: %s", kind, step, is.replays, is.launches,
+          is.copies, is.synchronisations, luna_graph_reason(graph));
+    results->losses[step] = luna_item(loss);
   }
-  if (graph) cuda_forget(graph);
-  *skipped = luna_optimizer_skipped(r.optimizer);
-  *parameters = common_parameters(r.params);
+  results->skipped = luna_optimizer_skipped(r.optimizer);
+  results->parameters = common_parameters(r.params);
   luna_close(r.ctx);
 }
 static void check_graph(void) {
-  float eager[GRAPH_STEPS] = {0}, replayed[GRAPH_STEPS] = {0}, *a, *b;
-  int64_t skipped[2] = {0, 0};
-  device_run r;
-  graph_run(false, eager, &a, &skipped[0]);
-  graph_run(true, replayed, &b, &skipped[1]);
-  CHECK(skipped[0] == 1 && skipped[1] == 1, "%lld eager steps are skipped, %lld replayed ones", (long long)skipped[0], (long long)skipped[1]);
-  for (int step = 0; step < GRAPH_STEPS; step++)
-    CHECK(memcmp(&eager[step], &replayed[step], sizeof(float)) == 0 || (step == 4 && eager[step] != eager[step] && replayed[step] != replayed[step]), "step %d: the loss is %.9g, replayed %.9g",
-          step, (double)eager[step], (double)replayed[step]);
-  CHECK(eager[1] != eager[2], "two steps have the same loss %g", (double)eager[1]);
-  if (device_run_start(&r, NULL, 2, 9, "a graph") && a && b) CHECK(memcmp(a, b, (size_t)luna_params_element_count(r.params) * sizeof(float)) == 0, "replayed steps end in other parameters");
-  luna_close(r.ctx);
-  free(a), free(b);
+  for (int kind = 0; kind < 4; kind++) {
+    graph_results one, whole;
+    device_run r;
+    graph_run(false, kind, &one);
+    graph_run(true, kind, &whole);
+    CHECK(one.skipped == 1 && whole.skipped == 1, "optimiser %d: %lld steps are skipped, %lld in graphs", kind,
+          (long long)one.skipped, (long long)whole.skipped);
+    for (int step = 0; step < GRAPH_STEPS; step++)
+      CHECK(memcmp(&one.losses[step], &whole.losses[step], sizeof(float)) == 0 ||
+                (step == GRAPH_NAN && one.losses[step] != one.losses[step] && whole.losses[step] != whole.losses[step]),
+            "optimiser %d, step %d: the loss is %.9g, in a graph %.9g", kind, step, (double)one.losses[step],
+            (double)whole.losses[step]);
+    if (device_run_start(&r, NULL, kind, 9, "a graph") && one.parameters && whole.parameters)
+      CHECK(memcmp(one.parameters, whole.parameters, (size_t)luna_params_element_count(r.params) * sizeof(float)) == 0,
+            "optimiser %d: graphs end in other parameters", kind);
+    luna_close(r.ctx);
+    free(one.parameters), free(whole.parameters);
+  }
 }
 
-/* a context that shares a set captures its inference, and replays it */
+/* what makes a step run by itself: a custom op that does not say that it may be recorded, and reading before the end */
+static void graph_square(luna_ctx *ctx, luna_graph *graph, const luna_custom *custom, bool reads, float value, bool whole) {
+  const int64_t one = 1;
+  luna_graph_begin(graph);
+  luna_begin_step(ctx);
+  luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, &value, 1, &one)), *both[2] = {x, x};
+  luna_tensor *y = luna_scale(luna_custom_op(both, 2, 1, &one, custom), 3);
+  if (reads) CHECK(luna_item(y) == 1.5f * value * value * value, "read before the end, a custom op's result is %g", (double)luna_item(y));
+  CHECK(luna_backward(y) == LUNA_OK && luna_graph_end(graph) == LUNA_OK, "a custom op in a graph: %s", luna_error(ctx));
+  CHECK((*luna_graph_reason(graph) == 0) == whole, "a custom op: %s", luna_graph_reason(graph));
+  CHECK(luna_item(y) == 1.5f * value * value * value, "a custom op of %g in a graph is %g", (double)value, (double)luna_item(y));
+}
+static void check_graph_reasons(void) {
+  luna_custom custom = cuda_square;
+  luna_ctx *ctx = device_open(&cuda, 1), *host = luna_open(NULL);
+  luna_graph *graph = luna_graph_open(ctx), *other = luna_graph_open(ctx);
+  for (int step = 0; step < 5; step++) graph_square(ctx, graph, &custom, false, 2, false);
+  CHECK(strstr(luna_graph_reason(graph), "custom op"), "a custom op: %s", luna_graph_reason(graph));
+  custom.recordable = true;
+  for (int step = 0; step < 6; step++) graph_square(ctx, graph, &custom, step == 4, (float)step, step != 0 && step != 4);
+  CHECK(luna_graph_begin(graph) == LUNA_OK && luna_graph_begin(other) == LUNA_BAD_ARGUMENT &&
+            luna_graph_end(other) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_GRAPH_ORDER,
+        "two graphs at a time: %s", luna_error(ctx));
+  luna_graph_close(graph);           /* one that has begun */
+  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_graph_end(NULL) == LUNA_OK, "after a graph: %s", luna_error(ctx));
+  CHECK(luna_graph_begin(other) == LUNA_OK && luna_graph_end(other) == LUNA_OK, "a graph of nothing: %s", luna_error(ctx));
+  CHECK(!luna_graph_open(host) && luna_ctx_status(host) == LUNA_OK && *luna_graph_reason(NULL), "the CPU has graphs");
+  luna_close(ctx);
+  luna_close(host);
+}
+
+/* a stream's tokens: from the third on each is one launch, with the bits of a device without graphs */
+static void check_stream_graphs(void) {
+  enum { TOKENS = 9 };
+  luna_backend table = *cuda.backend;
+  device without = cuda;
+  table.record = NULL;
+  without.backend = &table;
+  for (int kind = 0; kind < 3; kind++) {
+    device_models m[2];
+    if (device_models_open(&m[0], &without, kind) & device_models_open(&m[1], &cuda, kind)) {
+      const int64_t batch = m[0].config.batch, row = batch * STREAM_VOCAB;
+      int32_t *tokens = common_tokens(batch * TOKENS, 7, STREAM_VOCAB);
+      luna_stream *s[2] = {device_stream(&m[0], 1), device_stream(&m[1], 1)};
+      for (int at = 0; at < TOKENS; at++) {
+        const float *expected = luna_stream_step(s[0], tokens + at * batch);
+        cuda_counted();
+        const float *got = luna_stream_step(s[1], tokens + at * batch);
+        const cuda_counts is = cuda_counted();
+        CHECK(expected && got && memcmp(expected, got, (size_t)row * sizeof(float)) == 0, "kind %d, token %d has other bits in a graph", kind, at);
+        CHECK(at < 3 || !cuda_emulated() || (is.replays == 1 && is.launches + is.copies == 2), /* inputs, logits */
+              "kind %d, token %d is %ld graphs, %ld launches, %ld copies, %ld waits", kind, at, is.replays, is.launches,
+              is.copies, is.synchronisations);
+        if (at == 4) CHECK(luna_stream_prefill(s[0], &(luna_input){ tokens, NULL, 0, 2 }) && luna_stream_prefill(s[1], &(luna_input){ tokens, NULL, 0, 2 }), "a prefill fails");
+      }
+      luna_stream_close(s[0]), luna_stream_close(s[1]);
+      free(tokens);
+    }
+    for (int i = 0; i < 4; i++) luna_close(m[i / 2].ctx[i % 2]);
+  }
+}
+
+/* a context that shares a set, in a graph */
 static void check_shared_graph(void) {
   static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
   device_run owner;
@@ -113,21 +188,17 @@ static void check_shared_graph(void) {
   float expected[20 * 31], got[20 * 31] = {0};
   if (device_run_start(&owner, &cuda, 2, 9, "a shared graph")) {
     luna_ctx *ctx = device_open(&cuda, 1);
-    luna_tensor *y = NULL;
-    void *graph = NULL;
+    luna_graph *graph = luna_graph_open(ctx);
     CHECK(luna_lm_init(&lm, luna_params_share(ctx, owner.params), &owner.lm.config) == LUNA_OK, "sharing: %s",
           luna_error(ctx));
-    for (int i = 0; i < 3; i++) { /* the step's memory is there after two */
-      if (i == 2) CHECK(cuda_capture(ctx), "a capture does not begin");
+    for (int i = 0; i < 6; i++) {
+      luna_graph_begin(graph);
       luna_begin_inference(ctx);
-      y = luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 20 });
-      if (i == 1) luna_read(y, expected);
+      luna_tensor *y = luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 20 });
+      CHECK(luna_graph_end(graph) == LUNA_OK && luna_read(y, i ? got : expected) == LUNA_OK, "a shared set: %s", luna_error(ctx));
+      CHECK(i == 0 || memcmp(got, expected, sizeof got) == 0, "inference %d of a shared set has other bits", i);
     }
-    graph = cuda_captured(ctx);
-    if (CHECK(graph && luna_ctx_status(ctx) == LUNA_OK, "a shared set's inference cannot be captured: %s", luna_error(ctx)))
-      CHECK(cuda_replay(ctx, graph) && luna_read(y, got) == LUNA_OK && memcmp(got, expected, sizeof got) == 0,
-            "replayed logits have other bits");
-    if (graph) cuda_forget(graph);
+    CHECK(*luna_graph_reason(graph) == 0, "a shared set's inference is not recorded: %s", luna_graph_reason(graph));
     luna_close(ctx);
   }
   luna_close(owner.ctx);
@@ -168,6 +239,65 @@ static void check_memory(void) {
     luna_close(ctx);
   }
   free(tokens);
+}
+
+/* ---- optimisers: as on the CPU for many parameters, some empty, one frozen; a few launches whatever their number ---- */
+enum { MANY = 90 };
+static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) {
+  luna_params *params = luna_params_open(ctx);
+  for (int i = 0; i < MANY; i++) {
+    const int64_t size = i == 40 ? 40000 : i % 13;
+    char name[16];
+    snprintf(name, sizeof name, i % 7 ? "p%d" : "cold%d", i);
+    p[i] = luna_param(params, name, 1, &size, (luna_init){LUNA_INIT_NORMAL, 1});
+  }
+  luna_optimizer *o = kind == 0   ? luna_sgd(params, &(luna_sgd_config){.momentum = 0.9f, .clip = 0.5f})
+                      : kind == 1 ? luna_adamw(params, &(luna_adamw_config){.weight_decay = 0.1f, .clip = 0.5f})
+                                  : luna_apollo(params, NULL);
+  luna_optimizer_group(o, &(luna_param_group){.name = "cold", .frozen = true});
+  luna_optimizer_group(o, &(luna_param_group){.name = "p1", .lr = 0.5f});
+  return o;
+}
+static void many_step(luna_ctx *ctx, luna_tensor *p[MANY]) {
+  luna_begin_step(ctx);
+  luna_tensor *loss = NULL;
+  for (int i = 0; i < MANY; i++) {
+    if (!luna_count(p[i])) continue;
+    luna_tensor *sum = luna_sum(luna_mul(p[i], p[i]), 0);
+    loss = loss ? luna_add(loss, sum) : sum;
+  }
+  CHECK(luna_backward(luna_scale(loss, 0.01f)) == LUNA_OK, "many parameters: %s", luna_error(ctx));
+}
+static void check_optimizers(void) {
+  for (int kind = 0; kind < 3; kind++) {
+    device host = cuda;
+    luna_tensor *p[2][MANY];
+    host.backend = NULL;
+    luna_ctx *ctx[2] = {device_open(&host, 3), device_open(&cuda, 3)};
+    luna_optimizer *o[2] = {many_open(ctx[0], kind, p[0]), many_open(ctx[1], kind, p[1])};
+    for (int step = 0; step < 3; step++)
+      for (int i = 0; i < 2; i++) {
+        many_step(ctx[i], p[i]);
+        cuda_counted();
+        CHECK(luna_optimizer_step(o[i]) == LUNA_OK, "optimiser %d: %s", kind, luna_error(ctx[i]));
+        const cuda_counts is = cuda_counted();
+        CHECK(is.launches <= 6 && is.copies <= 2, "optimiser %d: %ld launches and %ld copies for %d parameters", kind,
+              is.launches, is.copies, MANY);
+      }
+    for (int i = 0; i < MANY; i++) {
+      const int64_t n = luna_count(p[0][i]);
+      float *expected = common_floats(n), *got = common_floats(n);
+      luna_read(p[0][i], expected);
+      luna_read(p[1][i], got);
+      CHECK(common_error(got, expected, n, 1e-6) <= 1e-5, "optimiser %d: parameter %d is off by %.3g", kind, i,
+            common_error(got, expected, n, 1e-6));
+      luna_read_grad(p[1][i], got);
+      for (int64_t j = 0; j < n; j++) if (got[j] != 0) { CHECK(0, "optimiser %d leaves gradient %d", kind, i); break; }
+      free(expected), free(got);
+    }
+    luna_close(ctx[0]);
+    luna_close(ctx[1]);
+  }
 }
 
 /* ---- errors of the user's own calls are neither reported nor reset; a custom op's are reported ---- */
@@ -411,7 +541,10 @@ int main(int argc, char **argv) {
     check_custom();
     check_graph();
     check_shared_graph();
+    check_stream_graphs();
+    check_graph_reasons();
     check_memory();
+    check_optimizers();
     check_foreign_errors();
     check_strict();
     check_math();

@@ -7,17 +7,6 @@
 
 extern "C" const luna_backend *cuda_backend(int device, cuda_math math) { return luna_cuda_backend_with(device, (luna_cuda_math)math); }
 
-extern "C" bool cuda_capture(luna_ctx *ctx) { return cudaStreamBeginCapture(luna_cuda_stream(ctx), cudaStreamCaptureModeThreadLocal) == cudaSuccess; }
-extern "C" void *cuda_captured(luna_ctx *ctx) {
-  cudaGraph_t graph = NULL;
-  cudaGraphExec_t replay = NULL;
-  if (cudaStreamEndCapture(luna_cuda_stream(ctx), &graph) != cudaSuccess || !graph) return NULL;
-  if (cudaGraphInstantiate(&replay, graph, 0) != cudaSuccess) replay = NULL;
-  (void)cudaGraphDestroy(graph);
-  return replay;
-}
-extern "C" bool cuda_replay(luna_ctx *ctx, void *graph) { return cudaGraphLaunch((cudaGraphExec_t)graph, luna_cuda_stream(ctx)) == cudaSuccess; }
-extern "C" void cuda_forget(void *graph) { (void)cudaGraphExecDestroy((cudaGraphExec_t)graph); }
 __global__ void poke_kernel(float *at, float value) { *at = value; }
 extern "C" void cuda_poke(luna_ctx *ctx, float *at, float value) { LUNACU_LAUNCH(poke_kernel, 1, 1, 0, luna_cuda_stream(ctx), at, value); }
 
@@ -41,7 +30,7 @@ static void square_backward(luna_tensor *const *in, int count, const luna_tensor
   LUNACU_LAUNCH(square_slope_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state, in[0]->data, in[1]->data, out->grad, in[0]->grad, in[1]->grad);
 }
 static const float square_factor = 0.5f;
-extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor, 0};
+extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor, 0, false};
 
 static void overrun_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t n = luna_count(out) + 1;
@@ -54,9 +43,9 @@ static void unlaunched_forward(const luna_tensor *const *in, int count, luna_ten
   (void)LUNACU_START(square_kernel, 1, 4096, 0, luna_cuda_stream(out->ctx), luna_count(out), *(const float *)state,
                      in[0]->data, in[0]->data, out->data);
 }
-extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor, 0};
+extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor, 0, false};
 extern "C" const luna_custom cuda_unlaunched = {unlaunched_forward, square_backward, &square_factor,
-                                                sizeof square_factor, 0};
+                                                sizeof square_factor, 0, false};
 
 extern "C" void cuda_leave_error(void) {
   void *memory = NULL;
@@ -89,11 +78,18 @@ static luna_status strict_begin(luna_ctx *ctx, luna_step_state *state, bool trai
 static luna_status strict_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
   return strictly()->check(ctx, loss, state);
 }
-static luna_status strict_norm(luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip,
-                               luna_step_state *state) {
-  return strictly()->norm(ctx, parameters, count, clip, state);
+static luna_status strict_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                               const luna_update *table, int64_t count) {
+  return strictly()->norm(ctx, rule, parts, table, count);
 }
-static luna_status strict_update(luna_ctx *ctx, const luna_update *update) { return strictly()->update(ctx, update); }
+static luna_status strict_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                 const luna_update *table, int64_t count) {
+  return strictly()->update(ctx, rule, parts, table, count);
+}
+static luna_status strict_record(luna_ctx *ctx) { return strictly()->record(ctx); }
+static luna_status strict_recorded(luna_ctx *ctx, void **graph) { return strictly()->recorded(ctx, graph); }
+static luna_status strict_run(luna_ctx *ctx, void *graph) { return strictly()->run(ctx, graph); }
+static void strict_forget(void *self, void *graph) { strictly()->forget(self, graph); }
 static luna_status strict_forward(luna_op *op) { return strictly()->op[op->kind].forward(op); }
 static luna_status strict_backward(luna_op *op) { return strictly()->op[op->kind].backward(op); }
 static void *exact_allocate(void *, size_t bytes) {
@@ -115,6 +111,10 @@ extern "C" const luna_backend *cuda_strict_backend(bool exact) {
   strict.check = strict_check;
   strict.norm = strict_norm;
   strict.update = strict_update;
+  strict.record = strict_record;
+  strict.recorded = strict_recorded;
+  strict.run = strict_run;
+  strict.forget = strict_forget;
   for (luna_op_functions &row : strict.op)
     if (row.forward) row.forward = strict_forward, row.backward = strict_backward;
   return &strict;

@@ -8,11 +8,6 @@ extern "C" {
 typedef enum cuda_math { CUDA_F32 = 0, CUDA_TF32, CUDA_BF16 } cuda_math;
 const luna_backend *cuda_backend(int device, cuda_math math);
 
-/* Records what is called between the two, and replays it. False, or null: it failed. */
-bool cuda_capture(luna_ctx *ctx);
-void *cuda_captured(luna_ctx *ctx);
-bool cuda_replay(luna_ctx *ctx, void *graph);
-void cuda_forget(void *graph);
 void cuda_poke(luna_ctx *ctx, float *at, float value); /* one number of device memory, in the stream's order */
 
 /* operations of the user's own: y = factor a b^2, forward and backward kernels; and two that are wrong, of one input: a

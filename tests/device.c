@@ -76,8 +76,9 @@ static luna_status fake_wait(luna_ctx *ctx, const luna_ctx *other) {
 FAR_ENTRY(zero, (luna_ctx *ctx, void *at, size_t bytes), (ctx, at, bytes), at)
 FAR_ENTRY(begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped), (ctx, state, training, stepped), state)
 FAR_ENTRY(check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state), (ctx, loss, state), state)
-FAR_ENTRY(norm, (luna_ctx *ctx, luna_tensor *const *parameters, int64_t count, float clip, luna_step_state *state), (ctx, parameters, count, clip, state), state)
-FAR_ENTRY(update, (luna_ctx *ctx, const luna_update *update), (ctx, update), update->state)
+#define FAR_PARTS (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count)
+FAR_ENTRY(norm, FAR_PARTS, (ctx, rule, parts, table, count), rule->state)
+FAR_ENTRY(update, FAR_PARTS, (ctx, rule, ((void)parts, table), table, count), table)
 
 static void fake_row_check(const luna_op *op, const char *when) {
   bool fine = (!op->index || fake_is(op->index)) && (!op->lengths || fake_is(op->lengths)) && (!op->kept || fake_is(op->kept)) && (!op->workspace || fake_is(op->workspace));

@@ -61,7 +61,8 @@ static void device_case(const device *d, const op_case *c, int variant, bool big
 static void device_cases(const device *d, const char *only) {
   for (int i = 0; i < OP_CASES; i++) {
     if ((d->skip && strcmp(op_cases[i].name, d->skip) == 0) || (only && !strstr(op_cases[i].name, only))) continue;
-    for (int v = 0; v < op_cases[i].variants; v++) device_case(d, &op_cases[i], v, d->big);
+    for (int v = 0; v < op_cases[i].variants && op_case_applies(&op_cases[i], d->backend); v++)
+      device_case(d, &op_cases[i], v, d->big);
   }
 }
 

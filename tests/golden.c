@@ -381,20 +381,21 @@ static void golden_option(void *user, const char *key, const char *value) {
   for (int i = 0; i < 4; i++) if (strcmp(key, frame[i]) == 0) return;
   a->good &= CHECK(attentions_set(&a->choice, key, value), "%s: %s", a->g->name, a->choice.error) != 0;
 }
-/* what a file says by its tensors alone: an axis (or -1: that there is one) of a tensor is an option */
+/* what a file says by its tensors alone: an axis (or -1: that there is one) of a tensor, and more, is an option */
 static void golden_shapes(golden_attention *a) {
-  static const struct { const char *system, *option, *tensor; int axis; } shapes[] = {
-    {"synthesizer", "mixture", "mixture", -1}, {"synthesizer", "a", "dense_a.weight", 1}, {"synthesizer", "b", "dense_b.weight", 1},
+  static const struct { const char *system, *option, *tensor; int axis, more; } shapes[] = {
+    {"synthesizer", "mixture", "mixture", -1, 0}, {"synthesizer", "a", "dense_a.weight", 1, 0}, {"synthesizer", "b", "dense_b.weight", 1, 0},
+    {"bigbird", "max_blocks", "random_blocks", 1, 2},
   };
   for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
     char text[32] = "true";
     lunai_st_tensor t;
     if (strcmp(a->g->kind, shapes[i].system) != 0 || !lunai_st_find(&a->g->st, shapes[i].tensor, &t)) continue;
-    if (shapes[i].axis >= 0) snprintf(text, sizeof text, "%d", (int)t.shape[shapes[i].axis]);
+    if (shapes[i].axis >= 0) snprintf(text, sizeof text, "%d", (int)t.shape[shapes[i].axis] + shapes[i].more);
     golden_option(a, shapes[i].option, text);
   }
 }
-/* an option that is a list comes as a tensor of its name; none: the empty list */
+/* an option that is a list comes as a tensor of its name; none: the empty list. */
 static void golden_lists(golden_attention *a) {
   for (const attention_option *o = a->choice.system->options; o->name; o++) {
     char text[ATTENTION_LIST_SIZE * 12] = "";

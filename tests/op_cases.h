@@ -383,6 +383,34 @@ static void op_attention_ragged(trial *t, int v) {
   give(t, luna_softmax_attention(q, k, in2(t, self ? 9 : 8, 2 * d), &c));
   if (c.sums) give(t, sums);
 }
+static void op_sparse_attention(trial *t, int v) {
+  static const int32_t lengths[2] = {5, 3}, queries[4] = {0, 3, 5, 7}, offsets[4] = {0, 2, 3, 5}, order[7] = {6, 2, 4, 0, 1, 5, 3};
+  static const int32_t keys[10] = {3, 1, 4, 1, 5, 0, 2, 6, 6, 3};
+  static const luna_key_run runs[5] = {{0, 3, false}, {4, 2, true}, {1, 5, false}, {0, 1, false}, {3, 4, true}};
+  const int64_t n = v >= 5 ? SIZE(7, 600) : 7, d = SIZE(2, 24);
+  luna_attention_pattern p[4];
+  luna_attention_config c = {0};
+  luna_tensor *log_sum_exp = NULL;
+  memset(p, 0, sizeof p);
+  for (int i = 0; i < 4; i++) {
+    p[i].window = v != 2 && v != 6;
+    p[i].left = v >= 5 ? n / 2 : 2 + i, p[i].right = v == 3 ? -1 : i % 2;
+    p[i].not_self = v == 4;
+    if (v < 2 || v == 3 || v >= 5) continue;
+    p[i].blocks = 3, p[i].queries = queries, p[i].offsets = offsets, p[i].runs = runs;
+    if (v == 4) p[i].query_order = order, p[i].key_order = keys, p[i].key_count = 10;
+  }
+  c.heads = 2, c.patterns = p;
+  c.pattern_count = v == 0 ? 1 : v == 1 ? 2 : 4;
+  c.lengths = v == 1 ? lengths : NULL;
+  c.causal = v == 1;
+  c.dropout = v == 2 || v == 5 ? (float)0.3 : 0;
+  c.log_sum_exp = v == 0 || v == 2 || v >= 5 ? &log_sum_exp : NULL;
+  if (v == 6) c.patterns = NULL, c.pattern_count = 0; /* dense, for its log-sum-exp */
+  luna_tensor *q = in3(t, 2, n, 2 * d), *k = in3(t, 2, n, 2 * d);
+  give(t, luna_softmax_attention(q, k, in3(t, 2, n, 2 * d), &c));
+  if (log_sum_exp) give(t, log_sum_exp);
+}
 static void op_causal_product(trial *t, int v) {
   const int64_t rows[4] = {5, 67, 130, 1}, n = rows[v], h = v == 1 ? 1 : 2, d1 = SIZE(2, 23), d2 = SIZE(3, 25);
   luna_tensor *x = in3(t, 2, n, h * d1), *y = in3(t, 2, n, h * d1);
@@ -452,7 +480,7 @@ static void op_custom_backward(luna_tensor *const *in, int count, const luna_ten
 }
 static void op_custom(trial *t, int v) {
   float factor = (float)1.25;
-  luna_custom custom = {op_custom_forward, op_custom_backward, NULL, sizeof factor, 0};
+  luna_custom custom = {op_custom_forward, op_custom_backward, NULL, sizeof factor, 0, false};
   const int64_t shape[2] = {3, 4};
   luna_tensor *in[2];
   in[0] = in2(t, 3, 4);
@@ -742,6 +770,7 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"logits", op_logits, 8},
                                    {"softmax_attention", op_attention, 15},
                                    {"softmax_attention ragged", op_attention_ragged, 4},
+                                   {"sparse_attention", op_sparse_attention, 7},
                                    {"causal_product", op_causal_product, 4},
                                    {"short_convolution", op_short_convolution, 4},
                                    {"pack", op_pack, 6},
@@ -767,5 +796,9 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"masked_lm", op_masked_lm, 3},
                                    {"seq2seq", op_seq2seq, 4}};
 #define OP_CASES ((int)(sizeof op_cases / sizeof op_cases[0]))
+/* an op that a backend may lack, and that is not made of others */
+TEST_UNUSED static bool op_case_applies(const op_case *c, const luna_backend *backend) {
+  return backend->op[LUNA_OP_SPARSE_ATTENTION].forward || strcmp(c->name, "sparse_attention") != 0;
+}
 
 #endif

@@ -782,7 +782,7 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_short_convolution(cube, b, NULL), CONVOLUTION_SHAPES);
   REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), NULL_ARGUMENT);
   luna_tensor *const nine[9] = {a, a, a, a, a, a, a, a, a};
-  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0, 0}),
+  REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0, 0, false}),
       TOO_MANY_TENSORS);
 }
 

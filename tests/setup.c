@@ -865,7 +865,7 @@ static void nan_backward(luna_tensor *const *in, int count, const luna_tensor *o
 static void check_not_finite_two(void) {
   luna_ctx *ctx = ctx_open();
   run bad = run_open(ctx, 1, 0, 2), good = run_open(ctx, 1, 0, 2);
-  const luna_custom custom = {none_forward, nan_backward, NULL, 0, 0};
+  const luna_custom custom = {none_forward, nan_backward, NULL, 0, 0, false};
   const int64_t one = 1;
   for (int step = 0; step < 4; step++) {
     luna_tensor *w = luna_params_at(bad.params, 0, NULL);

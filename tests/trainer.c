@@ -806,7 +806,7 @@ static void poison_backward(luna_tensor *const *in, int count, const luna_tensor
   for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i] + (i == 0 ? *(const float *)state : 0);
 }
 static luna_tensor *poisoned(luna_tensor *x, float poison) {
-  const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison, 0};
+  const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison, 0, false};
   return luna_custom_op(&x, 1, x->rank, x->shape, &custom);
 }
 /* sum c w^2 of every part, but a gradient with `poison` in it at one part, and a number of no gradient added to the loss */

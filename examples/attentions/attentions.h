@@ -11,17 +11,23 @@
 #ifndef ATTENTIONS_H
 #define ATTENTIONS_H
 #include "base.h"
+#include "bigbird.h"
 #include "compressive.h"
 #include "isab.h"
+#include "local.h"
+#include "longformer.h"
 #include "performer.h"
+#include "reformer.h"
 #include "rfa.h"
+#include "sinkhorn.h"
+#include "sparse.h"
 #include "synthesizer.h"
 #include "transformer_xl.h"
 #include "workspace.h"
 
 static const attention_system *const attention_systems[] = {
-  &performer_system, &rfa_system, &synthesizer_system, &workspace_system, &transformer_xl_system, &compressive_system,
-  &isab_system,
+  &performer_system, &rfa_system, &local_system, &sparse_system, &longformer_system, &bigbird_system, &reformer_system,
+  &sinkhorn_system, &synthesizer_system, &workspace_system, &transformer_xl_system, &compressive_system, &isab_system,
 };
 #define ATTENTION_SYSTEMS ((int)(sizeof attention_systems / sizeof attention_systems[0]))
 
@@ -30,7 +36,7 @@ typedef struct attentions {
   const attention_system *system;
   attention *options;                /* a layer's struct that holds the options alone */
   attention *layers;                 /* what was made with them, newest first */
-  char error[200];
+  char error[320];
 } attentions;
 
 /* ---- options by name ---- */

@@ -201,6 +201,14 @@ ATTENTION_FN luna_tensor *attention_unit_rows(luna_ctx *ctx, int rank, const int
   return t;
 }
 
+ATTENTION_FN double attention_sum(const float *x, int64_t n) { /* in four parts, which need not wait for each other */
+  double sum[4] = { 0, 0, 0, 0 };
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) for (int k = 0; k < 4; k++) sum[k] += (double)x[i + k];
+  for (; i < n; i++) sum[0] += (double)x[i];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 /* ---- custom ops ---- */
 /* lengths [batch] as a tensor: a custom op's input, for its state would have to hold as many */
 ATTENTION_FN luna_tensor *attention_lengths(const luna_tensor *x, const int32_t *lengths) {
@@ -282,6 +290,7 @@ ATTENTION_FN size_t attention_gemm_scratch(int64_t m, int64_t n, int64_t k) {
   luna_gemm_args g;
   memset(&g, 0, sizeof g);
   g.m = m, g.n = n, g.k = k;
+  g.transpose_a = true;              /* needs the most */
   return luna_gemm_scratch(&g) + 64;
 }
 #endif

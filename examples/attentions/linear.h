@@ -197,14 +197,17 @@ ATTENTION_FN void linear_chunk(linear_head *p, int64_t at, int64_t rows, bool ab
   linear_factors(p, at, rows);
   linear_scores(p, rows);
   for (int64_t i = 0; i < rows; i++) {
-    float *y = p->result + i * p->e;
     left *= p->f[at + i];
     linear_weights(p, at, i);
-    for (int64_t c = 0; c < p->e; c++) y[c] *= left;
-    for (int64_t j = 0; j <= i; j++) {
-      const float s = p->weight[j] * p->scores[i * LINEAR_CHUNK + j];
-      for (int64_t c = 0; c < p->e; c++) y[c] += s * p->value[j * p->e + c];
-    }
+    for (int64_t c = 0; c < p->e; c++) p->result[i * p->e + c] *= left;
+    for (int64_t j = 0; j <= i; j++) p->scores[i * LINEAR_CHUNK + j] *= p->weight[j];
+  }
+  for (int64_t i = 0, first = 0; i < rows; i++) { /* later values, which may be Inf, are not multiplied by 0 */
+    float *y = p->result + i * p->e;
+    if (i % 16 == 0 && (first = i) > 0)
+      attention_gemm(p->q.gemm, p->scores + i * LINEAR_CHUNK, LINEAR_CHUNK, false, p->value, p->e, false, y, p->e, rows - i < 16 ? rows - i : 16, p->e, i, true);
+    for (int64_t j = first; j <= i; j++)
+      for (int64_t c = 0; c < p->e; c++) y[c] += p->scores[i * LINEAR_CHUNK + j] * p->value[j * p->e + c];
   }
   if (absorb) linear_absorb(p, p->sum, p->key.phi, p->weight, p->value, rows, left);
 }

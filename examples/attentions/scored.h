@@ -57,10 +57,10 @@ ATTENTION_FN void scored_softmax(scored_head *h, int64_t first, int64_t rows, in
   for (int64_t i = 0; i < rows; i++) {
     float *p = h->p + i * h->m, max = -HUGE_VALF;
     const int64_t a = scored_from(h, first + i), b = scored_to(h, first + i);
-    double sum = 0;
     for (int64_t j = a; j < b; j++) if (p[j] > max) max = p[j];
-    for (int64_t j = a; j < b; j++) sum += (double)(p[j] = expf(p[j] - max));
-    for (int64_t j = a; j < b; j++) p[j] = (float)((double)p[j] / sum);
+    for (int64_t j = a; j < b; j++) p[j] = expf(p[j] - max);
+    const float share = (float)(1 / attention_sum(p + a, b - a));
+    for (int64_t j = a; j < b; j++) p[j] *= share;
     for (int64_t j = from; j < a; j++) p[j] = 0;
     for (int64_t j = b; j < to; j++) p[j] = 0;
   }
@@ -75,9 +75,14 @@ ATTENTION_FN void scored_forward_rows(scored_head *h, int64_t first, int64_t row
   const float *v = h->in[SCORED_V]->data + scored_at(h, h->in[SCORED_V], 0);
   float *y = h->out->data + scored_at(h, h->out, first);
   if (known > from) attention_gemm(h->gemm, h->p + from, h->m, false, v + from * h->d, h->d, false, y, h->d, rows, h->dh, known - from, false);
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = known; j < scored_to(h, first + i); j++)
+  for (int64_t i = 0, next = known; i < rows && known < to; i++) {
+    if (i % 16 == 0 && i > 0) {
+      attention_gemm(h->gemm, h->p + i * h->m + known, h->m, false, v + known * h->d, h->d, false, y + i * h->d, h->d, rows - i < 16 ? rows - i : 16, h->dh, i, true);
+      next = known + i;
+    }
+    for (int64_t j = next; j <= known + i; j++)
       for (int64_t e = 0; e < h->dh; e++) y[i * h->d + e] += h->p[i * h->m + j] * v[j * h->d + e];
+  }
 }
 ATTENTION_FN void scored_backward_rows(scored_head *h, int64_t first, int64_t rows, int64_t from, int64_t to) {
   const int64_t v = scored_at(h, h->in[SCORED_V], from);
@@ -86,8 +91,9 @@ ATTENTION_FN void scored_backward_rows(scored_head *h, int64_t first, int64_t ro
   scored_mask(h, first, rows, h->grad);
   for (int64_t i = 0; i < rows; i++) {
     float *p = h->p + i * h->m, *grad = h->grad + i * h->m;
-    double dot = 0;
-    for (int64_t j = scored_from(h, first + i); j < scored_to(h, first + i); j++) dot += (double)p[j] * (double)grad[j];
+    const float *y = h->out->data + scored_at(h, h->out, first + i);
+    double dot = 0;                  /* sum of p grad, which is y's product with its gradient */
+    for (int64_t e = 0; e < h->dh; e++) dot += (double)y[e] * (double)g[i * h->d + e];
     for (int64_t j = from; j < to; j++) grad[j] = p[j] * (grad[j] - (float)dot);
   }
   h->s->backward(h, first, rows, from, to);
