@@ -123,10 +123,10 @@
      it stays the same, so that a comparison compares the mathematics. luna_custom_op makes an op of a forward and a
      backward function: saving, optimisers and clipping go by the set of parameters, not by the model, and work with
      it.
-     Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that broadcast
-     as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all instruction
-     sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's table, a
-     function that checks shapes and builds it, and a case in tests/op_cases.h.
+     Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
+     broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
+     instruction sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's
+     table, a function that checks shapes and builds it, and a case in tests/op_cases.h.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -412,10 +412,14 @@ LUNA_API const char *luna_isa_name(luna_isa isa);
    the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
 #define LUNA_ACTIVATIONS(M) \
   M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
-  M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), vf_fma(vf_mul(x, vf_of(0.39894228040143267794)), vf_half_gauss(x), vf_normal_cdf(x))) \
-  M(ELU1, elu1, vf_select(vf_gt(x, vf_zero()), vf_add(x, vf_of(1)), vf_exp(x)), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_exp(x))) \
-  M(SOFTPLUS, softplus, vf_add(vf_max(vf_zero(), x), vf_log1p(vf_exp(vf_neg(vf_abs(x))))), vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
-  M(SOFTPLUS2, softplus2, vf_fma(vf_log1p(vf_exp2(vf_neg(vf_abs(x)))), vf_of(1.44269504088896340736), vf_max(vf_zero(), x)), \
+  M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), \
+    vf_fma(vf_mul(x, vf_of(0.39894228040143267794)), vf_half_gauss(x), vf_normal_cdf(x))) \
+  M(ELU1, elu1, vf_select(vf_gt(x, vf_zero()), vf_add(x, vf_of(1)), vf_exp(x)), \
+    vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_exp(x))) \
+  M(SOFTPLUS, softplus, vf_add(vf_max(vf_zero(), x), vf_log1p(vf_exp(vf_neg(vf_abs(x))))), \
+    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
+  M(SOFTPLUS2, softplus2, \
+    vf_fma(vf_log1p(vf_exp2(vf_neg(vf_abs(x)))), vf_of(1.44269504088896340736), vf_max(vf_zero(), x)), \
     vf_div(vf_of(1), vf_add(vf_of(1), vf_exp2(vf_neg(x))))) \
   M(SIGMOID, sigmoid, vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x)))), vf_fnma(y, y, y)) \
   M(SILU, silu, vf_div(x, vf_add(vf_of(1), vf_exp(vf_neg(x)))), \
@@ -758,8 +762,10 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);               
     vf_select(vf_lt(a, b), g, vf_zero()), g) \
   E(LESS, 1, 0, false, less, 0, vf_select(vf_lt(a, b), vf_of(1), vf_zero()), g, g, g) \
   E(LESS_EQUAL, 1, 0, false, less_equal, 0, vf_select(vf_le(a, b), vf_of(1), vf_zero()), g, g, g) \
-  E(EQUAL, 1, 0, false, equal, 0, vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_of(1), vf_zero()), vf_zero()), g, g, g) \
-  E(NOT_EQUAL, 1, 0, false, not_equal, 0, vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_zero(), vf_of(1)), vf_of(1)), g, g, g)
+  E(EQUAL, 1, 0, false, equal, 0, \
+    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_of(1), vf_zero()), vf_zero()), g, g, g) \
+  E(NOT_EQUAL, 1, 0, false, not_equal, 0, \
+    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_zero(), vf_of(1)), vf_of(1)), g, g, g)
 #define LUNA_ELEMENTWISE(E) \
   LUNA_BINARIES(E) \
   E(WHERE, 1, LUNA_READS_IN(0), false, where, 6, vf_select(vf_le(vf_abs(a), vf_zero()), c, b), g, \
@@ -776,8 +782,10 @@ LUNA_BINARIES(LUNAI_BINARY)
 #undef LUNAI_BINARY
 LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b);
-LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b); /* a where condition is not 0 (NaN is not), b elsewhere */
-LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high); /* low and high may be infinite; NaN stays; gradient from low to high, both included */
+/* a where condition is not 0 (NaN is not), b elsewhere */
+LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b);
+/* low and high may be infinite; NaN stays; gradient from low to high, both included */
+LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high);
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
@@ -815,7 +823,8 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same 
 /* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
    (e / 8, i, step) under key seed is below round(65536 p). */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
-LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight); /* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
+/* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight);
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
 /* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
@@ -1424,7 +1433,8 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
-LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);        /* of the last step, with its schedule; before any, of the first */
+/* of the last step, with its schedule; before any, of the first */
+LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
@@ -1488,7 +1498,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 typedef struct luna_sampling {
   float temperature;                 /* logits are divided by it; 0 = 1: for greedy choice set top_k = 1 */
   int32_t top_k;                     /* 0 = all; 1 = greedy */
-  float top_p;                       /* of these the likeliest whose probabilities reach it; 0 = 1, all [arXiv 1904.09751] */
+  float top_p;                       /* of these the likeliest whose probabilities reach it; 0 = 1, all
+                                        [arXiv 1904.09751] */
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
@@ -1591,7 +1602,10 @@ typedef struct luna_op {
       int input;                     /* backward: the input whose gradient is being computed */
     } elementwise;
     struct { float factor; } scale;
-    struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct {                         /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+      int64_t outer, axis, inner;
+      float factor;
+    } reduce;
     struct { bool rms; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
@@ -1638,7 +1652,8 @@ typedef struct luna_op {
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
-#define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0) /* of LUNA_ELEMENTWISE */
+/* of LUNA_ELEMENTWISE */
+#define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
 #define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
@@ -1792,7 +1807,8 @@ LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) 
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
-LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_TANH; } /* of a layer */
+/* of a layer */
+LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_TANH; }
 
 /* Max elements of an array, so that bytes and sums never wrap; and of a matrix in each thread's scratch. */
 #define LUNAI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
@@ -2028,7 +2044,8 @@ typedef struct lunai_epilogue {
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
   R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
-  T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, const float *dy, float *y, bool add)) \
+  T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, \
+      const float *dy, float *y, bool add)) \
   K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
@@ -2040,8 +2057,10 @@ typedef struct lunai_epilogue {
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
-  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, float *mean, float *rstd)) \
-  T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
+  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
+      float *mean, float *rstd)) \
+  T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
+      const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
   T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
   R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
@@ -2662,16 +2681,21 @@ LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of
 #undef LUNAI_VALUE
 #undef LUNAI_SLOPE
 #define LUNAI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
-#define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; return slope; }
+#define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
+    return slope; }
 /* of a layer: what a product's epilogue applies */
 #ifdef LUNA_ONLY_STREAM /* small: one copy, of these alone */
 LUNAI_FN vf LUNAI_K(activation1)(int kind, vf x) { switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; } }
 LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
 #else
-LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) { switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; } }
+LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+  switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; }
+}
 LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_VALUE) default: return x; } }
 #endif
-LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_SLOPE) default: return vf_of(1); } }
+LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) {
+  switch (kind) { LUNA_MAPS(LUNAI_SLOPE) default: return vf_of(1); }
+}
 
 /* ......................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
@@ -3278,7 +3302,8 @@ LUNAI_FN void LUNAI_K(elementwise)(int kind, const float *const *x, const int64_
     LUNAI_PUT(y, LUNAI_K(elementwise1)(kind, a, b, c));
   }
 }
-LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const *x, const int64_t *step, int64_t n, const float *dy,
+LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const *x, const int64_t *step, int64_t n,
+    const float *dy,
                                          float *y, bool add) {
   int64_t i;
   for (i = 0; i < n; i += VF) {
@@ -3403,7 +3428,8 @@ LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const
 }
 
 /* RMS norm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon); as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, float *mean,
+LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y,
+    float *mean,
                                 float *rstd) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
@@ -3418,7 +3444,8 @@ LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const f
 }
 
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, const float *x, const float *weight, const float *mean,
+LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
+    const float *mean,
                                            const float *rstd, const float *dy, float *dx, bool add) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
@@ -8552,17 +8579,26 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
 }
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
-typedef struct lunai_sum_work { const lunai_kernels *kernels; int64_t outer, axis, inner; float factor; const float *x; float *y; } lunai_sum_work;
+typedef struct lunai_sum_work {
+  const lunai_kernels *kernels;
+  int64_t outer, axis, inner;
+  float factor;
+  const float *x;
+  float *y;
+} lunai_sum_work;
 LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sum_work *w = (const lunai_sum_work *)work;
   const int64_t count = w->inner > 1 ? w->inner : w->outer;
   const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
   int64_t o;
   for (o = 0; w->inner > 1 && o < w->outer; o++)
-    w->kernels->sum_rows(w->axis, w->inner, w->inner, first, last, w->factor, w->x + o * w->axis * w->inner, w->y + o * w->inner);
-  for (o = first; w->inner == 1 && o < last; o++) w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
+    w->kernels->sum_rows(w->axis, w->inner, w->inner, first, last, w->factor, w->x + o * w->axis * w->inner,
+        w->y + o * w->inner);
+  for (o = first; w->inner == 1 && o < last; o++)
+    w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
-LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int64_t inner, float factor, const float *x, float *y) {
+LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int64_t inner, float factor,
+    const float *x, float *y) {
   lunai_sum_work w;
   w.kernels = lunai_k(op);
   w.outer = outer; w.axis = axis; w.inner = inner;
@@ -8620,14 +8656,20 @@ LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int6
       x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
                      row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
     }
-    if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at, add);
+    if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at,
+        add);
     else if (op->kind == LUNA_OP_ADD && step[0] && step[1]) lunai_k(op)->add(n, x[0], x[1], y + at);
     else if (op->kind == LUNA_OP_MUL && step[0] && step[1]) lunai_k(op)->mul(n, x[0], x[1], y + at);
     else lunai_k(op)->elementwise((int)op->kind, x, step, n, y + at);
   }
 }
-LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) { lunai_elementwise_part(op, -1, first, last, op->out[0]->data, false); }
-LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body); return LUNA_OK; }
+LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
+  lunai_elementwise_part(op, -1, first, last, op->out[0]->data, false);
+}
+LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
+  lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
+  return LUNA_OK;
+}
 /* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is that
    of the result but for its sign, there already), then the sums over each axis along which it repeats. */
 LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
@@ -8640,13 +8682,15 @@ LUNAI_FN void lunai_elementwise_query(luna_op *op) {
   int k;
   if (!op->training) return;
   for (k = 0; k < op->inputs; k++)
-    if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes : 2 * bytes;
+    if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes :
+        2 * bytes;
 }
 #endif
 LUNAI_FN void lunai_elementwise_back(luna_op *op, int64_t first, int64_t last) {
   const int k = op->arg.elementwise.input;
   const bool repeated = lunai_is_repeated(op, k);
-  lunai_elementwise_part(op, k, first, last, repeated ? (float *)op->workspace : op->in[k]->grad, !repeated && !(op->sets >> k & 1));
+  lunai_elementwise_part(op, k, first, last, repeated ? (float *)op->workspace : op->in[k]->grad, !repeated &&
+      !(op->sets >> k & 1));
 }
 LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
@@ -8778,7 +8822,8 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
 LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t last) {
-  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner, panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const int64_t panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
   const float *x = back ? op->out[0]->grad : op->in[0]->data;
   float *y = back ? op->in[0]->grad : op->out[0]->data;
   int64_t p, r, i;
@@ -8794,11 +8839,16 @@ LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t
     }
   }
 }
-LUNAI_FN void lunai_cumsum_body(luna_op *op, int64_t first, int64_t last) { lunai_cumsum_panels(op, false, first, last); }
-LUNAI_FN void lunai_cumsum_back(luna_op *op, int64_t first, int64_t last) { lunai_cumsum_panels(op, true, first, last); }
+LUNAI_FN void lunai_cumsum_body(luna_op *op, int64_t first, int64_t last) {
+  lunai_cumsum_panels(op, false, first, last);
+}
+LUNAI_FN void lunai_cumsum_back(luna_op *op, int64_t first, int64_t last) {
+  lunai_cumsum_panels(op, true, first, last);
+}
 LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int64_t first, int64_t last)) {
   const int64_t panels = lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS);
-  lunai_split(op, op->arg.reduce.outer * panels, op->arg.reduce.axis * lunai_min(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS), body);
+  lunai_split(op, op->arg.reduce.outer * panels, op->arg.reduce.axis * lunai_min(op->arg.reduce.inner,
+      LUNAI_CUMSUM_COLUMNS), body);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
@@ -9264,8 +9314,10 @@ LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
   float *kept = (float *)op->kept, *mean = kept ? kept + first : NULL, *rstd = kept ? kept + rows + first : NULL;
   if (op->arg.norm.rms)
-    lunai_k(op)->rms_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), LUNAI_NORM_EPSILON, op->out[0]->data + first * n, mean, rstd);
-  else lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2), LUNAI_NORM_EPSILON,
+    lunai_k(op)->rms_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), LUNAI_NORM_EPSILON,
+        op->out[0]->data + first * n, mean, rstd);
+  else lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2),
+      LUNAI_NORM_EPSILON,
                           op->out[0]->data + first * n, mean, rstd);
 }
 LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
@@ -9279,7 +9331,8 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
       memset(sums, 0, (size_t)(2 * n) * sizeof(float));
       lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
+    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row,
+        kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
@@ -9299,7 +9352,8 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
-LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last, const float *rows, float *table) {
+LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last,
+    const float *rows, float *table) {
   int64_t i;
   for (i = 0; i < count; i++) {
     float *row = table + op->index[i] * d + first;
@@ -9337,7 +9391,8 @@ LUNAI_FN luna_status lunai_scatter_add_forward(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
   if (op->in[1]->grad) lunai_split(op, op->in[1]->shape[0], op->in[1]->shape[1], lunai_scatter_back);
-  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->in[0]), 1, lunai_scatter_through);
+  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->in[0]), 1,
+      lunai_scatter_through);
   return LUNA_OK;
 }
 
@@ -10192,7 +10247,8 @@ LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, l
   luna_status status;
   *mark = lunai_step_mark(t->ctx);
   *values = t->data;
-  if (lunai_owner(t)->released || (lunai_computes(t->ctx) && !t->data && bytes)) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
+  if (lunai_owner(t)->released || (lunai_computes(t->ctx) && !t->data && bytes)) return lunai_fail_status(t->ctx,
+      LUNA_ERROR_RELEASED, name, t);
   if (!lunai_on_device(t->ctx)) return LUNA_OK;
   if (!lunai_step(t->ctx, bytes, false, &memory)) return lunai_fail_memory(t->ctx, name, bytes);
   *values = (const float *)memory;
@@ -10215,7 +10271,8 @@ LUNAI_FN luna_status lunai_top_k(const luna_tensor *x, int64_t k, int32_t *indic
     const float *row = from ? from + r * n : NULL;
     int64_t count = 0;
     for (i = 0; i < n && row; i++) { /* best: the largest so far in falling order */
-      for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] && row[best[at - 1]] == row[best[at - 1]])); at--)
+      for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
+          row[best[at - 1]] == row[best[at - 1]])); at--)
         if (at < k) best[at] = best[at - 1];
       if (at < k) best[at] = (int32_t)i;
       count = lunai_min(count + 1, k);
@@ -10231,7 +10288,9 @@ LUNAI_FN luna_status lunai_top_k(const luna_tensor *x, int64_t k, int32_t *indic
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values) {
   return lunai_top_k(x, k, indices, values, "luna_top_k");
 }
-LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) { return lunai_top_k(x, 1, indices, NULL, "luna_argmax"); }
+LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
+  return lunai_top_k(x, 1, indices, NULL, "luna_argmax");
+}
 
 /* write: null measures the widest number */
 typedef struct lunai_printing {
@@ -11333,7 +11392,8 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
     if (name && !strstr(p->name, name)) continue;
     matched++;
     if (t->needs_grad != frozen) continue;
-    if (frozen && t->grad) status = lunai_backend_result(ctx, "luna_params_freeze", ctx->backend->zero(ctx, t->grad, (size_t)luna_count(t) * sizeof(float)));
+    if (frozen && t->grad) status = lunai_backend_result(ctx, "luna_params_freeze", ctx->backend->zero(ctx, t->grad,
+        (size_t)luna_count(t) * sizeof(float)));
     if (status != LUNA_OK) continue;
     t->needs_grad = !frozen;
     if (frozen) {
@@ -11809,8 +11869,12 @@ LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_ten
   }
 LUNA_BINARIES(LUNAI_BINARY)
 #undef LUNAI_BINARY
-LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a)); }
-LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a)); }
+LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) {
+  return lunai_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a));
+}
+LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
+  return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
+}
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
   if (condition && condition->needs_grad) condition = luna_detach(condition);
@@ -11852,7 +11916,8 @@ LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, cons
 LUNA_MAPS(LUNAI_MAP)
 #undef LUNAI_MAP
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
-  if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT) return lunai_fail_activation(x->ctx, "luna_activate", activation, LUNA_ACTIVATION_COUNT - 1);
+  if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT) return lunai_fail_activation(x->ctx, "luna_activate",
+      activation, LUNA_ACTIVATION_COUNT - 1);
   return lunai_map(x, activation, "luna_activate");
 }
 
@@ -11892,9 +11957,15 @@ LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) {
   const int64_t count = luna_count(x);
   return x ? luna_reshape(x, 1, &count) : NULL;
 }
-LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) { return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, false, "luna_sum_all"); }
-LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) { return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all"); }
-LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum"); }
+LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) {
+  return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, false, "luna_sum_all");
+}
+LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
+  return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all");
+}
+LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
+}
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
 
 /* --- products --- */
@@ -11982,7 +12053,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_fail_null(x->ctx, "luna_feed_forward", "w2");
-  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation, LUNA_ACTIVATION_TANH);
+  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation,
+      LUNA_ACTIVATION_TANH);
   if (!lunai_has_rank("luna_feed_forward", x, 1) ||
       !lunai_is_weight(x->ctx, "luna_feed_forward", "w1", w1, lunai_last(x)) ||
       !lunai_is_weight(x->ctx, "luna_feed_forward", "w2", w2, w1->shape[0]) ||
@@ -11997,7 +12069,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     return lunai_fail(x->ctx, LUNA_ERROR_RESIDUAL_SHAPE, "luna_feed_forward", c->residual, &want);
   if (c->gate && (!lunai_is_weight(x->ctx, s.name, "gate", c->gate, lunai_last(x)) ||
                   !lunai_is_vector(x->ctx, s.name, "gate_bias", c->gate_bias, w1->shape[0]))) return NULL;
-  if (c->gate && c->gate->shape[0] != w1->shape[0]) return lunai_fail(x->ctx, LUNA_ERROR_BROADCAST, s.name, w1, c->gate);
+  if (c->gate && c->gate->shape[0] != w1->shape[0]) return lunai_fail(x->ctx, LUNA_ERROR_BROADCAST, s.name, w1,
+      c->gate);
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -12074,8 +12147,12 @@ LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tenso
   lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
-LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_norm(x, weight, bias, false, "luna_layer_norm"); }
-LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) { return lunai_norm(x, weight, NULL, true, "luna_rms_norm"); }
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  return lunai_norm(x, weight, bias, false, "luna_layer_norm");
+}
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
+  return lunai_norm(x, weight, NULL, true, "luna_rms_norm");
+}
 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
@@ -12102,7 +12179,8 @@ LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   return luna_reshape(x, 2, shape);
 }
 /* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
-LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count, int64_t rows) {
+LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count,
+    int64_t rows) {
   int64_t shape[LUNA_MAX_RANK], flat[2];
   bool failed = false;
   luna_tensor *y;
@@ -12118,10 +12196,12 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices, count, count) : NULL;
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+      count, count) : NULL;
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
-  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows, "luna_scatter_add_rows") : NULL;
+  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
+      "luna_scatter_add_rows") : NULL;
   lunai_build s;
   int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
@@ -13358,10 +13438,12 @@ LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3, luna_params *params, const char *prefix, const luna_layer_config *c) {
+LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3,
+    luna_params *params, const char *prefix, const luna_layer_config *c) {
   const luna_init init = lunai_projection_init(c->bert_init, true);
   memset(fc3, 0, sizeof *fc3);
-  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init) &&
+  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix,
+      "fc2", c->ffn, c->dim, init) &&
          (!c->gated || lunai_linear_init(fc3, params, prefix, "fc3", c->dim, c->ffn, init));
 }
 
@@ -13379,7 +13461,8 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 }
 
 /* x + FFN(x) */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_linear_layer *fc3,
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1,
+    const luna_linear_layer *fc2, const luna_linear_layer *fc3,
                                 const luna_norm_layer *norm) {
   luna_feed_forward_config f;
   f.activation = c->activation;
@@ -13641,7 +13724,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
+  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) \
+  F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
   F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
@@ -13709,7 +13793,8 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
 /* Sizes in a file's metadata are untrusted: before anything is allocated by them, the file's tensors must be as many
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
-  const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0), layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
+  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
   if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
                               s->layers * layer + (s->pre_norm ? 2 : 0))
     return "its tensors are not those of luna.layers layers";
@@ -13830,7 +13915,8 @@ LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t siz
 LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
   s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
+  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
   s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
   s->features = c->features; s->outputs = c->outputs;
 }
@@ -13937,7 +14023,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* --- the fields of models with an encoder --- */
 #define LUNAI_MODEL_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, 1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
+  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) \
+  F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
   F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
@@ -13958,7 +14045,8 @@ LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_s
   const luna_linformer_config *l = &c->layer.linformer;
   memset(s, 0, sizeof *s);
   s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory; s->pack_heads = c->layer.pack_heads;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
+  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
   s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position; s->embedding_scale = c->embedding_scale;
   s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
   s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
@@ -13970,7 +14058,8 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   memset(c, 0, sizeof *c);
   c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory; c->layer.pack_heads = s->pack_heads;
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0; c->layer.attention = (luna_attention_kind)s->attention;
+  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
+  c->layer.attention = (luna_attention_kind)s->attention;
   c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position; c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
   c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
@@ -14798,7 +14887,9 @@ LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   o->config.lr = lr;
   return LUNA_OK;
 }
-LUNA_API float luna_optimizer_lr(const luna_optimizer *o) { return o ? lunai_scheduled_lr(o, lunai_max(o->attempts, 1) - 1) : 0; }
+LUNA_API float luna_optimizer_lr(const luna_optimizer *o) {
+  return o ? lunai_scheduled_lr(o, lunai_max(o->attempts, 1) - 1) : 0;
+}
 LUNAI_FN luna_step_state lunai_optimizer_state(const luna_optimizer *o) {
   luna_step_state none;
   memset(&none, 0, sizeof none);
@@ -15779,7 +15870,8 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    For a model on a device all values are there, in a block of their own, and the backend computes. Guarded by
    tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION, LUNAI_SLOT_MATRIX };
+enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
+    LUNAI_SLOT_MATRIX };
 /* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
    [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
 typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
@@ -16091,7 +16183,8 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     const lunai_slot *slot = &slots[i];
     const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
     const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
-    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) || (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
+    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
+        (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
         (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
     for (part = 0; part < (matrix ? 1 : 2); part++) {
       luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
@@ -16415,7 +16508,9 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   config.chunk = 1;
   first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
-  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated; first.sizes.omega = c->encoder.layer.omega;
+  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
+  first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
   if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
   first.sources = source->batch;
@@ -16592,7 +16687,9 @@ LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   return limit;
 }
 
-LUNAI_FN double lunai_weight(float logit, float max, float temperature) { return (double)lunai_exp1_scalar((logit - max) / temperature); }
+LUNAI_FN double lunai_weight(float logit, float max, float temperature) {
+  return (double)lunai_exp1_scalar((logit - max) / temperature);
+}
 /* The smallest of the largest logits, of those from `limit` on, whose share of the probability reaches p, by bisection.
    above: the sum, of exp(logit - max), over what is `high` or more */
 LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
