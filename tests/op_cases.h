@@ -443,7 +443,7 @@ static void op_unpack(trial *t, int v) {
 static void op_feed_forward(trial *t, int v) {
   static const luna_activation kinds[4] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_SOFTPLUS};
   const int64_t n = v >= 8 ? SIZE(600, 1300) : SIZE(3, 70), d = SIZE(3, 21), f = SIZE(5, 37); /* 8: more rows than a block */
-  luna_feed_forward_config c = {LUNA_ACTIVATION_NONE, 0, 0, NULL, false};
+  luna_feed_forward_config c = {0};
   luna_tensor *x = in3(t, 2, n, d), *w1 = in2(t, f, d), *w2 = in2(t, d, f), *b1 = v % 3 ? in1(t, f) : NULL, *b2 = v % 3 ? in1(t, d) : NULL;
   c.activation = kinds[v % 4];
   if (v % 2) c.activation_dropout = (float)0.25, c.dropout = (float)0.125;
