@@ -129,6 +129,10 @@
        luna_attention_pattern window = {0};
        window.window = true, window.left = 255;
        config.patterns = &window, config.pattern_count = 1;
+     Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
+     broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
+     instruction sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's
+     table, a function that checks shapes and builds it, and a case in tests/op_cases.h.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -284,9 +288,10 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
-  X(CONCAT_SHAPES, BAD_ARGUMENT, "luna_concat: %t and %t differ in an axis other than %d") \
+  X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(SUFFIX, BAD_ARGUMENT, "%s: %t and %t: the second must have the last axes of the first") \
+  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
+  X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
@@ -360,6 +365,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
     "max_rank %d (0 = any)") \
+  X(FREEZE_EMPTY, MISMATCH, "luna_params_freeze: no parameter's name has '%s' in it") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
@@ -410,8 +416,39 @@ LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
 
-/* Maps applied to single numbers. SOFTPLUS is ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), ELU1 elu(x) + 1, GELU the exact (erf) form. */
-typedef enum luna_activation { LUNA_ACTIVATION_NONE = 0, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2 } luna_activation;
+/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and its
+   derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). NaN stays NaN. The
+   first are a layer's activations; the others are for luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU
+   the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
+#define LUNA_ACTIVATIONS(M) \
+  M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
+  M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), \
+    vf_fma(vf_mul(x, vf_of(0.39894228040143267794)), vf_half_gauss(x), vf_normal_cdf(x))) \
+  M(ELU1, elu1, vf_select(vf_gt(x, vf_zero()), vf_add(x, vf_of(1)), vf_exp(x)), \
+    vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_exp(x))) \
+  M(SOFTPLUS, softplus, vf_add(vf_max(vf_zero(), x), vf_log1p(vf_exp(vf_neg(vf_abs(x))))), \
+    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
+  M(SOFTPLUS2, softplus2, \
+    vf_fma(vf_log1p(vf_exp2(vf_neg(vf_abs(x)))), vf_of(1.44269504088896340736), vf_max(vf_zero(), x)), \
+    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp2(vf_neg(x))))) \
+  M(SIGMOID, sigmoid, vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x)))), vf_fnma(y, y, y)) \
+  M(SILU, silu, vf_div(x, vf_add(vf_of(1), vf_exp(vf_neg(x)))), \
+    vf_div(vf_add(vf_of(1), vf_div(x, vf_add(vf_of(1), vf_exp(x)))), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
+  M(TANH, tanh, vf_tanh(x), vf_fnma(y, y, vf_of(1)))
+#define LUNA_MAPS(M) \
+  LUNA_ACTIVATIONS(M) \
+  M(EXP, exp, vf_exp(x), y) \
+  M(LOG, log, vf_select(vf_lt(x, vf_zero()), vf_sqrt(x), vf_log(x)), vf_div(vf_of(1), x)) \
+  M(SQRT, sqrt, vf_sqrt(x), vf_div(vf_of(0.5), y)) \
+  M(RSQRT, rsqrt, vf_div(vf_of(1), vf_sqrt(x)), vf_div(vf_mul(vf_of(-0.5), y), x)) \
+  M(ABS, abs, vf_abs(x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_select(vf_lt(x, vf_zero()), vf_of(-1), x)))
+typedef enum luna_activation {
+  LUNA_ACTIVATION_NONE = 0,
+#define LUNAI_MAP(NAME, name, value, slope) LUNA_ACTIVATION_##NAME,
+  LUNA_MAPS(LUNAI_MAP)
+#undef LUNAI_MAP
+  LUNA_ACTIVATION_COUNT
+} luna_activation;
 
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
@@ -693,6 +730,14 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a t
 LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values; fails when they were released: luna_keep */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
+#ifndef LUNA_ONLY_STREAM
+/* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
+   indices [...,k], and values [...,k] or null. luna_argmax: indices [...] of the largest. */
+LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
+LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
+/* The values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6 */
+LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user);
+#endif
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
 
 #ifndef LUNA_NO_TRAIN
@@ -705,13 +750,59 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);       /* view; one axis may be -1 */
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count); /* axis 0: view; others: copy */
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);                      /* out axis i is x's axes[i]; copy */
+LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);                /* swaps two axes; copy */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
-LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);     /* b's shape = a's last axes (b repeats along a's first) */
-LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);     /* likewise */
+#define LUNA_READS_IN(i) (1 << (i))
+#define LUNA_READS_OUT(i) (256 << (i))
+/* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
+   function, differentiable inputs, value, and its gradient for each of them) in a, b and c, of the inputs, and g, of
+   the result, by the kernels' vector functions (>>vector). */
+#define LUNA_BINARIES(E) \
+  E(ADD, 1, 0, true, add, 3, vf_add(a, b), g, g, g) \
+  E(SUB, 1, 0, true, sub, 3, vf_sub(a, b), g, vf_neg(g), g) \
+  E(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, mul, 3, vf_mul(a, b), vf_mul(g, b), vf_mul(g, a), g) \
+  E(DIV, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, div, 3, vf_div(a, b), vf_div(g, b), \
+    vf_neg(vf_mul(vf_div(g, b), vf_div(a, b))), g) \
+  E(MINIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, minimum, 3, \
+    vf_select(vf_le(a, b), a, vf_select(vf_lt(b, a), b, vf_add(a, b))), vf_select(vf_lt(b, a), vf_zero(), g), \
+    vf_select(vf_lt(b, a), g, vf_zero()), g) \
+  E(MAXIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, maximum, 3, \
+    vf_select(vf_le(b, a), a, vf_select(vf_lt(a, b), b, vf_add(a, b))), vf_select(vf_lt(a, b), vf_zero(), g), \
+    vf_select(vf_lt(a, b), g, vf_zero()), g) \
+  E(LESS, 1, 0, false, less, 0, vf_select(vf_lt(a, b), vf_of(1), vf_zero()), g, g, g) \
+  E(LESS_EQUAL, 1, 0, false, less_equal, 0, vf_select(vf_le(a, b), vf_of(1), vf_zero()), g, g, g) \
+  E(EQUAL, 1, 0, false, equal, 0, \
+    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_of(1), vf_zero()), vf_zero()), g, g, g) \
+  E(NOT_EQUAL, 1, 0, false, not_equal, 0, \
+    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_zero(), vf_of(1)), vf_of(1)), g, g, g)
+#define LUNA_ELEMENTWISE(E) \
+  LUNA_BINARIES(E) \
+  E(WHERE, 1, LUNA_READS_IN(0), false, where, 6, vf_select(vf_le(vf_abs(a), vf_zero()), c, b), g, \
+    vf_select(vf_le(vf_abs(a), vf_zero()), vf_zero(), g), vf_select(vf_le(vf_abs(a), vf_zero()), g, vf_zero())) \
+  E(CLAMP, 1, LUNA_READS_IN(0), false, clamp, 1, vf_select(vf_lt(a, b), b, vf_select(vf_lt(c, a), c, a)), \
+    vf_select(vf_lt(a, b), vf_zero(), vf_select(vf_lt(c, a), vf_zero(), g)), g, g)
+/* luna_add(a, b), luna_sub, luna_mul, luna_div, luna_minimum, luna_maximum, luna_less, luna_less_equal, luna_equal,
+   luna_not_equal: one for each row of LUNA_BINARIES. They broadcast as in NumPy: aligned at the last axis, sizes are
+   equal or one of them is 1 or missing, and repeats; so do all inputs of luna_where. A comparison's result is 1 or 0,
+   without gradient. Of equal numbers minimum and maximum give the gradient to a; NaN in either is the result. */
+#define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
+  LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b);
+LUNA_BINARIES(LUNAI_BINARY)
+#undef LUNAI_BINARY
+LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b);
+/* a where condition is not 0 (NaN is not), b elsewhere */
+LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b);
+/* low and high may be infinite; NaN stays; gradient from low to high, both included */
+LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high);
+LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise */
+LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);                 /* of all elements -> [1] */
+LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);                /* likewise */
+LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);        /* y_i = x_0 + ... + x_i along the axis */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
@@ -721,13 +812,17 @@ typedef struct luna_feed_forward_config {
   float activation_dropout, dropout; /* of the hidden layer; of the result */
   luna_tensor *residual;             /* [...,out], added to the result, or null */
   bool recompute;                    /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+  luna_tensor *gate, *gate_bias;     /* [hidden,in], and [hidden] or null: the hidden layer is act(x W1^T + b1) times
+                                        x G^T + g [arXiv 2002.05202]: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with
+                                        LUNA_ACTIVATION_SILU; null: not gated */
 } luna_feed_forward_config;
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config);
-LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
-LUNA_API luna_tensor *luna_relu(luna_tensor *x);
-LUNA_API luna_tensor *luna_gelu(luna_tensor *x);                    /* x Phi(x) */
-LUNA_API luna_tensor *luna_elu1(luna_tensor *x);                    /* elu(x) + 1 [arXiv 2006.16236] */
-LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
+/* luna_relu(x), luna_gelu, luna_elu1, luna_softplus, luna_softplus2, luna_sigmoid, luna_silu, luna_tanh, luna_exp,
+   luna_log, luna_sqrt, luna_rsqrt, luna_abs: one for each row of LUNA_MAPS */
+#define LUNAI_MAP(NAME, name, value, slope) LUNA_API luna_tensor *luna_##name(luna_tensor *x);
+LUNA_MAPS(LUNAI_MAP)
+#undef LUNAI_MAP
+LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
@@ -738,8 +833,14 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same 
 /* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
    (e / 8, i, step) under key seed is below round(65536 p). */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
+/* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight);
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
+/* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
+LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count);
+/* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...] */
+LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows);
 
 typedef struct luna_cross_entropy_config {
   float smoothing;                   /* label smoothing, 0..1 */
@@ -823,11 +924,15 @@ LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its cont
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
 /* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
-LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name); /* null when there is none */
+/* null when there is none; luna_read and luna_read_grad give its values and gradient */
+LUNA_API luna_tensor *luna_params_find(const luna_params *params, const char *name);
 LUNA_API int64_t luna_params_tensor_count(const luna_params *params);        /* number of tensors */
 LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, const char **name);
 LUNA_API int64_t luna_params_element_count(const luna_params *params);       /* number of floats */
 LUNA_API luna_status luna_params_zero_grad(luna_params *params);
+/* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
+   optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
+LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
 /* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with "luna." belong to luna.h. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
@@ -1022,6 +1127,8 @@ struct luna_layer_config {
   int64_t ffn;                       /* 0 = 4 dim */
   luna_sharing sharing;
   luna_activation activation;        /* of the feed-forward; 0 = LUNA_ACTIVATION_RELU */
+  bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
+                                        with LUNA_ACTIVATION_SILU */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
@@ -1045,7 +1152,7 @@ typedef struct luna_encoder_layer {
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
   luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
-  luna_linear_layer fc1, fc2;
+  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. p may be null with own_memory (then P' is not
@@ -1057,7 +1164,7 @@ typedef struct luna_decoder_layer {
   luna_causal_attention_layer self_attention;
   luna_nested_attention_layer cross_attention;
   luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
-  luna_linear_layer fc1, fc2;
+  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_decoder_layer;
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
 /* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
@@ -1074,7 +1181,7 @@ typedef struct luna_causal_layer {
   luna_attention_layer other_attention;        /* softmax, linear */
   void *hook_state;                  /* the hook's */
   luna_norm_layer attention_norm, final_norm;
-  luna_linear_layer fc1, fc2;
+  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_causal_layer;
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config);
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
@@ -1336,6 +1443,8 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
+/* of the last step, with its schedule; before any, of the first */
+LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
@@ -1401,10 +1510,12 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *byt
 typedef struct luna_sampling {
   float temperature;                 /* logits are divided by it; 0 = 1: for greedy choice set top_k = 1 */
   int32_t top_k;                     /* 0 = all; 1 = greedy */
+  float top_p;                       /* of these the likeliest whose probabilities reach it; 0 = 1, all
+                                        [arXiv 1904.09751] */
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
-/* -1 for null logits or NaN, and where temperature or top_k is negative or not finite */
+/* -1 for null logits or NaN, where temperature or top_k is negative or not finite, and top_p outside 0..1 */
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
 #ifndef LUNA_ONLY_STREAM
@@ -1439,21 +1550,19 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
-#define LUNA_READS_IN(i) (1 << (i))
-#define LUNA_READS_OUT(i) (256 << (i))
-/* R(name, tier, reads, cheap). reads: the data that backward reads, of inputs and results; parameters are always there.
-   cheap: backward reads no result, and forward takes so little time that a result which backward needs elsewhere is
-   computed again instead of kept. */
-#define LUNA_OPS(R) \
+/* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
+   parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
+   backward needs elsewhere is computed again instead of kept. */
+#define LUNA_OPS(R, E) \
   R(PERMUTE, 1, 0, false) \
   R(SLICE, 1, 0, false) \
   R(CONCAT, 1, 0, false) \
   R(EXPAND, 1, 0, false) \
-  R(ADD, 1, 0, true) \
-  R(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
+  LUNA_ELEMENTWISE(E) \
   R(SCALE, 1, 0, true) \
   R(REDUCE, 1, 0, false) \
   R(MAX, 1, LUNA_READS_IN(0), false) \
+  R(CUMSUM, 1, 0, false) \
   R(MATMUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
@@ -1463,6 +1572,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(DROPOUT, 1, 0, true) \
   R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
   R(EMBEDDING, 1, 0, true) \
+  R(SCATTER_ADD, 1, 0, false) \
   R(SINUSOIDS, 1, 0, true) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
   R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
@@ -1478,7 +1588,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
     LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false)
 typedef enum luna_op_kind {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNA_OP_##name,
-  LUNA_OPS(LUNAI_OP_KIND)
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) LUNA_OP_##name,
+  LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
   LUNA_OP_COUNT
 } luna_op_kind;
@@ -1496,9 +1608,17 @@ typedef struct luna_op {
     struct { int64_t axis, start; } slice;
     struct { int64_t axis; } concat;
     struct { int64_t count; } expand;
-    struct { int64_t period; } binary; /* add, mul: elements of the second input, which repeats along the first */
+    struct {                         /* LUNA_ELEMENTWISE: the result as [shape], axes joined where that is possible; */
+      int64_t shape[LUNA_MAX_RANK], stride[3][LUNA_MAX_RANK]; /* each input's strides in it, 0 where it repeats; */
+      float scalar[3];               /* a number in place of an input that is null; */
+      int input;                     /* backward: the input whose gradient is being computed */
+    } elementwise;
     struct { float factor; } scale;
-    struct { int64_t outer, axis, inner; float factor; } reduce; /* reduce, max: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+    struct {                         /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
+      int64_t outer, axis, inner;
+      float factor;
+    } reduce;
+    struct { bool rms; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
@@ -1544,6 +1664,8 @@ typedef struct luna_op {
 #define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
 #define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
+/* of LUNA_ELEMENTWISE */
+#define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
 #define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
@@ -1697,7 +1819,8 @@ LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) 
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
-LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_SOFTPLUS2; }
+/* of a layer */
+LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_TANH; }
 
 /* Max elements of an array, so that bytes and sums never wrap; and of a matrix in each thread's scratch. */
 #define LUNAI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
@@ -1908,6 +2031,8 @@ LUNAI_FN float lunai_exp1_scalar(float x);
 LUNAI_FN float lunai_log1_scalar(float x);
 LUNAI_FN float lunai_activation_scalar(int kind, float x);
 LUNAI_FN float lunai_slope_scalar(int kind, float x);
+LUNAI_FN float lunai_each_scalar(int kind, float a, float b, float c);
+LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, float c, float g);
 
 #if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
 #define LUNAI_TRAIN(function) NULL
@@ -1936,8 +2061,10 @@ LUNAI_FN float lunai_slope_scalar(int kind, float x);
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, mul_add, (int64_t n, const float *a, const float *b, float *y)) \
+  K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
+  R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
+  T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, \
+      const float *dy, float *y, bool add)) \
   K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
@@ -1946,7 +2073,10 @@ LUNAI_FN float lunai_slope_scalar(int kind, float x);
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
-  T(void, layer_norm_backward, (int64_t rows, int64_t n, const float *x, const float *weight, const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
+  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
+      float *mean, float *rstd)) \
+  T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
+      const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
   T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
   R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
@@ -2093,6 +2223,20 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef vf_exp
 #undef vf_log
 #undef vf_erf
+#undef vf_of
+#undef vf_neg
+#undef vf_exp2
+#undef vf_log1p
+#undef vf_tanh
+#undef vf_half_gauss
+#undef vf_normal_cdf
+#define vf_of(number) vf_set((float)(number))
+#define vf_neg(x) vf_sub(vf_zero(), x)
+#define vf_exp2(x) LUNAI_K(exp2)(x)
+#define vf_log1p(x) LUNAI_K(log1p)(x)
+#define vf_tanh(x) LUNAI_K(tanh)(x)
+#define vf_half_gauss(x) LUNAI_K(half_gauss)(x)
+#define vf_normal_cdf(x) LUNAI_K(normal_cdf)(x, LUNAI_K(half_gauss)(x))
 #define vf_gt(a, b) vf_lt(b, a)
 #define vf_load_part(p, n) LUNAI_K(load_part)(p, n)
 #define vf_store_part(p, v, n) LUNAI_K(store_part)(p, v, n)
@@ -2470,6 +2614,7 @@ LUNAI_INLINE vf vf_log(vf x) { return log(x); }
 LUNAI_INLINE vf vf_erf(vf x) { return erf(x); }
 LUNAI_INLINE vf LUNAI_K(exp2)(vf x) { return exp2(x); }
 LUNAI_INLINE vf LUNAI_K(log1p)(vf x) { return log1p(x); }
+LUNAI_INLINE vf LUNAI_K(tanh)(vf x) { return tanh(x); }
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
 /* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
@@ -2543,6 +2688,17 @@ LUNAI_INLINE vf vf_erf(vf x) {
   p = vf_mul(vf_fma(p, square, vf_set(1.128379166e+00f)), x);
   return vf_select(vf_lt(a, vf_set(1.0f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
 }
+/* x + x^3 P(x^2) to 0.625 (Cephes' tanhf), then 1 - 2 / (e^(2 x) + 1) */
+LUNAI_INLINE vf LUNAI_K(tanh)(vf x) {
+  const vf a = vf_abs(x), square = vf_mul(x, x), one = vf_set(1.0f);
+  const vf large = vf_sub(one, vf_div(vf_set(2.0f), vf_add(vf_exp(vf_add(a, a)), one)));
+  vf p = vf_fma(vf_set(-5.70498872745e-3f), square, vf_set(2.06390887954e-2f));
+  p = vf_fma(p, square, vf_set(-5.37397155531e-2f));
+  p = vf_fma(p, square, vf_set(1.33314422036e-1f));
+  p = vf_fma(p, square, vf_set(-3.33332819422e-1f));
+  p = vf_mul(vf_fma(p, square, one), x);
+  return vf_select(vf_lt(a, vf_set(0.625f)), p, vf_select(vf_lt(x, vf_zero()), vf_sub(vf_zero(), large), large));
+}
 /* P(X <= x) of a standard normal X with e = exp(-x^2/2): the smaller tail is computed, so that neither loses digits */
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
   const vf tail = vf_mul(vf_set(0.5f), LUNAI_K(erfc_of)(vf_mul(vf_abs(x), vf_set(0.707106781f)), e));
@@ -2552,41 +2708,51 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
 LUNAI_FN float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
 LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
-/* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
-   2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
-LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
-#if defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* once, not in each loop */
-LUNAI_CALL vf LUNAI_K(activation1)(int kind, vf x) {
+/* e^(-x^2 / 2) */
+LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)), x)); }
+
+#undef LUNAI_VALUE
+#undef LUNAI_SLOPE
+#define LUNAI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
+#define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
+    return slope; }
+/* of a layer: what a product's epilogue applies */
+#ifdef LUNA_ONLY_STREAM /* small: one copy, of these alone */
+LUNAI_CALL vf LUNAI_K(activation1)(int kind, vf x) { switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; } }
+LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
 #else
 LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+  switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; }
+}
+LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_VALUE) default: return x; } }
 #endif
-  const vf zero = vf_zero(), one = vf_set((float)1);
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return vf_max(zero, x);
-    case LUNA_ACTIVATION_GELU: return vf_mul(x, LUNAI_K(normal_cdf)(x, LUNAI_K(half_gauss)(x)));
-    case LUNA_ACTIVATION_ELU1: return vf_select(vf_gt(x, zero), vf_add(x, one), vf_exp(x));
-    case LUNA_ACTIVATION_SOFTPLUS: return vf_add(vf_max(zero, x), LUNAI_K(log1p)(vf_exp(vf_sub(zero, vf_abs(x)))));
-    case LUNA_ACTIVATION_SOFTPLUS2:
-      return vf_fma(LUNAI_K(log1p)(LUNAI_K(exp2)(vf_sub(zero, vf_abs(x)))), vf_set((float)1.44269504088896340736), vf_max(zero, x));
-    default: return x;
-  }
+LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) {
+  switch (kind) { LUNA_MAPS(LUNAI_SLOPE) default: return vf_of(1); }
 }
-LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
-  const vf zero = vf_zero(), one = vf_set((float)1);
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return vf_select(vf_gt(x, zero), one, vf_select(vf_le(x, zero), zero, x));
-    case LUNA_ACTIVATION_GELU: {
-      const vf e = LUNAI_K(half_gauss)(x);
-      return vf_fma(vf_mul(x, vf_set((float)0.39894228040143267794)), e, LUNAI_K(normal_cdf)(x, e));
-    }
-    case LUNA_ACTIVATION_ELU1: return vf_select(vf_gt(x, zero), one, vf_exp(x));
-    case LUNA_ACTIVATION_SOFTPLUS: return vf_div(one, vf_add(one, vf_exp(vf_sub(zero, x))));
-    case LUNA_ACTIVATION_SOFTPLUS2: return vf_div(one, vf_add(one, LUNAI_K(exp2)(vf_sub(zero, x))));
-    default: return one;
-  }
+/* LUNA_ELEMENTWISE: the value, and the gradient of an input where g is the result's */
+#undef LUNAI_EACH
+#define LUNAI_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
+LUNAI_INLINE vf LUNAI_K(elementwise1)(int kind, vf a, vf b, vf c) {
+  switch (kind) { LUNA_ELEMENTWISE(LUNAI_EACH) default: return c; }
 }
-LUNAI_FN float LUNAI_K(activation)(int kind, float x) { return vf_first(LUNAI_K(activation1)(kind, vf_set(x))); }
-LUNAI_FN float LUNAI_K(slope)(int kind, float x) { return vf_first(LUNAI_K(activation1_slope)(kind, vf_set(x))); }
+#undef LUNAI_EACH
+#define LUNAI_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
+  case LUNA_OP_##NAME: \
+    if (input == 0) return da; \
+    if (input == 1) return db; \
+    return dc;
+LUNAI_INLINE vf LUNAI_K(elementwise1_slope)(int kind, int input, vf a, vf b, vf c, vf g) {
+  (void)c;
+  switch (kind) { LUNA_ELEMENTWISE(LUNAI_EACH) default: return g; }
+}
+LUNAI_FN float LUNAI_K(activation)(int kind, float x) { return vf_first(LUNAI_K(map1)(kind, vf_set(x))); }
+LUNAI_FN float LUNAI_K(slope)(int kind, float x) { return vf_first(LUNAI_K(map1_slope)(kind, vf_set(x))); }
+LUNAI_FN float LUNAI_K(each)(int kind, float a, float b, float c) {
+  return vf_first(LUNAI_K(elementwise1)(kind, vf_set(a), vf_set(b), vf_set(c)));
+}
+LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float c, float g) {
+  return vf_first(LUNAI_K(elementwise1_slope)(kind, input, vf_set(a), vf_set(b), vf_set(c), vf_set(g)));
+}
 #endif /* LUNAI_PASS */
 
 /* ......................................................................................................................
@@ -3182,10 +3348,21 @@ LUNAI_MAP_REFERENCE(activate_slope, (int kind, int64_t n, const float *x, const 
                     dy[i] * lunai_slope_scalar(kind, x[i]))
 LUNAI_MAP_REFERENCE(add, (int64_t n, const float *a, const float *b, float *y), y, a[i] + b[i])
 LUNAI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), y, a[i] * b[i])
-LUNAI_MAP_REFERENCE(mul_add, (int64_t n, const float *a, const float *b, float *y), y, y[i] + a[i] * b[i])
 LUNAI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
 LUNAI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *y), y, y[i] + factor * x[i])
 #undef LUNAI_MAP_REFERENCE
+/* LUNA_ELEMENTWISE; step: 1, or 0 of an input that repeats */
+LUNAI_FN void lunai_elementwise_reference(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+  int64_t i;
+  for (i = 0; i < n; i++) y[i] = lunai_each_scalar(kind, x[0][i * step[0]], x[1][i * step[1]], x[2][i * step[2]]);
+}
+LUNAI_FN void lunai_elementwise_slope_reference(int kind, int input, const float *const *x, const int64_t *step,
+                                                int64_t n, const float *dy, float *y, bool add) {
+  int64_t i;
+  for (i = 0; i < n; i++)
+    y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(kind, input, x[0][i * step[0]], x[1][i * step[1]],
+                                                      x[2][i * step[2]], dy[i]);
+}
 
 LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
   double sum = 0;
@@ -3235,8 +3412,19 @@ LUNAI_FN void lunai_layer_norm_reference(int64_t rows, int64_t n, const float *x
     if (rstd) rstd[row] = (float)r;
   }
 }
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd */
-LUNAI_FN void lunai_layer_norm_backward_reference(int64_t rows, int64_t n, const float *x, const float *weight,
+/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
+LUNAI_FN void lunai_rms_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon,
+                                       float *y, float *mean, float *rstd) {
+  int64_t row, i;
+  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+    const double r = 1 / sqrt(lunai_sum_squares_reference(n, x) / (double)n + (double)epsilon);
+    for (i = 0; i < n; i++) y[i] = (float)((double)x[i] * r * (weight ? (double)weight[i] : 1));
+    if (mean) mean[row] = 0;
+    if (rstd) rstd[row] = (float)r;
+  }
+}
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
+LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
                                                   const float *mean, const float *rstd, const float *dy, float *dx,
                                                   bool add) {
   int64_t row, i;
@@ -3245,7 +3433,7 @@ LUNAI_FN void lunai_layer_norm_backward_reference(int64_t rows, int64_t n, const
     double mean_g = 0, mean_gx = 0;
     for (i = 0; i < n; i++) {
       const double g = (double)dy[i] * (weight ? (double)weight[i] : 1);
-      mean_g += g / (double)n;
+      mean_g += rms ? 0 : g / (double)n;
       mean_gx += g * ((double)x[i] - center) * r / (double)n;
     }
     for (i = 0; i < n; i++) {
@@ -3443,9 +3631,9 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
     int64_t i; \
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
   }
-LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(activation1)(kind, LUNAI_GET(x)))
+LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
-          vf_fma(LUNAI_GET(dy), LUNAI_K(activation1_slope)(kind, LUNAI_GET(x)), add ? LUNAI_GET(dx) : vf_zero()))
+          vf_fma(LUNAI_GET(dy), LUNAI_K(map1_slope)(kind, LUNAI_GET(x)), add ? LUNAI_GET(dx) : vf_zero()))
 LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, const float *dy, float *dx) {
   LUNAI_K(activate_grad)(kind, n, x, dy, true, dx);
 }
@@ -3454,10 +3642,29 @@ LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const
 }
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(mul_add, (int64_t n, const float *a, const float *b, float *y), y, vf_fma(LUNAI_GET(a), LUNAI_GET(b), LUNAI_GET(y)))
 LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
 LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
+
+/* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
+#undef LUNAI_INPUT
+#define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
+LUNAI_FN void LUNAI_K(elementwise)(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
+    LUNAI_PUT(y, LUNAI_K(elementwise1)(kind, a, b, c));
+  }
+}
+LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const *x, const int64_t *step, int64_t n,
+                                         const float *dy, float *y, bool add) {
+  int64_t i;
+  for (i = 0; i < n; i += VF) {
+    const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
+    const vf v = LUNAI_K(elementwise1_slope)(kind, input, a, b, c, LUNAI_GET(dy));
+    LUNAI_PUT(y, add ? vf_add(LUNAI_GET(y), v) : v);
+  }
+}
 
 /* ---- sums along a row ---- */
 #undef LUNAI_SUM
@@ -3573,14 +3780,29 @@ LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const
   }
 }
 
-/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd */
-LUNAI_FN void LUNAI_K(layer_norm_backward)(int64_t rows, int64_t n, const float *x, const float *weight, const float *mean,
-                                           const float *rstd, const float *dy, float *dx, bool add) {
+/* RMS norm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon); as a layer norm of mean 0 [arXiv 1910.07467] */
+LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y,
+                                float *mean, float *rstd) {
+  int64_t row, i;
+  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+    const float r = (float)(1 / sqrt(LUNAI_K(sum_squares)(n, x) / (double)n + (double)epsilon));
+    for (i = 0; i < n; i += VF) {
+      const vf v = vf_mul(LUNAI_GET(x), vf_set(r));
+      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
+    }
+    if (mean) mean[row] = 0;
+    if (rstd) rstd[row] = r;
+  }
+}
+
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
+LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
+                                           const float *mean, const float *rstd, const float *dy, float *dx, bool add) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
     double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean[row], rstd[row], &moment);
     const vf center = vf_set(mean[row]), r = vf_set(rstd[row]);
-    const vf mean_g = vf_set((float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
+    const vf mean_g = vf_set(rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
     for (i = 0; i < n; i += VF) {
       const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
       vf g = LUNAI_GET(dy);
@@ -8812,6 +9034,18 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
    >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the scalar reference) and tests/gradients.c (finite differences).
    ---------------------------------------------------------------------------------------------------------------------- */
+/* columns of the table of ops */
+#define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) reads,
+static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+#define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) cheap,
+static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
@@ -8933,61 +9167,162 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- elementwise: add, mul, scale, activation, dropout --- */
-LUNAI_FN void lunai_add_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->arg.binary.period;
-  int64_t r;
-  for (r = first; r < last; r++) {
-    float *y = op->out[0]->data + r * n;
-    const float *a = op->in[0]->data + r * n;
-    if (op->kind == LUNA_OP_ADD) lunai_k(op)->add(n, a, op->in[1]->data, y);
-    else lunai_k(op)->mul(n, a, op->in[1]->data, y);
+/* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
+typedef struct lunai_sum_work {
+  const lunai_kernels *kernels;
+  int64_t outer, axis, inner;
+  float factor;
+  const float *x;
+  float *y;
+} lunai_sum_work;
+LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_sum_work *w = (const lunai_sum_work *)work;
+  const int64_t count = w->inner > 1 ? w->inner : w->outer;
+  const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
+  int64_t o;
+  for (o = 0; w->inner > 1 && o < w->outer; o++)
+    w->kernels->sum_rows(w->axis, w->inner, w->inner, first, last, w->factor, w->x + o * w->axis * w->inner,
+        w->y + o * w->inner);
+  for (o = first; w->inner == 1 && o < last; o++)
+    w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
+}
+LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int64_t inner, float factor,
+    const float *x, float *y) {
+  lunai_sum_work w;
+  w.kernels = lunai_k(op);
+  w.outer = outer; w.axis = axis; w.inner = inner;
+  w.factor = factor;
+  w.x = x;
+  w.y = y;
+  lunai_run(outer * axis * inner > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
+}
+
+/* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
+/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides */
+LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
+  int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
+  int rank = 0, to = LUNA_MAX_RANK, a, k;
+  bool joins;
+  for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
+  for (a = 0; a < LUNA_MAX_RANK; a++) {
+    op->arg.elementwise.shape[a] = 1;
+    for (k = 0; k < 3; k++) op->arg.elementwise.stride[k][a] = 0;
+  }
+  for (a = rank - 1; a >= 0; a--) {
+    for (shape[a] = 1, k = 0; k < 3; k++) {
+      const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
+      size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
+      if (size[k] == 1) continue;
+      if (shape[a] != 1 && shape[a] != size[k]) return -1;
+      shape[a] = size[k];
+    }
+    if (total >= 0) total = lunai_checked(total, shape[a]);
+    if (shape[a] == 1 || total < 0) continue; /* too large: lunai_finish says so */
+    for (joins = to < LUNA_MAX_RANK, k = 0; k < 3; k++) {
+      stride[k] = size[k] == 1 ? 0 : count[k];
+      count[k] *= size[k];
+      if (joins) joins = stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
+    }
+    if (!joins) to--;
+    op->arg.elementwise.shape[to] *= shape[a];
+    for (k = 0; k < 3 && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
+  }
+  return rank;
+}
+/* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
+LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
+  const int64_t *shape = op->arg.elementwise.shape;
+  int64_t step[3], at, n;
+  int k;
+  for (at = first; at < last; at += n) {
+    const int64_t i = at % shape[3], row = at / shape[3];
+    const float *x[3];
+    n = lunai_min(shape[3] - i, last - at);
+    for (k = 0; k < 3; k++) {
+      const int64_t *stride = op->arg.elementwise.stride[k];
+      const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
+      step[k] = there ? stride[3] : 0;
+      x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
+                     row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
+    }
+    if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at,
+        add);
+    else if (op->kind == LUNA_OP_ADD && step[0] && step[1]) lunai_k(op)->add(n, x[0], x[1], y + at);
+    else if (op->kind == LUNA_OP_MUL && step[0] && step[1]) lunai_k(op)->mul(n, x[0], x[1], y + at);
+    else lunai_k(op)->elementwise((int)op->kind, x, step, n, y + at);
   }
 }
+LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
+  lunai_elementwise_part(op, -1, first, last, op->out[0]->data, false);
+}
+LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
+  lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
+  return LUNA_OK;
+}
+/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is that
+   of the result but for its sign, there already), then the sums over each axis along which it repeats. */
+LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->kind] == 0; }
+#ifdef LUNA_ONLY_STREAM
+#define lunai_elementwise_query lunai_query_nothing
+#else
+LUNAI_FN void lunai_elementwise_query(luna_op *op) {
+  const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
+  int k;
+  if (!op->training) return;
+  for (k = 0; k < op->inputs; k++)
+    if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes :
+        2 * bytes;
+}
+#endif
+LUNAI_FN void lunai_elementwise_back(luna_op *op, int64_t first, int64_t last) {
+  const int k = op->arg.elementwise.input;
+  const bool repeated = lunai_is_repeated(op, k);
+  lunai_elementwise_part(op, k, first, last, repeated ? (float *)op->workspace : op->in[k]->grad, !repeated &&
+      !(op->sets >> k & 1));
+}
+LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
+  const int64_t *stride = op->arg.elementwise.stride[k];
+  const float *from = lunai_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
+  float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
+  float *next = (float *)op->workspace + (lunai_gives_grad(op) ? 0 : luna_count(op->out[0]));
+  int64_t shape[LUNA_MAX_RANK], outer, inner, left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  int a, b;
+  memcpy(shape, op->arg.elementwise.shape, sizeof shape);
+  for (a = 0; a < LUNA_MAX_RANK; a++) {
+    float *to;
+    if (stride[a] != 0 || shape[a] == 1) continue;
+    for (outer = inner = 1, b = 0; b < LUNA_MAX_RANK; b++) *(b < a ? &outer : &inner) *= b == a ? 1 : shape[b];
+    left /= shape[a];
+    to = left == 1 ? op->in[k]->grad : next;
+    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(outer * inner) * sizeof(float));
+    lunai_sum_axis(op, outer, shape[a], inner, factor, from, to);
+    shape[a] = 1;
+    factor = 1;
+    from = to;
+    next += outer * inner;
+  }
+}
+LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
+  int k;
+  for (k = 0; k < op->inputs; k++) {
+    const bool repeated = lunai_is_repeated(op, k);
+    if (!lunai_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
+    op->arg.elementwise.input = k;
+    if (!repeated || !lunai_gives_grad(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_back);
+    if (repeated) lunai_unbroadcast(op, k);
+  }
+  return LUNA_OK;
+}
+
+/* --- scale, activation, dropout --- */
 LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   const float *x = op->in[0]->data + first;
   float *y = op->out[0]->data + first;
-  switch (op->kind) {
-    case LUNA_OP_ADD: lunai_k(op)->add(last - first, x, op->in[1]->data + first, y); break;
-    case LUNA_OP_MUL: lunai_k(op)->mul(last - first, x, op->in[1]->data + first, y); break;
-    case LUNA_OP_SCALE: lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y); break;
-    default: lunai_k(op)->activate((int)op->activation, last - first, x, y); break;
-  }
+  if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y);
+  else lunai_k(op)->activate((int)op->activation, last - first, x, y);
 }
 LUNAI_FN luna_status lunai_same_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_binary_forward(luna_op *op) {
-  if (op->arg.binary.period == luna_count(op->in[0])) return lunai_same_forward(op);
-  lunai_split(op, op->arg.binary.period ? luna_count(op->in[0]) / op->arg.binary.period : 0, op->arg.binary.period, lunai_add_body);
-  return LUNA_OK;
-}
-LUNAI_FN void lunai_add_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->arg.binary.period;
-  lunai_k(op)->sum_rows(luna_count(op->in[0]) / n, n, n, first, last, 1.0f, op->out[0]->grad, op->in[1]->grad);
-}
-LUNAI_FN void lunai_add_to(luna_op *op, int i, int64_t first, int64_t last) {
-  lunai_k(op)->add(last - first, op->in[i]->grad + first, op->out[0]->grad + first, op->in[i]->grad + first);
-}
-LUNAI_FN void lunai_add_to_first(luna_op *op, int64_t first, int64_t last) { lunai_add_to(op, 0, first, last); }
-LUNAI_FN void lunai_add_to_second(luna_op *op, int64_t first, int64_t last) { lunai_add_to(op, 1, first, last); }
-LUNAI_FN luna_status lunai_add_backward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  if (n == 0) return LUNA_OK;
-  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, n, 1, lunai_add_to_first);
-  if (!op->in[1]->grad) return LUNA_OK;
-  if (op->arg.binary.period == n) lunai_split(op, n, 1, lunai_add_to_second);
-  else lunai_split(op, op->arg.binary.period, n / op->arg.binary.period, lunai_add_columns);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_mul_backward(luna_op *op) {
-  const int64_t n = op->arg.binary.period, rows = n ? luna_count(op->in[0]) / n : 0;
-  int64_t r;
-  for (r = 0; r < rows; r++) {
-    const float *dy = op->out[0]->grad + r * n;
-    if (op->in[0]->grad) lunai_k(op)->mul_add(n, dy, op->in[1]->data, op->in[0]->grad + r * n);
-    if (op->in[1]->grad) lunai_k(op)->mul_add(n, dy, op->in[0]->data + r * n, op->in[1]->grad);
-  }
-  return LUNA_OK;
-}
 LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
@@ -9017,18 +9352,10 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_c
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
 
 /* --- reduce --- */
-LUNAI_FN void lunai_reduce_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  int64_t o;
-  for (o = 0; o < op->arg.reduce.outer; o++) lunai_k(op)->sum_rows(axis, inner, inner, first, last, op->arg.reduce.factor, op->in[0]->data + o * axis * inner, op->out[0]->data + o * inner);
-}
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
-  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  float *y = op->out[0]->data;
-  int64_t o;
-  memset(y, 0, (size_t)(outer * inner) * sizeof(float));
-  if (inner > 1) lunai_split(op, inner, outer * axis, lunai_reduce_columns);
-  for (o = 0; inner == 1 && o < outer; o++) y[o] = (float)(lunai_k(op)->sum(axis, op->in[0]->data + o * axis) * (double)op->arg.reduce.factor);
+  const int64_t outer = op->arg.reduce.outer, inner = op->arg.reduce.inner;
+  memset(op->out[0]->data, 0, (size_t)(outer * inner) * sizeof(float));
+  lunai_sum_axis(op, outer, op->arg.reduce.axis, inner, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
 /* rows [first, last) of outer * axis: each gets its group's gradient */
@@ -9080,6 +9407,41 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+
+/* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
+#define LUNAI_CUMSUM_COLUMNS 64
+LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t last) {
+  const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const int64_t panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
+  const float *x = back ? op->out[0]->grad : op->in[0]->data;
+  float *y = back ? op->in[0]->grad : op->out[0]->data;
+  int64_t p, r, i;
+  for (p = first; p < last; p++) {
+    const int64_t start = p % panels * LUNAI_CUMSUM_COLUMNS, n = lunai_min(LUNAI_CUMSUM_COLUMNS, inner - start);
+    double sum[LUNAI_CUMSUM_COLUMNS] = { 0 };
+    for (r = 0; r < axis; r++) {
+      const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
+      for (i = 0; i < n; i++) {
+        sum[i] += (double)x[at + i];
+        y[at + i] = back ? y[at + i] + (float)sum[i] : (float)sum[i];
+      }
+    }
+  }
+}
+LUNAI_FN void lunai_cumsum_body(luna_op *op, int64_t first, int64_t last) {
+  lunai_cumsum_panels(op, false, first, last);
+}
+LUNAI_FN void lunai_cumsum_back(luna_op *op, int64_t first, int64_t last) {
+  lunai_cumsum_panels(op, true, first, last);
+}
+LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int64_t first, int64_t last)) {
+  const int64_t panels = lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS);
+  lunai_split(op, op->arg.reduce.outer * panels, op->arg.reduce.axis * lunai_min(op->arg.reduce.inner,
+      LUNAI_CUMSUM_COLUMNS), body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
+LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) { return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]]; }
@@ -9540,9 +9902,13 @@ LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  float *kept = (float *)op->kept;
-  lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2), LUNAI_NORM_EPSILON,
-                          op->out[0]->data + first * n, kept ? kept + first : NULL, kept ? kept + rows + first : NULL);
+  float *kept = (float *)op->kept, *mean = kept ? kept + first : NULL, *rstd = kept ? kept + rows + first : NULL;
+  if (op->arg.norm.rms)
+    lunai_k(op)->rms_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), LUNAI_NORM_EPSILON,
+        op->out[0]->data + first * n, mean, rstd);
+  else lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2),
+      LUNAI_NORM_EPSILON,
+                          op->out[0]->data + first * n, mean, rstd);
 }
 LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
@@ -9555,7 +9921,8 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
       memset(sums, 0, (size_t)(2 * n) * sizeof(float));
       lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(count, n, x, lunai_data(op, 1), kept + row, kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
+    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row,
+        kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
@@ -9574,21 +9941,50 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 }
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
+/* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
+LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last,
+    const float *rows, float *table) {
+  int64_t i;
+  for (i = 0; i < count; i++) {
+    float *row = table + op->index[i] * d + first;
+    lunai_k(op)->add(last - first, row, rows + i * d + first, row);
+  }
+}
 LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
   int64_t i;
   for (i = first; i < last; i++) memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t d = lunai_last(op->in[0]), tokens = lunai_rows(op->out[0]);
-  int64_t i;
-  for (i = 0; i < tokens; i++) {
-    float *row = op->in[0]->grad + op->index[i] * d + first;
-    lunai_k(op)->add(last - first, row, op->out[0]->grad + i * d + first, row);
-  }
+  lunai_scatter_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
+
+/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
+LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
+  lunai_scatter_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], first, last, op->in[1]->data, op->out[0]->data);
+}
+LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
+  const int64_t d = op->in[1]->shape[1];
+  int64_t i;
+  for (i = first; i < last; i++)
+    lunai_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
+}
+LUNAI_FN void lunai_scatter_through(luna_op *op, int64_t first, int64_t last) {
+  lunai_k(op)->add(last - first, op->in[0]->grad + first, op->out[0]->grad + first, op->in[0]->grad + first);
+}
+LUNAI_FN luna_status lunai_scatter_add_forward(luna_op *op) {
+  memcpy(op->out[0]->data, op->in[0]->data, (size_t)luna_count(op->in[0]) * sizeof(float));
+  lunai_split(op, op->in[1]->shape[1], op->in[1]->shape[0], lunai_scatter_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
+  if (op->in[1]->grad) lunai_split(op, op->in[1]->shape[0], op->in[1]->shape[1], lunai_scatter_back);
+  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->in[0]), 1,
+      lunai_scatter_through);
+  return LUNA_OK;
+}
 
 /* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
    its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
@@ -10115,6 +10511,8 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
 
 #define LUNAI_CPU_OP(query, forward, backward, can) \
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
 #define LUNAI_CPU_REST(query, forward, backward, can) \
   { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
@@ -10125,11 +10523,11 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
     LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
     LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
-    LUNAI_CPU_OP(query_nothing, binary_forward, add_backward, LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_REST(query_nothing, binary_forward, mul_backward, 0),
+    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
     LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
     LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
+    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
     LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
     LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
@@ -10140,6 +10538,7 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
     LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
     LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
+    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
     LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
     LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
     LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
@@ -10156,6 +10555,7 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
   }
 };
+#undef LUNAI_CPU_EACH
 #undef LUNAI_CPU_OP
 #undef LUNAI_CPU_REST
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
@@ -10163,7 +10563,9 @@ LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
-    LUNA_OPS(LUNAI_OP_KIND)
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) #name,
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
   };
   return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
@@ -10239,13 +10641,6 @@ LUNAI_FN void lunai_release(luna_tensor *t) {
   t->data = NULL;
   t->released = true;
 }
-
-#define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
-static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND) };
-#undef LUNAI_OP_KIND
-#define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
-static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND) };
-#undef LUNAI_OP_KIND
 
 /* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
    computed again; not those made from nothing, as sinusoids are. */
@@ -10434,6 +10829,125 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
   return lunai_read_floats(t, grad, out, "luna_read_grad", true);
 }
+#ifndef LUNA_ONLY_STREAM
+/* A tensor's values on the host, in memory of the step where they are not there already, which the caller gives back by
+   `mark`; null where the context measures. */
+LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, lunai_mark *mark, const float **values) {
+  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  void *memory = NULL;
+  luna_status status;
+  *mark = lunai_step_mark(t->ctx);
+  *values = t->data;
+  if (lunai_owner(t)->released || (lunai_computes(t->ctx) && !t->data && bytes)) return lunai_fail_status(t->ctx,
+      LUNA_ERROR_RELEASED, name, t);
+  if (!lunai_on_device(t->ctx)) return LUNA_OK;
+  if (!lunai_step(t->ctx, bytes, false, &memory)) return lunai_fail_memory(t->ctx, name, bytes);
+  *values = (const float *)memory;
+  status = lunai_computes(t->ctx) && bytes ? lunai_read_data(t, (float *)memory, name) : LUNA_OK;
+  if (status != LUNA_OK || !lunai_computes(t->ctx)) *values = NULL;
+  return status;
+}
+LUNAI_FN luna_status lunai_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values, const char *name) {
+  const int64_t n = x ? lunai_last(x) : 0, rows = x ? lunai_rows(x) : 0;
+  const float *from;
+  lunai_mark mark;
+  luna_status status;
+  int64_t r, i, at;
+  if (!x) return LUNA_BAD_ARGUMENT;
+  if (!lunai_in(x->ctx, name, "k", k, 1, n <= INT32_MAX ? n : 0)) return x->ctx->last_status;
+  if (!indices && rows > 0) return lunai_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
+  status = lunai_host_values(x, name, &mark, &from);
+  for (r = 0; r < rows && status == LUNA_OK; r++) {
+    int32_t *best = indices + r * k;
+    const float *row = from ? from + r * n : NULL;
+    int64_t count = 0;
+    for (i = 0; i < n && row; i++) { /* best: the largest so far in falling order */
+      for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
+          row[best[at - 1]] == row[best[at - 1]])); at--)
+        if (at < k) best[at] = best[at - 1];
+      if (at < k) best[at] = (int32_t)i;
+      count = lunai_min(count + 1, k);
+    }
+    for (i = 0; i < k; i++) {
+      if (!row) best[i] = 0;
+      if (values) values[r * k + i] = row ? row[best[i]] : 0;
+    }
+  }
+  lunai_step_rewind(x->ctx, mark);
+  return status;
+}
+LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values) {
+  return lunai_top_k(x, k, indices, values, "luna_top_k");
+}
+LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices) {
+  return lunai_top_k(x, 1, indices, NULL, "luna_argmax");
+}
+
+/* write: null measures the widest number */
+typedef struct lunai_printing {
+  const luna_tensor *t;
+  const float *values;
+  void (*write)(void *user, const char *text);
+  void *user;
+  int64_t width, edge;               /* of a number; of each axis longer than 2 edge so many at both ends; 0 = all */
+} lunai_printing;
+LUNAI_FN void lunai_print_number(lunai_printing *p, float value) {
+  char room[64];
+  int64_t i, n;
+  lunai_text text;
+  text.at = room;
+  text.end = room + sizeof room - 1;
+  lunai_put_real(&text, (double)value);
+  *text.at = 0;
+  n = text.at - room;
+  if (!p->write) p->width = lunai_max(p->width, n);
+  for (i = n; p->write && i < p->width; i++) p->write(p->user, " ");
+  if (p->write) p->write(p->user, room);
+}
+LUNAI_FN void lunai_print_axis(lunai_printing *p, int axis, int64_t offset) {
+  const int rank = p->t->rank;
+  int64_t size, i, inner = 1;
+  int a;
+  if (axis == rank) {
+    lunai_print_number(p, p->values[offset]);
+    return;
+  }
+  size = p->t->shape[axis];
+  for (a = axis + 1; a < rank; a++) inner *= p->t->shape[a];
+  if (p->write) p->write(p->user, "[");
+  for (i = 0; i < size; i++) {
+    const bool gap = p->edge > 0 && size > 2 * p->edge && i == p->edge;
+    for (a = axis + 1; a < rank && p->write && i > 0; a++) p->write(p->user, "\n"); /* one empty line an axis */
+    for (a = 0; a <= axis && axis + 1 < rank && p->write && i > 0; a++) p->write(p->user, " ");
+    if (axis + 1 == rank && p->write && i > 0) p->write(p->user, " ");
+    if (gap) {
+      if (p->write) p->write(p->user, "...");
+      i = size - p->edge - 1;
+    } else lunai_print_axis(p, axis + 1, offset + i * inner);
+  }
+  if (p->write) p->write(p->user, "]");
+}
+LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user) {
+  lunai_printing p;
+  lunai_mark mark;
+  luna_status status;
+  if (!t) return LUNA_BAD_ARGUMENT;
+  if (!write) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_print", "write");
+  memset(&p, 0, sizeof p);
+  p.t = t;
+  p.edge = luna_count(t) > 1000 ? 3 : 0;
+  status = lunai_host_values(t, "luna_print", &mark, &p.values);
+  if (status == LUNA_OK && luna_count(t) > 0 && p.values) {
+    lunai_print_axis(&p, 0, 0);
+    p.write = write;
+    p.user = user;
+    lunai_print_axis(&p, 0, 0);
+  } else if (status == LUNA_OK) write(user, "[]");
+  if (status == LUNA_OK) write(user, "\n");
+  lunai_step_rewind(t->ctx, mark);
+  return status;
+}
+#endif
 LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
@@ -10797,6 +11311,7 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
 LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
   const int can = lunai_op_can(op), others = lunai_same_inputs(op, i) & ~(1 << i);
   return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i]) &&
+         luna_count(op->in[i]) == luna_count(op->out[0]) &&
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
@@ -11350,6 +11865,8 @@ typedef struct lunai_param {
   const char *name;
   uint64_t hash;
   luna_tensor tensor;
+  float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen */
+  bool had_grad;
 } lunai_param;
 typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } lunai_meta;
 
@@ -11470,6 +11987,32 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   for (p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
+}
+
+LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen) {
+  luna_ctx *ctx = params ? params->ctx : NULL;
+  lunai_param *p;
+  int64_t matched = 0;
+  luna_status status = LUNA_OK;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_params_freeze");
+  for (p = params->first; p && status == LUNA_OK; p = p->next) {
+    luna_tensor *t = &p->tensor;
+    if (name && !strstr(p->name, name)) continue;
+    matched++;
+    if (t->needs_grad != frozen) continue;
+    if (frozen && t->grad) status = lunai_backend_result(ctx, "luna_params_freeze", ctx->backend->zero(ctx, t->grad,
+        (size_t)luna_count(t) * sizeof(float)));
+    if (status != LUNA_OK) continue;
+    t->needs_grad = !frozen;
+    if (frozen) {
+      p->frozen_grad = t->grad;
+      p->had_grad = t->has_grad;
+    }
+    t->grad = frozen ? NULL : p->frozen_grad;
+    t->has_grad = !frozen && p->had_grad;
+  }
+  return status == LUNA_OK && !matched ? lunai_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "") : status;
 }
 
 /* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every machine --- */
@@ -11870,6 +12413,15 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   return lunai_finish(&s, x->rank, shape);
 }
 
+LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
+  int axes[LUNA_MAX_RANK], a;
+  if (!x) return NULL;
+  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)axis);
+  if (other < 0 || other >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)other);
+  for (a = 0; a < x->rank; a++) axes[a] = a == axis ? other : a == other ? axis : a;
+  return luna_permute(x, axes);
+}
+
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
@@ -11880,7 +12432,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   for (i = 1; i < count; i++) {
     for (a = 0; a < LUNA_MAX_RANK; a++)
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
-        return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, x[0], x[i], (int64_t)axis);
+        return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
     lunai_input(&s, x[i]);
   }
@@ -11903,22 +12455,54 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 }
 
 /* --- elementwise --- */
-/* whether b's shape is the last axes of a's, from axis `skip_last` before the end on */
-LUNAI_FN bool lunai_suffix(const luna_tensor *a, const luna_tensor *b) {
-  int i;
-  if (b->rank > a->rank) return false;
-  for (i = 1; i <= b->rank; i++) if (a->shape[a->rank - i] != b->shape[b->rank - i]) return false;
-  return true;
+LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
+  int64_t shape[LUNA_MAX_RANK];
+  const int rank = lunai_broadcast(&s->op, shape);
+  luna_op pair = s->op;
+  int k;
+  if (rank >= 0) return lunai_finish(s, rank, shape);
+  for (k = 0; k < 2; k++) {          /* which two do not fit: all but k */
+    pair.in[k] = NULL;
+    if (lunai_broadcast(&pair, shape) < 0) break;
+    pair.in[k] = s->op.in[k];
+  }
+  return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 2, a, b, NULL)) return NULL;
-  if (!lunai_suffix(a, b)) return lunai_fail(a->ctx, LUNA_ERROR_SUFFIX, name, a, b);
-  s.op.arg.binary.period = luna_count(b);
-  return lunai_finish_like(&s, a);
+  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
 }
-LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_ADD, "luna_add", a, b); }
-LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b) { return lunai_binary(LUNA_OP_MUL, "luna_mul", a, b); }
+#define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
+  LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
+    return lunai_binary(LUNA_OP_##NAME, "luna_" #name, (inputs) ? a : luna_detach(a), (inputs) ? b : luna_detach(b)); \
+  }
+LUNA_BINARIES(LUNAI_BINARY)
+#undef LUNAI_BINARY
+LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b) {
+  return lunai_binary(LUNA_OP_LESS, "luna_greater", luna_detach(b), luna_detach(a));
+}
+LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
+  return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
+}
+LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  lunai_build s;
+  if (condition && condition->needs_grad) condition = luna_detach(condition);
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+}
+LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
+  s.op.arg.elementwise.scalar[1] = low;
+  s.op.arg.elementwise.scalar[2] = high;
+  return lunai_elementwise(&s);
+}
+LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  s.op.arg.elementwise.scalar[1] = number;
+  return lunai_elementwise(&s);
+}
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
@@ -11927,21 +12511,24 @@ LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   return lunai_finish_like(&s, x);
 }
 
-LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, luna_activation activation) {
-  return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "activation", (int64_t)activation, (int64_t)0,
-                    (int64_t)LUNA_ACTIVATION_SOFTPLUS2);
+LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, luna_activation activation, int64_t last) {
+  return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "activation", (int64_t)activation, (int64_t)0, last);
 }
-LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
+LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, "luna_activate", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_activate", activation);
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
-LUNA_API luna_tensor *luna_relu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_RELU); }
-LUNA_API luna_tensor *luna_gelu(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_GELU); }
-LUNA_API luna_tensor *luna_elu1(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_ELU1); }
-LUNA_API luna_tensor *luna_softplus(luna_tensor *x) { return luna_activate(x, LUNA_ACTIVATION_SOFTPLUS); }
+#define LUNAI_MAP(NAME, name, value, slope) \
+  LUNA_API luna_tensor *luna_##name(luna_tensor *x) { return lunai_map(x, LUNA_ACTIVATION_##NAME, "luna_" #name); }
+LUNA_MAPS(LUNAI_MAP)
+#undef LUNAI_MAP
+LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
+  if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT) return lunai_fail_activation(x->ctx, "luna_activate",
+      activation, LUNA_ACTIVATION_COUNT - 1);
+  return lunai_map(x, activation, "luna_activate");
+}
 
 LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
   if (probability >= 0 && probability < 1) return false;
@@ -11970,10 +12557,24 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   }
   s.op.arg.reduce.axis = x->shape[axis];
   s.op.arg.reduce.factor = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
+  if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
   return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum"); }
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean"); }
+LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) {
+  const int64_t count = luna_count(x);
+  return x ? luna_reshape(x, 1, &count) : NULL;
+}
+LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) {
+  return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, false, "luna_sum_all");
+}
+LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
+  return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, true, "luna_mean_all");
+}
+LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
+}
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
 
 /* --- products --- */
@@ -12053,15 +12654,16 @@ LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
 
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
-  static const luna_feed_forward_config other_attention = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false };
-  const luna_feed_forward_config *c = config ? config : &other_attention;
+  static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
+  const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
   int64_t shape[LUNA_MAX_RANK];
   luna_tensor want;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
   if (!w2) return lunai_fail_null(x->ctx, "luna_feed_forward", "w2");
-  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation);
+  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation,
+      LUNA_ACTIVATION_TANH);
   if (!lunai_has_rank("luna_feed_forward", x, 1) ||
       !lunai_is_weight(x->ctx, "luna_feed_forward", "w1", w1, lunai_last(x)) ||
       !lunai_is_weight(x->ctx, "luna_feed_forward", "w2", w2, w1->shape[0]) ||
@@ -12074,10 +12676,16 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   lunai_tensor_set(&want, x->ctx, x->rank, shape);
   if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
     return lunai_fail(x->ctx, LUNA_ERROR_RESIDUAL_SHAPE, "luna_feed_forward", c->residual, &want);
-  if (LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
-    x = luna_dropout(lunai_linear_activated(x, w1, b1, activation), c->activation_dropout);
-    x = luna_dropout(luna_linear(x, w2, b2), c->dropout);
-    return c->residual ? luna_add(c->residual, x) : x;
+  if (c->gate && (!lunai_is_weight(x->ctx, s.name, "gate", c->gate, lunai_last(x)) ||
+                  !lunai_is_vector(x->ctx, s.name, "gate_bias", c->gate_bias, w1->shape[0]))) return NULL;
+  if (c->gate && c->gate->shape[0] != w1->shape[0]) return lunai_fail(x->ctx, LUNA_ERROR_BROADCAST, s.name, w1,
+      c->gate);
+  if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
+    const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
+    luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
+    if (c->gate) y = luna_mul(y, luna_linear(x, c->gate, c->gate_bias));
+    y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
+    return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
   lunai_input(&s, b1);
   lunai_input(&s, w2);
@@ -12138,15 +12746,21 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   return lunai_finish(&s, x->rank, shape);
 }
 
-LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, "luna_layer_norm", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_layer_norm", x, 1) ||
-      !lunai_is_vector(x->ctx, "luna_layer_norm", "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, "luna_layer_norm", "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
+      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  s.op.arg.norm.rms = rms;
   lunai_input(&s, weight);
   lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  return lunai_norm(x, weight, bias, false, "luna_layer_norm");
+}
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
+  return lunai_norm(x, weight, NULL, true, "luna_rms_norm");
 }
 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
@@ -12162,6 +12776,49 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens", &failed);
   shape[2] = table->shape[1];
   return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
+}
+
+/* x [n, ...] as [n, d] */
+LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
+  int64_t shape[2];
+  if (!x || x->rank == 2) return x;
+  if (!lunai_has_rank(name, x, 1)) return NULL;
+  shape[0] = x->shape[0];
+  shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
+  return luna_reshape(x, 2, shape);
+}
+/* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
+LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count,
+    int64_t rows) {
+  int64_t shape[LUNA_MAX_RANK], flat[2];
+  bool failed = false;
+  luna_tensor *y;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[0] = flat[0] = rows;
+  flat[1] = s->op.in[0]->shape[1];
+  if (lunai_shape_count(x->rank, shape) < 0) return lunai_fail_shape(x->ctx, s->name, x->rank, shape);
+  if (!indices && count > 0) return lunai_fail_null(x->ctx, s->name, "indices");
+  s->op.index = lunai_integers(s, indices, count, 0, x->shape[0] - 1, "indices", &failed);
+  y = failed ? lunai_abandon(s) : lunai_finish(s, 2, flat);
+  return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
+}
+LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
+  luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
+  lunai_build s;
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+      count, count) : NULL;
+}
+LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
+  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
+      "luna_scatter_add_rows") : NULL;
+  lunai_build s;
+  int a;
+  if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  for (a = 1; a < LUNA_MAX_RANK; a++)
+    if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
+      return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
+  return lunai_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
 }
 
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
@@ -12242,8 +12899,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
 /* the values less their targets [count, 1], 0 where there is none */
 LUNAI_FN luna_tensor *lunai_errors(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
   if (!lunai_targets_take(t, values, targets, name)) return NULL;
-  return lunai_select(luna_add(t->x, luna_scale(luna_tensor_new(t->x->ctx, targets, 2, t->x->shape), -1)), t->given, 0,
-                      name);
+  return lunai_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, 0, name);
 }
 LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *losses) {
   return luna_scale(luna_sum(losses, 0), t->share);
@@ -12256,30 +12912,22 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   return e ? lunai_result(scope, lunai_mean_given(&t, luna_mul(e, e))) : NULL;
 }
 
-/* delta times what |e| exceeds it by, and half the square of the rest: no difference of large numbers */
+/* r (e - r / 2), r = e within delta of 0: no difference of large numbers */
 LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
   const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
-  const int64_t one = 1;
   lunai_targets t;
-  luna_tensor *e, *minus, *above, *below, *rest;
+  luna_tensor *e, *r;
   if (delta == 0) delta = 1;
   if (values && !(delta > 0 && lunai_is_finite(delta)))
     return lunai_fail(values->ctx, LUNA_ERROR_NEGATIVE, "luna_huber", "delta", (double)delta);
   if ((e = lunai_errors(&t, values, targets, "luna_huber")) == NULL) return NULL;
-  delta = -delta;
-  minus = luna_tensor_new(e->ctx, &delta, 1, &one);
-  above = luna_relu(luna_add(e, minus));
-  below = luna_relu(luna_add(luna_scale(e, -1), minus));
-  rest = luna_add(luna_add(e, luna_scale(above, -1)), below);
-  rest = luna_add(luna_scale(luna_mul(rest, rest), 0.5f), luna_scale(luna_add(above, below), -delta));
-  return lunai_result(scope, lunai_mean_given(&t, rest));
+  r = luna_clamp(e, -delta, delta);
+  return lunai_result(scope, lunai_mean_given(&t, luna_mul(r, luna_sub(e, luna_scale(r, 0.5f)))));
 }
 
 /* t ln(1 + e^-x) + (1 - t) ln(1 + e^x): accurate for confident logits too */
 LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
   const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
-  const float unit = 1;
-  const int64_t one = 1;
   lunai_targets t;
   luna_tensor *y, *yes, *no;
   int64_t i;
@@ -12288,7 +12936,7 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
       return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
   if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
   y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
-  no = luna_add(luna_scale(y, -1), luna_tensor_new(t.x->ctx, &unit, 1, &one));
+  no = luna_add_scalar(luna_scale(y, -1), 1);
   yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") : NULL);
   no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
   return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
@@ -13374,7 +14022,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
          lunai_is_probability(ctx, ctx->call, "layer.dropout", c->dropout) &&
          lunai_is_probability(ctx, ctx->call, "layer.attention_dropout", c->attention_dropout) &&
          lunai_is_probability(ctx, ctx->call, "layer.activation_dropout", c->activation_dropout) &&
-         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_SOFTPLUS2) &&
+         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_TANH) &&
          lunai_in(ctx, ctx->call, "layer.attention", (int64_t)c->attention, 0, LUNA_ATTENTION_LINFORMER) &&
          lunai_in(ctx, ctx->call, "layer.recompute", (int64_t)c->recompute, 0, LUNA_RECOMPUTE_LAYER) &&
          lunai_in(ctx, ctx->call, "layer.own_memory", c->own_memory, 0, 1 << 20) &&
@@ -13401,9 +14049,13 @@ LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_params *params, const char *prefix, const luna_layer_config *c) {
+LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3,
+    luna_params *params, const char *prefix, const luna_layer_config *c) {
   const luna_init init = lunai_projection_init(c->bert_init, true);
-  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix, "fc2", c->ffn, c->dim, init);
+  memset(fc3, 0, sizeof *fc3);
+  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix,
+      "fc2", c->ffn, c->dim, init) &&
+         (!c->gated || lunai_linear_init(fc3, params, prefix, "fc3", c->dim, c->ffn, init));
 }
 
 /* the end of a half-layer: its sum, normed when post-norm */
@@ -13420,12 +14072,16 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 }
 
 /* x + FFN(x) */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1, const luna_linear_layer *fc2, const luna_norm_layer *norm) {
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1,
+    const luna_linear_layer *fc2, const luna_linear_layer *fc3,
+                                const luna_norm_layer *norm) {
   luna_feed_forward_config f;
   f.activation = c->activation;
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
+  f.gate = fc3->weight;
+  f.gate_bias = fc3->bias;
   f.recompute = c->recompute != LUNA_RECOMPUTE_NONE; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
   return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
 }
@@ -13500,7 +14156,7 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, false);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
   if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
@@ -13546,7 +14202,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   if (!next_p) p = NULL;
   if (next_x) {
     x = lunai_results(scope, x, p);
-    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
     x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
     if (x) *next_x = x;
   } else (void)lunai_result(scope, p);
@@ -13580,7 +14236,7 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
   good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
   good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
@@ -13607,7 +14263,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
   x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->final_norm), p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
   x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
   if (x && p) *next_p = p;
   return x;
@@ -13640,7 +14296,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, params, prefix, &layer->config);
+  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
@@ -13662,7 +14318,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result(scope, y);
-  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->final_norm));
+  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
   return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
@@ -13679,7 +14335,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, 5) F(omega, 3, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
+  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) \
+  F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
   F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
@@ -13696,7 +14353,7 @@ LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
   c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0;
+  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
   c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
   c->features = s->features; c->outputs = s->outputs;
 }
@@ -13748,7 +14405,8 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
 /* Sizes in a file's metadata are untrusted: before anything is allocated by them, the file's tensors must be as many
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
-  const int64_t linears = s->attention ? 6 : s->sharing ? 8 : 7, layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
+  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
   if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
                               s->layers * layer + (s->pre_norm ? 2 : 0))
     return "its tensors are not those of luna.layers layers";
@@ -13869,7 +14527,8 @@ LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t siz
 LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
   s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
   s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
+  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
   s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
   s->features = c->features; s->outputs = c->outputs;
 }
@@ -13976,7 +14635,8 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 /* --- the fields of models with an encoder --- */
 #define LUNAI_MODEL_FIELDS(F) \
   F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, 1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, 5) F(omega, 0, 5) F(pre_norm, 0, 1) F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
+  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) \
+  F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
   F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
@@ -13997,7 +14657,8 @@ LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_s
   const luna_linformer_config *l = &c->layer.linformer;
   memset(s, 0, sizeof *s);
   s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory; s->pack_heads = c->layer.pack_heads;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
+  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
+  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
   s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position; s->embedding_scale = c->embedding_scale;
   s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
   s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
@@ -14009,7 +14670,8 @@ LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_
   memset(c, 0, sizeof *c);
   c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory; c->layer.pack_heads = s->pack_heads;
   c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.attention = (luna_attention_kind)s->attention;
+  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
+  c->layer.attention = (luna_attention_kind)s->attention;
   c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position; c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
   c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
@@ -14750,18 +15412,19 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
     if (skipped || o->skipped_in_row > 0) o->skipped_in_row = lunai_state_of(ctx, o->state).skipped_in_row;
 }
 
+LUNAI_FN float lunai_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
+  return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
+}
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   luna_ctx *ctx;
   luna_status status;
   float lr;
-  int64_t at;
   if (!o) return LUNA_BAD_ARGUMENT;
   ctx = o->params->ctx;
   status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
-  at = o->attempts++ + (o->kind != LUNA_OPTIMIZER_APOLLO);
-  lr = o->config.lr * luna_schedule_at(&o->config.schedule, at);
+  lr = lunai_scheduled_lr(o, o->attempts++);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
@@ -14835,6 +15498,9 @@ LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
   if (!lunai_is_rate(o->params->ctx, "luna_optimizer_set_lr", "lr", lr)) return o->params->ctx->last_status;
   o->config.lr = lr;
   return LUNA_OK;
+}
+LUNA_API float luna_optimizer_lr(const luna_optimizer *o) {
+  return o ? lunai_scheduled_lr(o, lunai_max(o->attempts, 1) - 1) : 0;
 }
 LUNAI_FN luna_step_state lunai_optimizer_state(const luna_optimizer *o) {
   luna_step_state none;
@@ -15816,7 +16482,8 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    For a model on a device all values are there, in a block of their own, and the backend computes. Guarded by
    tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
-enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_CONVOLUTION, LUNAI_SLOT_MATRIX };
+enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
+    LUNAI_SLOT_MATRIX };
 /* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
    [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
 typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
@@ -15835,6 +16502,7 @@ static const lunai_slot lunai_causal_slots[] = {
   LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
   LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
   LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
@@ -15849,7 +16517,8 @@ static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
   LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc3, LUNAI_SLOT_GATED)
+  LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
 #undef LUNAI_FIELD
 };
 #endif
@@ -15860,7 +16529,7 @@ static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   lunai_past past;
-  luna_tensor parameters[26];
+  luna_tensor parameters[28];
 } lunai_stream_layer;
 
 struct luna_stream {
@@ -16143,7 +16812,9 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     const lunai_slot *slot = &slots[i];
     const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
     const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
-    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) || (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
+    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
+        (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
+        (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
     for (part = 0; part < (matrix ? 1 : 2); part++) {
       luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
       const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] : NULL;
@@ -16496,7 +17167,9 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   config.chunk = 1;
   first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
-  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL; first.sizes.activation = c->encoder.layer.activation; first.sizes.omega = c->encoder.layer.omega;
+  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
+  first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
   if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
   first.sources = source->batch;
@@ -16689,21 +17362,55 @@ LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   return limit;
 }
 
+LUNAI_FN double lunai_weight(float logit, float max, float temperature) {
+  return (double)lunai_exp1_scalar((logit - max) / temperature);
+}
+/* The smallest of the largest logits, of those from `limit` on, whose share of the probability reaches p, by bisection.
+   above: the sum, of exp(logit - max), over what is `high` or more */
+LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
+  float low = max, high = (float)INFINITY, middle;
+  double total = 0, above = 0;
+  int64_t i;
+  for (i = 0; i < n; i++) {
+    if (!(logits[i] >= limit && logits[i] > -(float)INFINITY)) continue;
+    if (logits[i] < low) low = logits[i];
+    total += lunai_weight(logits[i], max, temperature);
+  }
+  for (middle = max; middle > low && middle < high; middle = low * 0.5f + (high < max ? high : max) * 0.5f) {
+    double sum = above;
+    for (i = 0; i < n; i++)
+      if (logits[i] >= middle && logits[i] < high) sum += lunai_weight(logits[i], max, temperature);
+    if (sum >= (double)p * total) low = middle;
+    else {
+      above = sum;
+      high = middle;
+    }
+  }
+  return low;
+}
+
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
-  const int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
+  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
   if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
+  if (!(top_p > 0 && top_p <= 1)) return -1;
   for (i = 0; i < vocab; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
   if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
   if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  if (top_p < 1) {
+    const float nucleus = lunai_nucleus(logits, vocab, limit, max, temperature, top_p);
+    if (nucleus > limit) k = vocab;    /* all that are equal to it */
+    limit = nucleus;
+  }
   counter[0] = (uint32_t)sampling->drawn;
   counter[1] = (uint32_t)(sampling->drawn >> 32);
   counter[2] = 0x53616D70u;          /* distinct from other uses of the seed */
@@ -16714,7 +17421,7 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
     double sum = 0;
     for (ties = k - above, i = 0; i < vocab; i++) {
       if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
-      sum += (double)lunai_exp1_scalar((logits[i] - max) / temperature);
+      sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
     }

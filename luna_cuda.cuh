@@ -186,7 +186,7 @@ template <luna_status (*entry)(luna_op *)> struct lunacu_entered<entry> {
     return error == cudaSuccess ? entry(op) : lunacu_check(op->ctx, error, "cudaSetDevice");
   }
 };
-static luna_status lunacu_row_done(luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
+static luna_status lunacu_row_done(const luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
 
 static inline int64_t lunacu_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /* blocks along x for `count` units of work, a block doing `unit` of them: kernels stride by gridDim.x, so it may be fewer */
@@ -290,27 +290,69 @@ __device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t bl
 /* x times its factor, where a dropped NaN is 0 */
 __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return factor > 0 ? x * factor : 0.0f; }
 
-/* --- activations, and their slopes: a NaN stays one --- */
-__device__ __forceinline__ float lunacu_activation(int kind, float x) {
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return x <= 0 ? 0.0f : x;
-    case LUNA_ACTIVATION_GELU: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
-    case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : expf(x);
-    case LUNA_ACTIVATION_SOFTPLUS: return (x <= 0 ? 0.0f : x) + log1pf(expf(-fabsf(x)));
-    case LUNA_ACTIVATION_SOFTPLUS2: return (x <= 0 ? 0.0f : x) + 1.44269504088896341f * log1pf(exp2f(-fabsf(x)));
-    default: return x;
-  }
+/* --- LUNA_MAPS and LUNA_ELEMENTWISE of single numbers, whose vectors these are --- */
+#undef vf_zero
+#undef vf_of
+#undef vf_neg
+#undef vf_add
+#undef vf_sub
+#undef vf_mul
+#undef vf_div
+#undef vf_fma
+#undef vf_fnma
+#undef vf_max
+#undef vf_lt
+#undef vf_le
+#undef vf_gt
+#undef vf_select
+#undef vf_abs
+#undef vf_sqrt
+#undef vf_exp
+#undef vf_exp2
+#undef vf_log
+#undef vf_log1p
+#undef vf_tanh
+#undef vf_half_gauss
+#undef vf_normal_cdf
+#define vf_zero() 0.0f
+#define vf_of(number) ((float)(number))
+#define vf_neg(x) (-(x))
+#define vf_add(a, b) ((a) + (b))
+#define vf_sub(a, b) ((a) - (b))
+#define vf_mul(a, b) ((a) * (b))
+#define vf_div(a, b) ((a) / (b))
+#define vf_fma(a, b, c) ((a) * (b) + (c))
+#define vf_fnma(a, b, c) ((c) - (a) * (b))
+#define vf_max(a, b) ((a) > (b) ? (a) : (b))
+#define vf_lt(a, b) ((a) < (b))
+#define vf_le(a, b) ((a) <= (b))
+#define vf_gt(a, b) ((a) > (b))
+#define vf_select(m, a, b) ((m) ? (a) : (b))
+#define vf_abs(x) fabsf(x)
+#define vf_sqrt(x) sqrtf(x)
+#define vf_exp(x) expf(x)
+#define vf_exp2(x) exp2f(x)
+#define vf_log(x) logf(x)
+#define vf_log1p(x) log1pf(x)
+#define vf_tanh(x) tanhf(x)
+#define vf_half_gauss(x) expf(-0.5f * (x) * (x))
+#define vf_normal_cdf(x) (0.5f * (1 + erff((x) * 0.70710678118654752f)))
+#define LUNACU_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
+#define LUNACU_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const float y = value; (void)y; return slope; }
+__device__ __forceinline__ float lunacu_activation(int kind, float x) { switch (kind) { LUNA_MAPS(LUNACU_VALUE) default: return x; } }
+__device__ __forceinline__ float lunacu_slope(int kind, float x) { switch (kind) { LUNA_MAPS(LUNACU_SLOPE) default: return 1.0f; } }
+#undef LUNACU_VALUE
+#undef LUNACU_SLOPE
+#define LUNACU_VALUE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
+#define LUNACU_SLOPE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return input == 0 ? (da) : input == 1 ? (db) : (dc);
+__device__ __forceinline__ float lunacu_combine(int kind, float a, float b, float c) { switch (kind) { LUNA_ELEMENTWISE(LUNACU_VALUE) default: return c; } }
+/* input's gradient, for g of the result */
+__device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float a, float b, float c, float g) {
+  (void)c;
+  switch (kind) { LUNA_ELEMENTWISE(LUNACU_SLOPE) default: return g; }
 }
-__device__ __forceinline__ float lunacu_slope(int kind, float x) {
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return x > 0 ? 1.0f : x <= 0 ? 0.0f : x;
-    case LUNA_ACTIVATION_GELU: return 0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * expf(-0.5f * x * x);
-    case LUNA_ACTIVATION_ELU1: return x > 0 ? 1.0f : expf(x);
-    case LUNA_ACTIVATION_SOFTPLUS: return 1 / (1 + expf(-x));
-    case LUNA_ACTIVATION_SOFTPLUS2: return 1 / (1 + exp2f(-x));
-    default: return 1.0f;
-  }
-}
+#undef LUNACU_VALUE
+#undef LUNACU_SLOPE
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>context: one device, its memory, copies
@@ -618,11 +660,6 @@ struct lunacu_column {               /* f: x[o, r, j] */
   int64_t rows, n;
   __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += x[(o * rows + r) * n + j]; }
 };
-struct lunacu_column_product {       /* f: a[r, j] b[r, j] */
-  const float *a, *b;
-  int64_t n;
-  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += a[r * n + j] * b[r * n + j]; }
-};
 /* parts [splits, count], added in order */
 static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial, const lunacu_sums_to &to) {
   const lunacu_sums s = lunacu_sums_of(1, splits, count, false);
@@ -778,18 +815,103 @@ static luna_status lunacu_permute_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- add, mul, scale --- */
-struct lunacu_binary {
-  const float *a, *b;
-  int64_t n;
-  bool product;
+/* --- LUNA_ELEMENTWISE: the result (input -1), or the gradient of an input for each element of it --- */
+struct lunacu_each {
+  const float *x[3], *dy;            /* x: null where it is a single number, or not read */
+  float scalar[3];
+  int64_t shape[4], stride[3][4];
+  int kind, input;
   template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
-    float other[W];
-    lunacu_get(a + i, v);
-    lunacu_get(b + (i < n ? i : i % n), other);
-    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = product ? v[k] * other[k] : v[k] + other[k];
+    const int64_t row = i < shape[3] ? 0 : i / shape[3], j = i - row * shape[3], upper = row < shape[2] ? 0 : row / shape[2];
+    float in[3][W];
+    LUNACU_UNROLL for (int k = 0; k < 3; k++) {
+      const float *from = x[k];
+      if (from && row > 0) from += upper / shape[1] * stride[k][0] + upper % shape[1] * stride[k][1] + (row - upper * shape[2]) * stride[k][2];
+      if (from && stride[k][3]) lunacu_get(from + j, in[k]);
+      else
+        LUNACU_UNROLL for (int w = 0; w < W; w++) in[k][w] = from ? *from : scalar[k];
+    }
+    if (input >= 0) lunacu_get(dy + i, v);
+    LUNACU_UNROLL for (int w = 0; w < W; w++)
+      v[w] = input < 0 ? lunacu_combine(kind, in[0][w], in[1][w], in[2][w]) : lunacu_combine_slope(kind, input, in[0][w], in[1][w], in[2][w], v[w]);
   }
 };
+struct lunacu_each_column {          /* as lunacu_column */
+  lunacu_each f;
+  int64_t rows, n;
+  __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const {
+    float v[1];
+    f.at((o * rows + r) * n + j, v);
+    sum[0] += v[0];
+  }
+};
+#define LUNACU_READS(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return reads;
+static int lunacu_each_reads(const luna_op *op) { switch ((int)op->kind) { LUNA_ELEMENTWISE(LUNACU_READS) default: return 0; } }
+#undef LUNACU_READS
+static lunacu_each lunacu_each_of(const luna_op *op, int input) {
+  lunacu_each f;
+  for (int k = 0; k < 3; k++) {
+    f.x[k] = op->in[k] && (input < 0 || (lunacu_each_reads(op) & LUNA_READS_IN(k))) ? op->in[k]->data : NULL;
+    f.scalar[k] = op->arg.elementwise.scalar[k];
+  }
+  f.dy = input < 0 ? NULL : op->out[0]->grad;
+  memcpy(f.shape, op->arg.elementwise.shape, sizeof f.shape);
+  memcpy(f.stride, op->arg.elementwise.stride, sizeof f.stride);
+  f.kind = (int)op->kind;
+  f.input = input;
+  return f;
+}
+static void lunacu_each_run(const luna_op *op, int input, float *y, bool add) {
+  const lunacu_each f = lunacu_each_of(op, input);
+  const int64_t count = luna_count(op->out[0]);
+  const float *rows[3];
+  for (int k = 0; k < 3; k++) rows[k] = f.stride[k][3] ? f.x[k] : NULL;
+  lunacu_map(op, count, y, add, lunacu_wide(f.shape[3] == count ? 0 : f.shape[3], rows[0], rows[1], rows[2], f.dy), f);
+}
+static bool lunacu_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+/* the gradient of an input that repeats: sums over each axis along which it does. Bytes of workspace; `run`: the work
+   as well */
+static size_t lunacu_unbroadcast(const luna_op *op, int k, char *workspace, bool run) {
+  const float *from = op->kind == LUNA_OP_ADD ? op->out[0]->grad : NULL;
+  int64_t shape[4], left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  char *at = workspace;
+  memcpy(shape, op->arg.elementwise.shape, sizeof shape);
+  for (int a = 0; a < 4; a++) {
+    int64_t outer = 1, inner = 1;
+    if (op->arg.elementwise.stride[k][a] != 0 || shape[a] == 1) continue;
+    for (int b = 0; b < 4; b++) if (b != a) *(b < a ? &outer : &inner) *= shape[b];
+    left /= shape[a];
+    const lunacu_sums s = lunacu_sums_of(outer, shape[a], inner, true);
+    float *sums = left == 1 ? op->in[k]->grad : lunacu_take(&at, outer * inner), *partial = lunacu_take(&at, lunacu_sums_floats(s, 1));
+    const lunacu_sums_to to = {{sums}, {1}, inner, 1, 1.0f, left == 1 && !lunacu_sets(op, k)};
+    if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from, shape[a], inner}, to, partial);
+    else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k), shape[a], inner}, to, partial);
+    shape[a] = 1;
+    from = sums;
+  }
+  return (size_t)(at - workspace);
+}
+static void lunacu_elementwise_query(luna_op *op) {
+  for (int k = 0; k < op->inputs; k++) {
+    const size_t bytes = op->training && op->in[k]->needs_grad && lunacu_is_repeated(op, k) ? lunacu_unbroadcast(op, k, NULL, false) : 0;
+    if (bytes > op->backward_workspace_size) op->backward_workspace_size = bytes;
+  }
+}
+static luna_status lunacu_elementwise_forward(luna_op *op) {
+  lunacu_each_run(op, -1, op->out[0]->data, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_elementwise_backward(luna_op *op) {
+  for (int k = 0; k < op->inputs; k++) {
+    float *grad = op->in[k]->grad;
+    if (!grad || (k == 0 && grad == op->out[0]->grad)) continue; /* in place */
+    if (lunacu_is_repeated(op, k)) lunacu_unbroadcast(op, k, (char *)op->workspace, true);
+    else lunacu_each_run(op, k, grad, !lunacu_sets(op, k));
+  }
+  return lunacu_row_done(op);
+}
+
+/* --- scale --- */
 struct lunacu_scaled {
   const float *x;
   float factor;
@@ -798,54 +920,9 @@ struct lunacu_scaled {
     LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= factor;
   }
 };
-static void lunacu_binary_run(const luna_op *op, const float *a, const float *b, int64_t n, bool product, float *y, bool add) {
-  const int64_t count = luna_count(op->in[0]);
-  const lunacu_binary f = {a, b, n, product};
-  lunacu_map(op, count, y, add, lunacu_wide(n == count ? 0 : n, a, b), f);
-}
 static void lunacu_scaled_run(const luna_op *op, const float *x, float factor, float *y, bool add) {
   const lunacu_scaled f = {x, factor};
   lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
-}
-/* of the gradient of a b that repeats */
-static lunacu_sums lunacu_repeated(const luna_op *op) { return lunacu_sums_of(1, op->arg.binary.period ? luna_count(op->in[0]) / op->arg.binary.period : 0, op->arg.binary.period, true); }
-static void lunacu_binary_query(luna_op *op) {
-  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_repeated(op), 1) * sizeof(float);
-}
-static luna_status lunacu_add_forward(luna_op *op) {
-  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, false, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_add_backward(luna_op *op) {
-  const int64_t n = op->arg.binary.period;
-  const float *dy = op->out[0]->grad;
-  float *da = op->in[0]->grad, *db = op->in[1]->grad;
-  if (da && da != dy) lunacu_scaled_run(op, dy, 1, da, !lunacu_sets(op, 0));
-  if (db && n == luna_count(op->in[0])) lunacu_scaled_run(op, dy, 1, db, !lunacu_sets(op, 1));
-  else if (db) {
-    const lunacu_sums s = lunacu_repeated(op);
-    const lunacu_column f = {dy, s.rows, n};
-    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_sets(op, 1)};
-    lunacu_sums_run<1>(op, s, f, to, (float *)op->workspace);
-  }
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_mul_forward(luna_op *op) {
-  lunacu_binary_run(op, op->in[0]->data, op->in[1]->data, op->arg.binary.period, true, op->out[0]->data, false);
-  return lunacu_row_done(op);
-}
-static luna_status lunacu_mul_backward(luna_op *op) {
-  const int64_t n = op->arg.binary.period;
-  const float *a = op->in[0]->data, *b = op->in[1]->data, *dy = op->out[0]->grad;
-  float *da = op->in[0]->grad, *db = op->in[1]->grad;
-  if (da) lunacu_binary_run(op, dy, b, n, true, da, !lunacu_sets(op, 0));
-  if (db && n == luna_count(op->in[0])) lunacu_binary_run(op, dy, a, n, true, db, !lunacu_sets(op, 1));
-  else if (db) {
-    const lunacu_column_product f = {dy, a, n};
-    const lunacu_sums_to to = {{db}, {1}, n, 1, 1.0f, !lunacu_sets(op, 1)};
-    lunacu_sums_run<1>(op, lunacu_repeated(op), f, to, (float *)op->workspace);
-  }
-  return lunacu_row_done(op);
 }
 static luna_status lunacu_scale_forward(luna_op *op) {
   lunacu_scaled_run(op, op->in[0]->data, op->arg.scale.factor, op->out[0]->data, false);
@@ -1014,6 +1091,54 @@ static luna_status lunacu_max_backward(luna_op *op) {
                   (const uint32_t *)op->kept, op->out[0]->grad, op->in[0]->grad);
   return lunacu_row_done(op);
 }
+
+/* --- cumsum, in double: a block a line, by chunks of as many as it has threads, or a thread a line where there are many
+   side by side. back: from the end, added --- */
+struct lunacu_line { int64_t lines, axis, inner; bool back; };
+__global__ void lunacu_cumsum_block_kernel(lunacu_line l, const float *x, float *y) {
+  LUNACU_SHARED(double, part, 2 * LUNACU_BLOCK);
+  const int me = threadIdx.x;
+  for (int64_t line = blockIdx.x; line < l.lines; line += gridDim.x) {
+    const int64_t start = line / l.inner * l.axis * l.inner + line % l.inner;
+    double before = 0;
+    for (int64_t first = 0; first < l.axis; first += LUNACU_BLOCK) {
+      const int64_t r = first + me, at = start + (l.back ? l.axis - 1 - r : r) * l.inner;
+      int side = 0;
+      part[me] = r < l.axis ? (double)x[at] : 0;
+      __syncthreads();
+      for (int step = 1; step < LUNACU_BLOCK; step *= 2) {
+        double sum = part[side * LUNACU_BLOCK + me];
+        if (me >= step) sum += part[side * LUNACU_BLOCK + me - step];
+        side = 1 - side;
+        part[side * LUNACU_BLOCK + me] = sum;
+        __syncthreads();
+      }
+      if (r < l.axis) y[at] = (l.back ? y[at] : 0) + (float)(before + part[side * LUNACU_BLOCK + me]);
+      before += part[side * LUNACU_BLOCK + LUNACU_BLOCK - 1];
+      __syncthreads();
+    }
+  }
+}
+__global__ void lunacu_cumsum_kernel(lunacu_line l, const float *x, float *y) {
+  for (int64_t line = lunacu_index(); line < l.lines; line += lunacu_stride()) {
+    const int64_t start = line / l.inner * l.axis * l.inner + line % l.inner;
+    double sum = 0;
+    for (int64_t r = 0; r < l.axis; r++) {
+      const int64_t at = start + (l.back ? l.axis - 1 - r : r) * l.inner;
+      sum += (double)x[at];
+      y[at] = (l.back ? y[at] : 0) + (float)sum;
+    }
+  }
+}
+static luna_status lunacu_cumsum_run(const luna_op *op, const float *x, float *y, bool back) {
+  const lunacu_line l = {op->arg.reduce.outer * op->arg.reduce.inner, op->arg.reduce.axis, op->arg.reduce.inner, back};
+  const cudaStream_t stream = lunacu_stream(op);
+  if (l.inner >= LUNACU_WARP) LUNACU_LAUNCH(lunacu_cumsum_kernel, lunacu_blocks(l.lines, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, l, x, y);
+  else LUNACU_LAUNCH(lunacu_cumsum_block_kernel, lunacu_blocks(l.lines, 1), LUNACU_BLOCK, 0, stream, l, x, y);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_cumsum_forward(luna_op *op) { return lunacu_cumsum_run(op, op->in[0]->data, op->out[0]->data, false); }
+static luna_status lunacu_cumsum_backward(luna_op *op) { return lunacu_cumsum_run(op, op->out[0]->grad, op->in[0]->grad, true); }
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 struct lunacu_ratios {
@@ -1494,7 +1619,7 @@ static luna_status lunacu_softmax_backward(luna_op *op) {
 /* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of each row --- */
 #define LUNACU_NORM_EPSILON 1e-5f
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, const float *bias, float *y, float *kept) {
+lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *bias, float *y, float *kept) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
@@ -1505,7 +1630,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, co
       held.get(k, c, v);
       LUNACU_UNROLL for (int i = 0; i < W; i++) sum += v[i];
     }
-    const float center = lunacu_team_sum(t.team, sum, scratch) / (float)t.n; /* rounded: the second pass also finds by how much it is off */
+    const float center = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n; /* rounded: the second pass also finds by how much it is off */
     sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
@@ -1514,7 +1639,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, co
         squares += (v[i] - center) * (v[i] - center);
       }
     }
-    const float off = lunacu_team_sum(t.team, sum, scratch) / (float)t.n, variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
+    const float off = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n, variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
     const float r = 1 / sqrtf((variance < 0 ? 0 : variance) + LUNACU_NORM_EPSILON);
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= held.n) continue;
@@ -1533,7 +1658,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, const float *x, const float *weight, co
 /* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2, n], where K > 0, or null: sums over
    the block's rows of dy xhat and of dy, by each team in registers, then over its teams in turn. */
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_layer_norm_back_kernel(lunacu_teams t, const float *x, const float *weight, const float *kept, const float *dy, float *dx, bool add, float *partial) {
+lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *kept, const float *dy, float *dx, bool add, float *partial) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   LUNACU_SHARED(float, both, 2 * LUNACU_WARP * LUNACU_HELD);
   const int lane = threadIdx.x % t.team, turns = K && partial ? blockDim.x / t.team : 0;
@@ -1556,7 +1681,7 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, const float *x, const float *weigh
         dbias[K ? k : 0][i] += g[i];
       }
     }
-    sum = lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
+    sum = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
     moment = lunacu_team_sum(t.team, moment, scratch) / (float)t.n;
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= n || !dx) continue;
@@ -1613,7 +1738,7 @@ static luna_status lunacu_layer_norm_forward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
   const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *bias = lunacu_data(op, 2);
   float *y = op->out[0]->data;
-  if (t.rows > 0) LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), x, weight, bias, y, (float *)op->kept);
+  if (t.rows > 0) LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), op->arg.norm.rms, x, weight, bias, y, (float *)op->kept);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_layer_norm_backward(luna_op *op) {
@@ -1624,7 +1749,7 @@ static luna_status lunacu_layer_norm_backward(luna_op *op) {
   const lunacu_sums_to to = {{dweight, dbias}, {1, 1}, t.n, 2, 1.0f, true};
   const int64_t blocks = lunacu_layer_norm_blocks(t);
   if (t.rows == 0) return LUNA_OK;
-  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, x, weight, kept, dy, dx, !lunacu_sets(op, 0), sums ? partial : NULL);
+  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, op->arg.norm.rms, x, weight, kept, dy, dx, !lunacu_sets(op, 0), sums ? partial : NULL);
   if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
   else if (sums) lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
   return lunacu_row_done(op);
@@ -1733,12 +1858,14 @@ template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, 
     }
   }
 }
-/* Where the keys and the levels lie in the workspace, and its bytes; `run`: the work as well */
-static size_t lunacu_embedding_gradient(const luna_op *op, int64_t count, int64_t d, char *workspace, bool run) {
-  char *at = workspace;
+/* Adds rows [count, d] to the table's rows of index. Where the keys and the levels lie in the workspace, and its bytes;
+   table null: these alone, no work */
+static size_t lunacu_add_rows(const luna_op *op, int64_t count, int64_t d, const float *rows, float *table, void *workspace) {
+  const bool run = table != NULL;
+  char *at = (char *)workspace;
   uint64_t *keys = (uint64_t *)lunacu_take(&at, 2 * count), *other = (uint64_t *)lunacu_take(&at, 2 * count);
-  lunacu_level l = {count, NULL, NULL, op->out[0]->grad, NULL, NULL};
-  const bool wide = run && lunacu_wide(d, op->out[0]->grad, op->in[0]->grad);
+  lunacu_level l = {count, NULL, NULL, rows, NULL, NULL};
+  const bool wide = run && lunacu_wide(d, rows, table);
   int team = 8;
   if (run) LUNACU_LAUNCH(lunacu_sort_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), op->index, count, keys);
   for (int64_t length = LUNACU_BLOCK; length < count && run; length *= 4) {
@@ -1755,18 +1882,36 @@ static size_t lunacu_embedding_gradient(const luna_op *op, int64_t count, int64_
     more = tiles > 1;
     l.next_rows = more ? lunacu_take(&at, 2 * tiles * d) : NULL;
     l.next_tokens = more ? (int32_t *)lunacu_take(&at, 2 * tiles) : NULL;
-    if (wide) LUNACU_LAUNCH((lunacu_level_kernel<4>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, op->in[0]->grad);
-    else if (run) LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, op->in[0]->grad);
+    if (wide) LUNACU_LAUNCH((lunacu_level_kernel<4>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
+    else if (run) LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
     l = {2 * tiles, NULL, l.next_tokens, l.next_rows, NULL, NULL};
   }
-  return (size_t)(at - workspace);
+  return (size_t)(at - (char *)workspace);
 }
 static void lunacu_embedding_query(luna_op *op) {
-  op->backward_workspace_size = lunacu_embedding_gradient(op, lunacu_rows(op->out[0]), lunacu_last(op->in[0]), NULL, false);
+  op->backward_workspace_size = lunacu_add_rows(op, lunacu_rows(op->out[0]), lunacu_last(op->in[0]), NULL, NULL, NULL);
 }
 static luna_status lunacu_embedding_backward(luna_op *op) {
   const int64_t count = lunacu_rows(op->out[0]), d = lunacu_last(op->in[0]);
-  if (count > 0) lunacu_embedding_gradient(op, count, d, (char *)op->workspace, true);
+  if (count > 0) lunacu_add_rows(op, count, d, op->out[0]->grad, op->in[0]->grad, op->workspace);
+  return lunacu_row_done(op);
+}
+
+/* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
+static void lunacu_scatter_add_query(luna_op *op) {
+  op->workspace_size = lunacu_add_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], NULL, NULL, NULL);
+}
+static luna_status lunacu_scatter_add_forward(luna_op *op) {
+  const luna_tensor *rows = op->in[1];
+  lunacu_scaled_run(op, op->in[0]->data, 1, op->out[0]->data, false);
+  if (luna_count(rows) > 0) lunacu_add_rows(op, rows->shape[0], rows->shape[1], rows->data, op->out[0]->data, op->workspace);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_scatter_add_backward(luna_op *op) {
+  const lunacu_embedded f = {op->out[0]->grad, op->index, op->in[1]->shape[1]};
+  float *dx = op->in[0]->grad, *drows = op->in[1]->grad;
+  if (drows) lunacu_map(op, luna_count(op->in[1]), drows, !lunacu_sets(op, 1), lunacu_wide(f.d, f.table), f);
+  if (dx && dx != op->out[0]->grad) lunacu_scaled_run(op, op->out[0]->grad, 1, dx, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
@@ -4062,12 +4207,14 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(SLICE, nothing, slice, 0)
         LUNACU_OP(CONCAT, nothing, concat, LUNA_SETS_GRAD(LUNA_MAX_INPUTS) - 1) /* of all inputs */
         LUNACU_OP(EXPAND, expand, expand, LUNA_SETS_GRAD(0))
-        LUNACU_OP(ADD, binary, add,
-                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE)
-        LUNACU_OP(MUL, binary, mul, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1))
+#define LUNACU_EACH(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
+  LUNACU_OP(NAME, elementwise, elementwise, (inputs) | LUNA_EACH_IN_PLACE(cheap))
+        LUNA_ELEMENTWISE(LUNACU_EACH)
+#undef LUNACU_EACH
         LUNACU_OP(SCALE, nothing, scale, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
         LUNACU_OP(MAX, max, max, 0)
+        LUNACU_OP(CUMSUM, nothing, cumsum, 0)
         LUNACU_OP(MATMUL, nothing, matmul, 0)
         LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
         LUNACU_OP(ACTIVATION, nothing, activation, LUNA_SETS_GRAD(0))
@@ -4077,6 +4224,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(DROPOUT, nothing, dropout, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
+        LUNACU_OP(SCATTER_ADD, scatter_add, scatter_add, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0))
         LUNACU_OP(SINUSOIDS, nothing, sinusoids, 0)
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)

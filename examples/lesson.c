@@ -197,8 +197,8 @@ static luna_status train(luna_ctx *ctx) {
 
     luna_begin_step(ctx);                                              /* 1. the forward pass is put on a tape */
     luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d }), *P = luna_expand(memory, 1);
-    luna_tensor *error = luna_add(luna_encoder_layer_forward(&layer, X, &P, NULL), luna_scale(luna_tensor_new(ctx, target, 3, X->shape), -1));
-    luna_tensor *loss = luna_mean(luna_reshape(luna_mul(error, error), 1, (int64_t[]){ -1 }), 0);
+    luna_tensor *error = luna_sub(luna_encoder_layer_forward(&layer, X, &P, NULL), luna_tensor_new(ctx, target, 3, X->shape));
+    luna_tensor *loss = luna_mean_all(luna_mul(error, error));
     mean += (double)luna_item(loss) / 100;
     if (step % 100 == 0) printf("step %4d  mean loss of 100 steps %.4f\n", step, mean), mean = 0;
     luna_backward(loss);                                               /* 2. backwards: every parameter's gradient */

@@ -699,6 +699,35 @@ static void check_lm(void) {
   remove(path), free(file.at);
 }
 
+/* a gated feed-forward with another activation: the file says so, and it streams */
+static void check_gated(void) {
+  luna_lm_config config = lm_config();
+  config.layer.gated = true;
+  config.layer.activation = LUNA_ACTIVATION_SILU;
+  heap h, hs;
+  luna_ctx *ctx = ctx_open(&h), *second = ctx_open(&hs);
+  luna_params *params = luna_params_open(ctx), *loaded = luna_params_open(second);
+  luna_lm model, other;
+  float want[110], got[110] = {0};
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_find(params, "layers.0.fc3.weight"), "%s", luna_error(ctx));
+  buffer file = saved(params);
+  CHECK(luna_lm_load_bytes(&other, loaded, file.at, file.size) == LUNA_OK && other.config.layer.gated, "gated: %s", luna_error(second));
+  lm_logits(&model, ctx, want);
+  lm_logits(&other, second, got);
+  CHECK(memcmp(got, want, sizeof want) == 0, "a gated model has other logits when it is loaded");
+  luna_stream *stream = luna_stream_open(&model, &(luna_stream_config){.batch = 2});
+  int32_t *tokens = common_tokens(10, 3, 11);
+  double worst = 0;
+  for (int t = 0; t < 5; t++) {
+    const float *logits = luna_stream_step(stream, (int32_t[]){tokens[t], tokens[5 + t]});
+    for (int i = 0; i < 22 && logits; i++) worst = fmax(worst, fabs((double)(logits[i] - want[(i / 11 * 5 + t) * 11 + i % 11])));
+    if (!logits) worst = INFINITY;
+  }
+  CHECK(worst < 1e-5, "a gated model's stream is off by %g: %s", worst, luna_error(ctx));
+  luna_stream_close(stream), free(tokens);
+  free(file.at), ctx_close(second, &hs), ctx_close(ctx, &h);
+}
+
 /* a model of as many layers as there may be: what saves loads, and streams */
 static void check_deep(void) {
   heap h;
@@ -1077,6 +1106,7 @@ int main(void) {
   check_between();
 #endif
   check_lm();
+  check_gated();
   check_deep();
   check_claims();
   check_lm_cuts();

@@ -24,7 +24,8 @@ static void equal(const char *what, int64_t n, const float *a, const float *b, i
 static void check_activations(int64_t n) {
   float *x = random_floats(n, 4), *dy = random_floats(n, 1), *before = random_floats(n, 1);
   double *want = doubles(n);
-  for (int kind = LUNA_ACTIVATION_NONE; kind <= LUNA_ACTIVATION_SOFTPLUS2; kind++) {
+  for (int kind = LUNA_ACTIVATION_NONE; kind < LUNA_ACTIVATION_COUNT; kind++) {
+    for (int64_t i = 0; i < n && kind == LUNA_ACTIVATION_LOG; i++) x[i] = 0.1f + (x[i] < 0 ? -x[i] : x[i]); /* from here on */
     float *y = zeros(n), *in_place = copied(x, n), *dx = copied(before, n);
     for (int64_t i = 0; i < n; i++) want[i] = exact_activation(kind, (double)x[i]);
     kernels->activate(kind, n, x, y);
@@ -43,18 +44,17 @@ static void check_activations(int64_t n) {
   release(x), release(dy), release(before), free(want);
 }
 
-enum { ADD, MUL, SCALE, MUL_ADD, SCALE_ADD, MAPS };
-static const char *const map_name[MAPS] = {"add", "mul", "scale", "mul_add", "scale_add"};
+enum { ADD, MUL, SCALE, SCALE_ADD, MAPS };
+static const char *const map_name[MAPS] = {"add", "mul", "scale", "scale_add"};
 static void map_run(const lunai_kernels *table, int map, int64_t n, const float *a, const float *b, float *y) {
   if (map == ADD) table->add(n, a, b, y);
   if (map == MUL) table->mul(n, a, b, y);
   if (map == SCALE) table->scale(n, 0.3f, a, y);
-  if (map == MUL_ADD) table->mul_add(n, a, b, y);
   if (map == SCALE_ADD) table->scale_add(n, 0.3f, a, y);
 }
 static double map_exact(int map, double a, double b, double y) {
   const double factor = (double)0.3f;
-  return map == ADD ? a + b : map == MUL ? a * b : map == SCALE ? factor * a : map == MUL_ADD ? y + a * b : y + factor * a;
+  return map == ADD ? a + b : map == MUL ? a * b : map == SCALE ? factor * a : y + factor * a;
 }
 static void check_maps(int64_t n) {
   float *a = random_floats(n, 2), *b = random_floats(n, 2), *before = random_floats(n, 1);
@@ -64,7 +64,7 @@ static void check_maps(int64_t n) {
     map_run(kernels, map, n, a, b, y);
     for (int64_t i = 0; i < n; i++) want[i] = map_exact(map, (double)a[i], (double)b[i], (double)before[i]);
     near(map_name[map], n, n, y, want, 2.5e-7);
-    if (map < MUL_ADD) { /* one rounding: the same bits everywhere; and the result may lie where an argument lies */
+    if (map < SCALE_ADD) { /* one rounding: the same bits everywhere; and the result may lie where an argument lies */
       map_run(lunai_kernels_of(LUNA_ISA_REFERENCE), map, n, a, b, other);
       equal("a map beside the reference", n, y, other, n);
       map_run(kernels, map, n, left, b, left);
@@ -75,6 +75,87 @@ static void check_maps(int64_t n) {
     release(y), release(other), release(left), release(right);
   }
   release(a), release(b), release(before), free(want);
+}
+
+/* ---- LUNA_ELEMENTWISE ---- */
+static const char *const each_name[] = {
+#define NAME(name, tier, reads, cheap, function, inputs, value, da, db, dc) #name,
+  LUNA_ELEMENTWISE(NAME)
+#undef NAME
+};
+static double each_exact(int kind, double a, double b, double c) {
+  switch (kind) {
+    case LUNA_OP_ADD: return a + b;
+    case LUNA_OP_SUB: return a - b;
+    case LUNA_OP_MUL: return a * b;
+    case LUNA_OP_DIV: return a / b;
+    case LUNA_OP_MINIMUM: return a != a || b != b ? NAN : fmin(a, b);
+    case LUNA_OP_MAXIMUM: return a != a || b != b ? NAN : fmax(a, b);
+    case LUNA_OP_LESS: return a < b;
+    case LUNA_OP_LESS_EQUAL: return a <= b;
+    case LUNA_OP_EQUAL: return a == b;
+    case LUNA_OP_NOT_EQUAL: return a != b;
+    case LUNA_OP_WHERE: return a != 0 ? b : c;
+    case LUNA_OP_CLAMP: return a < b ? b : a > c ? c : a;
+    default: return NAN;
+  }
+}
+/* the gradient of input `input`, times g */
+static double each_slope(int kind, int input, double a, double b, double c, double g) {
+  switch (kind) {
+    case LUNA_OP_SUB: return input ? -g : g;
+    case LUNA_OP_MUL: return input ? g * a : g * b;
+    case LUNA_OP_DIV: return input ? -g * a / (b * b) : g / b;
+    case LUNA_OP_MINIMUM: return input == (b < a) ? g : 0;
+    case LUNA_OP_MAXIMUM: return input == (a < b) ? g : 0;
+    case LUNA_OP_WHERE: return (input == 1) == (a != 0) ? g : 0;
+    case LUNA_OP_CLAMP: return a < b || a > c ? 0 : g;
+    default: return g;
+  }
+}
+/* every op, with each input a vector or a single number; some numbers are 0, equal, not finite */
+static void check_elementwise(int64_t n) {
+  const float odd[6] = {0, -0.0f, 1, (float)INFINITY, -(float)INFINITY, (float)NAN};
+  const int inputs[] = {
+#define INPUTS(name, tier, reads, cheap, function, inputs, value, da, db, dc) inputs,
+    LUNA_ELEMENTWISE(INPUTS)
+#undef INPUTS
+  };
+  const uint64_t seed = kernels_seed;
+  float *x[3], *dy = random_floats(n, 1), *before = random_floats(n, 1);
+  for (int k = 0; k < 3; k++) x[k] = random_floats(n + 1, 2);
+  for (int64_t i = 3; i < n; i += 5) x[0][i] = odd[i % 6], x[i / 5 % 2 ? 1 : 2][i] = odd[i / 5 % 6];
+  x[1][0] = -0.5f, x[2][0] = 0.75f;    /* a single low and high */
+  for (int kind = LUNA_OP_ADD; kind <= LUNA_OP_CLAMP; kind++)
+    for (int form = 0; form < 8; form++) {
+      const int64_t step[3] = {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1};
+      float *y = zeros(n), *other = copied(before, n);
+      const char *name = each_name[kind - LUNA_OP_ADD];
+      int wrong = 0;
+      kernels->elementwise(kind, (const float *const *)x, step, n, y);
+      for (int64_t i = 0; i < n; i++) {
+        const float want = (float)each_exact(kind, (double)x[0][i * step[0]], (double)x[1][i * step[1]], (double)x[2][i * step[2]]);
+        wrong += !(y[i] == want || (y[i] != y[i] && want != want));
+      }
+      CHECK(wrong == 0, "%s: %s of %d, form %d: %d wrong", kernels_name, name, (int)n, form, wrong);
+      for (int input = 0; input < 3; input++) {
+        if (!(inputs[kind - LUNA_OP_ADD] >> input & 1)) continue;
+        double worst = 0;
+        kernels->elementwise_slope(kind, input, (const float *const *)x, step, n, dy, y, false);
+        memcpy(other, before, (size_t)n * sizeof *other);
+        kernels->elementwise_slope(kind, input, (const float *const *)x, step, n, dy, other, true);
+        for (int64_t i = 0; i < n; i++) {
+          const double want = each_slope(kind, input, (double)x[0][i * step[0]], (double)x[1][i * step[1]], (double)x[2][i * step[2]], (double)dy[i]);
+          if (fabs(want) < 1e30 && fabs((double)y[i] - want) / (1 + fabs(want)) > worst) worst = fabs((double)y[i] - want) / (1 + fabs(want));
+          if (fabs(want) < 1e30 && other[i] != before[i] + y[i]) worst = INFINITY;
+        }
+        CHECK(worst < 3e-7, "%s: %s of %d, form %d: the gradient of input %d is off by %.3g", kernels_name, name, (int)n, form, input, worst);
+      }
+      release(y), release(other);
+    }
+  for (int k = 0; k < 3; k++) release(x[k]);
+  release(dy), release(before);
+  kernels_seed = seed;               /* the other checks' numbers are as without this */
 }
 
 /* ---- sums ---- */
@@ -165,10 +246,10 @@ static void check_norm_backward(int64_t rows, int64_t n, const float *x, const n
     }
   }
   float *start = copied(dx, rows * n);
-  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx, true);
+  kernels->layer_norm_backward(false, rows, n, x, weight, mean, rstd, dy, dx, true);
   if (n > 2) near("layer_norm_backward", n, rows * n, dx, want, back);
   for (int64_t i = 0; i < rows * n; i++) want[i] -= (double)start[i], dx[i] = (float)NAN;
-  kernels->layer_norm_backward(rows, n, x, weight, mean, rstd, dy, dx, false);
+  kernels->layer_norm_backward(false, rows, n, x, weight, mean, rstd, dy, dx, false);
   if (n > 2) near("layer_norm_backward, set", n, rows * n, dx, want, back);
   release(dy), release(dx), release(start), free(want);
 }
@@ -210,6 +291,34 @@ static void check_norm(int64_t rows, int64_t n, double shift) {
   check_norm_backward(rows, n, x, &e, NULL, mean, rstd, back);
   check_norm_weights(rows, n, x, &e, mean, rstd, back);
   release(x), release(weight), release(bias), release(y), release(mean), release(rstd), free(want), free(e.hat), free(e.rstd);
+}
+static void check_rms_norm(int64_t rows, int64_t n) {
+  const uint64_t seed = kernels_seed;
+  float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *y = zeros(rows * n), *mean = random_floats(rows, 1), *rstd = zeros(rows);
+  float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *set = random_floats(rows * n, 1);
+  double *want = doubles(rows * n), *slope = doubles(rows * n);
+  for (int with = 0; with < 2; with++) {
+    for (int64_t r = 0; r < rows; r++) {
+      double squares = 0, moment = 0;
+      for (int64_t i = r * n; i < (r + 1) * n; i++) squares += (double)x[i] * (double)x[i] / (double)n;
+      squares = 1 / sqrt(squares + 1e-5);
+      for (int64_t i = 0; i < n; i++) {
+        want[r * n + i] = (double)x[r * n + i] * squares * (with ? (double)weight[i] : 1);
+        moment += (double)dy[r * n + i] * want[r * n + i] / (double)n;
+      }
+      for (int64_t i = 0; i < n; i++)
+        slope[r * n + i] = squares * ((double)dy[r * n + i] * (with ? (double)weight[i] : 1) - (double)x[r * n + i] * squares * moment);
+    }
+    kernels->rms_norm(rows, n, x, with ? weight : NULL, 1e-5f, y, mean, rstd);
+    near("rms_norm", n, rows * n, y, want, 5e-7);
+    kernels->layer_norm_backward(true, rows, n, x, with ? weight : NULL, mean, rstd, dy, set, false);
+    near("rms_norm's gradient", n, rows * n, set, slope, 2e-6);
+    for (int64_t i = 0; i < rows * n; i++) slope[i] += (double)dx[i];
+    kernels->layer_norm_backward(true, rows, n, x, with ? weight : NULL, mean, rstd, dy, dx, true);
+    near("rms_norm's gradient, added", n, rows * n, dx, slope, 2e-6);
+  }
+  release(x), release(weight), release(y), release(mean), release(rstd), release(dy), release(dx), release(set), free(want), free(slope);
+  kernels_seed = seed;
 }
 static void check_sum_rows(int64_t rows, int64_t n) {
   const int64_t stride = n + 3;
@@ -497,7 +606,7 @@ static void check_updates(int64_t n) {
 }
 
 static void check_small(int64_t n) {
-  check_activations(n), check_maps(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_sum_rows(5, n),
+  check_activations(n), check_maps(n), check_elementwise(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_rms_norm(5, n), check_sum_rows(5, n),
     check_updates(n);
   if (n > 0) check_softmax_odd(n), check_cross_entropy(9, n, 0), check_cross_entropy(9, n, 0.1);
   check_convolution(n % 9, n, n % 5 + 1, n % 2 != 0, n % 3 != 0);

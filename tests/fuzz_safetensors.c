@@ -266,7 +266,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
     const int64_t vocab = stream->sizes.vocab;
     int32_t tokens[2 * TOKENS];
     const int32_t swap[2] = {1, 0};
-    luna_sampling sampling = {1, 2, 1, 0};
+    luna_sampling sampling = {1, 2, 0, 1, 0};
     tokens_of(tokens, 2 * TOKENS, vocab);
     const float *logits = luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, TOKENS });
     HOLDS(logits || luna_stream_error(stream)[0], "no logits, and no sentence");

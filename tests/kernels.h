@@ -169,6 +169,14 @@ TEST_UNUSED static double exact_activation(int kind, double x) {
     case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : exp(x);
     case LUNA_ACTIVATION_SOFTPLUS: return fmax(x, 0) + log1p(exp(-fabs(x)));
     case LUNA_ACTIVATION_SOFTPLUS2: return fmax(x, 0) + log1p(exp2(-fabs(x))) / log(2);
+    case LUNA_ACTIVATION_SIGMOID: return 1 / (1 + exp(-x));
+    case LUNA_ACTIVATION_SILU: return x / (1 + exp(-x));
+    case LUNA_ACTIVATION_TANH: return tanh(x);
+    case LUNA_ACTIVATION_EXP: return exp(x);
+    case LUNA_ACTIVATION_LOG: return log(x);
+    case LUNA_ACTIVATION_SQRT: return sqrt(x);
+    case LUNA_ACTIVATION_RSQRT: return 1 / sqrt(x);
+    case LUNA_ACTIVATION_ABS: return fabs(x);
     default: return x;
   }
 }
@@ -179,6 +187,14 @@ TEST_UNUSED static double exact_slope(int kind, double x) {
     case LUNA_ACTIVATION_ELU1: return x > 0 ? 1 : exp(x);
     case LUNA_ACTIVATION_SOFTPLUS: return 1 / (1 + exp(-x));
     case LUNA_ACTIVATION_SOFTPLUS2: return 1 / (1 + exp2(-x));
+    case LUNA_ACTIVATION_SIGMOID: return 1 / (1 + exp(-x)) / (1 + exp(x));
+    case LUNA_ACTIVATION_SILU: return (1 + x / (1 + exp(x))) / (1 + exp(-x));
+    case LUNA_ACTIVATION_TANH: return 1 - tanh(x) * tanh(x);
+    case LUNA_ACTIVATION_EXP: return exp(x);
+    case LUNA_ACTIVATION_LOG: return 1 / x;
+    case LUNA_ACTIVATION_SQRT: return 0.5 / sqrt(x);
+    case LUNA_ACTIVATION_RSQRT: return -0.5 / (x * sqrt(x));
+    case LUNA_ACTIVATION_ABS: return x > 0 ? 1 : -1;
     default: return 1;
   }
 }

@@ -164,20 +164,37 @@ static void op_concat(trial *t, int v) {
 static void op_repeat(trial *t, int v) { give(t, luna_expand(v ? in3(t, 2, 3, 4) : in1(t, 5), 3)); }
 
 /* ---- arithmetic ---- */
-static luna_tensor *op_partner(trial *t, int v) {
+/* pairs of shapes that broadcast, and one tensor twice */
+#define OP_PAIRS 9
+static void op_pair(trial *t, int v, luna_tensor **x, luna_tensor **y) {
   const int64_t a = SIZE(2, 7), b = SIZE(3, 33), c = SIZE(4, 37);
-  return v == 0 ? in3(t, a, b, c) : v == 1 ? in1(t, c) : v == 2 ? in2(t, b, c) : NULL;
+  *x = v == 7 ? in1(t, b) : v == 6 ? in3(t, a, 1, c) : v == 8 ? in4(t, a, 1, b, 1) : in3(t, a, b, c);
+  *y = v == 0 ? in3(t, a, b, c) : v == 1 ? in1(t, c) : v == 2 ? in2(t, b, c) : v == 4 ? in3(t, a, b, 1) : v == 5 ? in3(t, 1, b, 1) :
+       v == 6 ? in2(t, b, 1) : v == 7 ? in3(t, a, c, b) : v == 8 ? in3(t, a, 1, c) : *x;
 }
-static void op_add(trial *t, int v) {
-  luna_tensor *x = in3(t, SIZE(2, 7), SIZE(3, 33), SIZE(4, 37));
-  luna_tensor *y = op_partner(t, v);
-  give(t, luna_add(x, v == 3 ? x : y));
+typedef luna_tensor *op_binary_op(luna_tensor *a, luna_tensor *b);
+static op_binary_op *const op_binaries[] = {
+#define OP_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) luna_##name,
+  LUNA_BINARIES(OP_BINARY)
+#undef OP_BINARY
+  luna_greater, luna_greater_equal
+};
+#define OP_BINARIES ((int)(sizeof op_binaries / sizeof op_binaries[0]))
+static void op_binary(trial *t, int v) {
+  luna_tensor *x, *y, *z;
+  op_pair(t, v % OP_PAIRS, &x, &y);
+  if (op_binaries[v / OP_PAIRS] == luna_div) y = luna_add_scalar(luna_mul(y, y), 1);
+  z = op_binaries[v / OP_PAIRS](x, y);
+  give(t, z && z->needs_grad ? z : luna_mul(luna_add(x, y), z)); /* comparisons */
 }
-static void op_mul(trial *t, int v) {
-  luna_tensor *x = in3(t, SIZE(2, 7), SIZE(3, 33), SIZE(4, 37));
-  luna_tensor *y = op_partner(t, v);
-  give(t, luna_mul(x, v == 3 ? x : y));
+static void op_where(trial *t, int v) {
+  const int64_t a = SIZE(2, 7), b = SIZE(3, 33), c = SIZE(4, 37);
+  luna_tensor *x = in3(t, a, v == 1 ? 1 : b, c), *y = v == 2 ? in1(t, 1) : in2(t, b, v == 3 ? 1 : c);
+  luna_tensor *condition = v == 3 ? luna_less(luna_slice(x, 2, 0, 1), luna_slice(y, 1, 0, 1)) : luna_less(x, y);
+  give(t, luna_where(condition, x, v == 4 ? luna_add_scalar(x, 2) : y));
 }
+static void op_clamp(trial *t, int v) { give(t, luna_clamp(in2(t, 3, SIZE(5, 101)), v ? -(float)INFINITY : (float)-0.3, (float)0.4)); }
+static void op_add_scalar(trial *t, int v) { give(t, luna_gelu(luna_add_scalar(luna_scale(in2(t, 3, SIZE(5, 101)), 2), (float)v - (float)0.5))); }
 /* One result of an op as two inputs of another: its gradient has two parts; its data, computed again, two readers */
 static void op_one_tensor_twice(trial *t, int v) {
   const int64_t n = SIZE(4, 33);
@@ -201,6 +218,14 @@ static void op_sum(trial *t, int v) {
 static void op_mean(trial *t, int v) {
   give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
 }
+static void op_sum_all(trial *t, int v) {
+  luna_tensor *x = in3(t, SIZE(2, 9), 3, SIZE(4, 67));
+  give(t, v ? luna_mean_all(x) : luna_sum_all(x));
+}
+static void op_cumsum(trial *t, int v) {
+  give(t, luna_cumsum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 530), SIZE(4, 67)) : in1(t, SIZE(7, 1200)), v % 3));
+}
+static void op_transpose(trial *t, int v) { give(t, luna_transpose(in3(t, SIZE(2, 17), 3, SIZE(4, 19)), v, v < 2 ? 2 : 0)); }
 static void op_matmul(trial *t, int v) { /* four transpositions, times the batch shapes; 16..: long sums and single rows */
   const bool ta = (v & 1) != 0, tb = (v & 2) != 0;
   const int form = v / 4;
@@ -218,10 +243,18 @@ static void op_linear(trial *t, int v) {
 }
 
 /* ---- maps and rows ---- */
-static void op_activate(trial *t, int v) {
-  static const luna_activation kinds[6] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2};
+static void op_activate(trial *t, int v) { /* by number, then by name */
+  typedef luna_tensor *op_map(luna_tensor *x);
+  static op_map *const maps[] = {
+#define OP_MAP(NAME, name, value, slope) luna_##name,
+    LUNA_MAPS(OP_MAP)
+#undef OP_MAP
+  };
+  const bool by_name = v >= LUNA_ACTIVATION_COUNT;
+  const luna_activation kind = (luna_activation)(by_name ? v - LUNA_ACTIVATION_COUNT + 1 : v);
   luna_tensor *x = trial_input(t, 4, 2, 3, SIZE(8, 133), 1, 1);
-  give(t, v < 6 ? luna_activate(x, kinds[v]) : v == 6 ? luna_relu(x) : v == 7 ? luna_gelu(x) : v == 8 ? luna_elu1(x) : luna_softplus(x));
+  if (kind == LUNA_ACTIVATION_LOG || kind == LUNA_ACTIVATION_SQRT || kind == LUNA_ACTIVATION_RSQRT) x = luna_add_scalar(luna_mul(x, x), 1);
+  give(t, by_name ? maps[kind - 1](x) : luna_activate(x, kind));
 }
 static void op_softmax(trial *t, int v) {
   const int32_t lengths[3] = {2, 5, 1}, some[3] = {1, 0, 3};
@@ -235,9 +268,38 @@ static void op_layer_norm(trial *t, int v) {
   luna_tensor *weight = v == 0 || v == 1 || v >= 4 ? in1(t, d) : NULL;
   give(t, luna_layer_norm(x, weight, v == 0 || v == 2 || v >= 4 ? in1(t, d) : NULL));
 }
+static void op_rms_norm(trial *t, int v) {
+  const int64_t d = v == 2 ? SIZE(6, 1031) : SIZE(5, 67);
+  luna_tensor *x = in3(t, 2, SIZE(3, 17), d);
+  give(t, luna_rms_norm(v == 1 ? luna_scale(x, 2) : x, v ? in1(t, d) : NULL));
+}
+static void op_gated(trial *t, int v) { /* GLU, SwiGLU; with dropout, a residual, recomputed */
+  const int64_t in = SIZE(3, 33), hidden = SIZE(4, 45);
+  luna_feed_forward_config c = {0};
+  luna_tensor *x = in3(t, 2, SIZE(3, 17), in), *w1 = in2(t, hidden, in), *b1 = v ? in1(t, hidden) : NULL, *w2 = in2(t, in, hidden);
+  c.gate = in2(t, hidden, in);
+  c.gate_bias = v ? in1(t, hidden) : NULL;
+  c.activation = v == 0 ? LUNA_ACTIVATION_SIGMOID : LUNA_ACTIVATION_SILU;
+  c.activation_dropout = c.dropout = v >= 2 ? (float)0.3 : 0;
+  c.residual = v >= 2 ? x : NULL;
+  c.recompute = v == 3;
+  give(t, luna_feed_forward(x, w1, b1, w2, v ? in1(t, in) : NULL, &c));
+}
 static void op_embedding(trial *t, int v) {
   const int32_t tokens[6] = {4, 0, 4, 2, 4, 1};
   give(t, luna_embedding(in2(t, 5, SIZE(3, 67)), tokens, v ? 1 : 2, v ? 6 : 3));
+}
+static void op_gather_rows(trial *t, int v) {
+  const int32_t indices[6] = {4, 0, 4, 2, 4, 1};
+  luna_tensor *x = v == 0 ? in3(t, 5, SIZE(3, 11), 2) : v == 1 ? in1(t, 5) : in2(t, 5, SIZE(3, 67));
+  give(t, luna_gelu(luna_gather_rows(v ? luna_scale(x, 2) : x, indices, 6)));
+}
+static void op_scatter_add_rows(trial *t, int v) {
+  static const int32_t indices[6] = {4, 0, 4, 2, 4, 1};
+  const int64_t d = SIZE(3, 67);
+  luna_tensor *x = v == 0 ? in3(t, 5, d, 2) : v == 1 ? in1(t, 5) : in2(t, 5, d);
+  luna_tensor *rows = v == 0 ? in3(t, 6, d, 2) : v == 1 ? in1(t, 6) : in2(t, 6, d);
+  give(t, luna_scatter_add_rows(v == 2 ? luna_scale(x, 2) : x, indices, v == 2 ? luna_scale(rows, 2) : rows));
 }
 static void op_cross_entropy(trial *t, int v) {
   const int32_t labels[6] = {4, 0, -1, 2, 4, 1};
@@ -381,7 +443,7 @@ static void op_unpack(trial *t, int v) {
 static void op_feed_forward(trial *t, int v) {
   static const luna_activation kinds[4] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_SOFTPLUS};
   const int64_t n = v >= 8 ? SIZE(600, 1300) : SIZE(3, 70), d = SIZE(3, 21), f = SIZE(5, 37); /* 8: more rows than a block */
-  luna_feed_forward_config c = {LUNA_ACTIVATION_NONE, 0, 0, NULL, false};
+  luna_feed_forward_config c = {0};
   luna_tensor *x = in3(t, 2, n, d), *w1 = in2(t, f, d), *w2 = in2(t, d, f), *b1 = v % 3 ? in1(t, f) : NULL, *b2 = v % 3 ? in1(t, d) : NULL;
   c.activation = kinds[v % 4];
   if (v % 2) c.activation_dropout = (float)0.25, c.dropout = (float)0.125;
@@ -515,7 +577,8 @@ static luna_layer_config op_layer_config(trial *t, int v) {
   config.pack_heads = v % 2 ? 4 : 0;
   config.ffn = SIZE(6, 50);
   config.sharing = v % 4 >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  config.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  config.activation = v == 8 ? LUNA_ACTIVATION_SILU : v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  config.gated = v == 8;
   config.pre_norm = v % 2 != 0;
   config.dropout = v >= 4 ? (float)0.1 : 0;
   config.attention_dropout = v >= 4 ? (float)0.2 : 0;
@@ -680,19 +743,28 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"permute", op_permute, 9},
                                    {"concat", op_concat, 4},
                                    {"repeat", op_repeat, 2},
-                                   {"add", op_add, 4},
-                                   {"mul", op_mul, 4},
+                                   {"binary", op_binary, OP_PAIRS * OP_BINARIES},
+                                   {"where", op_where, 5},
+                                   {"clamp", op_clamp, 2},
+                                   {"add_scalar", op_add_scalar, 2},
                                    {"one_tensor_twice", op_one_tensor_twice, 6},
                                    {"scale", op_scale, 2},
                                    {"sum", op_sum, 4},
                                    {"mean", op_mean, 4},
+                                   {"sum_all", op_sum_all, 2},
+                                   {"cumsum", op_cumsum, 4},
+                                   {"transpose", op_transpose, 3},
                                    {"matmul", op_matmul, 20},
                                    {"linear", op_linear, 6},
-                                   {"activate", op_activate, 10},
+                                   {"activate", op_activate, 2 * LUNA_ACTIVATION_COUNT - 1},
                                    {"softmax", op_softmax, 5},
                                    {"dropout", op_dropout, 2},
                                    {"layer_norm", op_layer_norm, 6},
+                                   {"rms_norm", op_rms_norm, 3},
+                                   {"feed_forward gated", op_gated, 4},
                                    {"embedding", op_embedding, 2},
+                                   {"gather_rows", op_gather_rows, 3},
+                                   {"scatter_add_rows", op_scatter_add_rows, 3},
                                    {"cross_entropy", op_cross_entropy, 6},
                                    {"linear_cross_entropy", op_linear_cross_entropy, 7},
                                    {"logits", op_logits, 8},
@@ -714,9 +786,9 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"norm_layer", op_norm_layer, 1},
                                    {"nested_attention_layer", op_nested_layer, 24},
                                    {"causal_attention_layer", op_causal_attention_layer, 12},
-                                   {"encoder_layer", op_encoder_layer, 8},
-                                   {"decoder_layer", op_decoder_layer, 8},
-                                   {"causal_layer", op_causal_layer, 8},
+                                   {"encoder_layer", op_encoder_layer, 9},
+                                   {"decoder_layer", op_decoder_layer, 9},
+                                   {"causal_layer", op_causal_layer, 9},
                                    {"lm", op_lm, 6},
                                    {"lm of another attention", op_lm_other, 4},
                                    {"attention_layer", op_attention_layer, 16},

@@ -219,6 +219,65 @@ static void check_values_maps(luna_ctx *ctx) {
   free(y);
 }
 
+/* broadcasting, in shapes that join and shapes that do not, beside loops over four axes */
+static void check_values_broadcast(luna_ctx *ctx) {
+  static const int64_t shapes[6][2][4] = {{{2, 3, 4, 5}, {2, 3, 4, 5}}, {{1, 3, 1, 5}, {2, 1, 4, 1}}, {{2, 1, 1, 5}, {1, 3, 4, 1}},
+                                          {{2, 3, 1, 1}, {2, 3, 4, 5}}, {{1, 1, 1, 1}, {2, 3, 4, 5}}, {{2, 1, 4, 5}, {1, 3, 4, 5}}};
+  luna_begin_inference(ctx);
+  for (int v = 0; v < 12; v++) {
+    const int64_t *a = shapes[v % 6][v / 6], *b = shapes[v % 6][1 - v / 6];
+    const int64_t na = a[0] * a[1] * a[2] * a[3], nb = b[0] * b[1] * b[2] * b[3];
+    float *x = common_random(na, 31, 1), *y = common_random(nb, 32, 1), *want = common_floats(120), *picked = common_floats(120);
+    for (int64_t i = 0; i < 120; i++) {
+      const int64_t at[4] = {i / 60, i / 20 % 3, i / 5 % 4, i % 5};
+      int64_t ia = 0, ib = 0;
+      for (int k = 0; k < 4; k++) ia = ia * a[k] + at[k] % a[k], ib = ib * b[k] + at[k] % b[k];
+      want[i] = (float)((double)x[ia] - (double)y[ib]);
+      picked[i] = x[ia] < y[ib] ? x[ia] : 7;
+    }
+    luna_tensor *tx = luna_tensor_new(ctx, x, 4, a), *ty = luna_tensor_new(ctx, y, 4, b), *seven = luna_add_scalar(luna_scale(ty, 0), 7);
+    expect(ctx, "broadcast sub", luna_sub(tx, ty), want, 120);
+    expect(ctx, "broadcast where", luna_where(luna_greater(ty, tx), tx, seven), picked, 120);
+    free(x), free(y), free(want), free(picked);
+  }
+  const int64_t none[2] = {0, 3}, three = 3;
+  luna_tensor *empty = luna_add(luna_tensor_new(ctx, NULL, 2, none), luna_tensor_new(ctx, NULL, 1, &three));
+  CHECK(empty && luna_count(empty) == 0 && empty->shape[1] == 3, "a sum of no rows: %s", luna_error(ctx));
+}
+
+typedef struct printed { char text[2000]; } printed;
+static void print_to(void *user, const char *text) {
+  printed *p = (printed *)user;
+  const size_t at = strlen(p->text);
+  snprintf(p->text + at, sizeof p->text - at, "%s", text);
+}
+static void check_printed(luna_ctx *ctx, const float *values, int rank, const int64_t *shape, const char *want) {
+  printed p = {{0}};
+  luna_tensor *t = luna_tensor_new(ctx, values, rank, shape);
+  const luna_status status = luna_print(t, print_to, &p);
+  CHECK(status == LUNA_OK && strcmp(p.text, want) == 0, "printed is\n%snot\n%s", p.text, want);
+}
+static void check_host_results(luna_ctx *ctx) {
+  const float x[10] = {3, -1, 7, 7, 0, 2, NAN, 5, -INFINITY, NAN}, numbers[12] = {1, -2.5f, 0, 1e7f, 4, 5, 6, 7, 8, 9, 10, (float)NAN};
+  const int32_t order[6] = {2, 3, 0, 1, 4, 2}, first[2] = {2, 1};
+  const int64_t shape[2] = {2, 5}, cube[3] = {2, 2, 3}, one = 1, wide[2] = {7, 1000}, none[2] = {3, 0};
+  int32_t indices[6];
+  float values[6];
+  luna_begin_inference(ctx);
+  luna_tensor *t = luna_tensor_new(ctx, x, 2, shape);
+  CHECK(luna_top_k(t, 3, indices, values) == LUNA_OK && memcmp(indices, order, sizeof order) == 0 && values[0] == 7 && values[2] == 3 &&
+          values[3] != values[3] && values[5] == 5, "top 3: %d %d %d, %d %d %d", indices[0], indices[1], indices[2], indices[3], indices[4], indices[5]);
+  CHECK(luna_argmax(t, indices) == LUNA_OK && memcmp(indices, first, sizeof first) == 0, "argmax: %d %d", indices[0], indices[1]);
+  CHECK(luna_top_k(t, 6, indices, NULL) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE, "top 6 of 5: %s", luna_error(ctx));
+  luna_begin_inference(ctx);
+  check_printed(ctx, numbers, 3, cube, "[[[   1 -2.5    0]\n  [ 1e7    4    5]]\n\n [[   6    7    8]\n  [   9   10  NaN]]]\n");
+  check_printed(ctx, numbers + 1, 1, &one, "[-2.5]\n");
+  check_printed(ctx, numbers + 1, 0, NULL, "-2.5\n");
+  check_printed(ctx, NULL, 2, none, "[]\n");
+  check_printed(ctx, NULL, 2, wide, "[[0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]\n ...\n [0 0 0 ... 0 0 0]\n"
+                                    " [0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]]\n");
+}
+
 static void check_values_rows(luna_ctx *ctx) {
   const int64_t rows = 7, n = 37;
   const int32_t labels[7] = {3, 36, -1, 0, 5, 5, 11}, lengths[7] = {37, 1, 5, 36, 0, 17, 2};
@@ -412,6 +471,8 @@ static void check_values(luna_isa isa) {
   luna_ctx *ctx = open_plain(isa);
   values_isa = luna_isa_name(isa);
   check_values_maps(ctx);
+  check_values_broadcast(ctx);
+  check_host_results(ctx);
   check_values_rows(ctx);
   check_values_products(ctx);
   check_values_attention(ctx);
@@ -664,9 +725,11 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_concat(many + 2, 2, 2), AXIS);
   REFUSED(luna_expand(a, -3), VALUE_RANGE);
   REFUSED(luna_expand(a, (int64_t)1 << 60), SHAPE);
-  REFUSED(luna_add(a, b), SUFFIX);
-  REFUSED(luna_add(v, a), SUFFIX);
-  REFUSED(luna_mul(a, v), SUFFIX);
+  REFUSED(luna_add(a, b), BROADCAST);
+  REFUSED(luna_sub(v, a), BROADCAST);
+  REFUSED(luna_less(a, v), BROADCAST);
+  REFUSED(luna_where(a, a, v), BROADCAST);
+  REFUSED(luna_clamp(a, 1, (float)NAN), CLAMP);
   REFUSED(luna_sum(a, 2), AXIS);
   REFUSED(luna_mean(a, -1), AXIS);
   REFUSED(luna_matmul(a, b, false, false), MATMUL_INNER);
@@ -841,7 +904,7 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_tensor *bad = luna_add(a, b);
   snprintf(first, sizeof first, "%s", luna_error(ctx));
   CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_SUFFIX,
+      luna_ctx_error_id(ctx) == LUNA_ERROR_BROADCAST,
         "a later error replaced the first: \"%s\"", luna_error(ctx));
   CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
   CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) && !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&

@@ -8,12 +8,16 @@
 /* --- the columns: backward reads no other data than the table says, and all that it says --- */
 static const int table_reads[] = {
 #define READS(name, tier, reads, cheap) reads,
-  LUNA_OPS(READS)
+#define READS_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) reads,
+  LUNA_OPS(READS, READS_EACH)
+#undef READS_EACH
 #undef READS
 };
 static const bool table_cheap[] = {
 #define CHEAP(name, tier, reads, cheap) cheap,
-  LUNA_OPS(CHEAP)
+#define CHEAP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) cheap,
+  LUNA_OPS(CHEAP, CHEAP_EACH)
+#undef CHEAP_EACH
 #undef CHEAP
 };
 #define OUT 8                        /* the first bit of results */

@@ -376,7 +376,7 @@ static void check_bytes(int kind) {
 static void check_sampling(void) {
   enum { N = 6, DRAWS = 60000 };
   const float logits[N] = {0.5f, 2, -1, 1.5f, -INFINITY, 0}, bad[3] = {0, NAN, 1}, tie[3] = {1, 1, 0};
-  luna_sampling s = {0, 0, 0, 0}, same = {0, 0, 7, 0}, again = {0, 0, 7, 0};
+  luna_sampling s = {0, 0, 0, 0, 0}, same = {0, 0, 0, 7, 0}, again = {0, 0, 0, 7, 0};
   CHECK(luna_sample(NULL, 5, &s) == -1 && luna_sample(bad, 3, &s) == -1 && luna_sample(logits, 0, &s) == -1,
         "null, NaN or nothing can be sampled");
   s.top_k = 1;
@@ -384,19 +384,25 @@ static void check_sampling(void) {
   CHECK(luna_sample(tie, 3, &s) <= 1, "greedy among equals");
   for (int i = 0; i < 50; i++) CHECK(luna_sample(logits, N, &same) == luna_sample(logits, N, &again), "one seed gives two sequences");
   CHECK(same.drawn == 50, "50 draws are counted as %llu", (unsigned long long)same.drawn);
-  for (int mode = 0; mode < 4; mode++) { /* all; hot; cold; top 3 */
+  for (int wrong = 0; wrong < 3; wrong++) {
+    s.top_k = 0;
+    s.top_p = wrong == 0 ? -0.1f : wrong == 1 ? 1.1f : (float)NAN;
+    CHECK(luna_sample(logits, N, &s) == -1, "top_p %g can be sampled", (double)s.top_p);
+  }
+  for (int mode = 0; mode < 6; mode++) { /* all; hot; cold; top 3; the first two, as a part of all and of the top 3 */
     const double temperature = mode == 1 ? 2 : mode == 2 ? 0.5 : 1;
     int64_t count[N] = {0};
     double p[N], sum = 0, worst = 0;
-    luna_sampling now = {0, 0, 0, 0};
+    luna_sampling now = {0, 0, 0, 0, 0};
     now.temperature = mode == 0 ? 0 : (float)temperature;
-    now.top_k = mode == 3 ? 3 : 0;
+    now.top_k = mode == 3 || mode == 5 ? 3 : 0;
+    now.top_p = mode == 4 ? 0.7f : mode == 5 ? 0.85f : 0;
     now.seed = (uint64_t)mode + 1;
     for (int i = 0; i < DRAWS; i++) {
       const int32_t token = luna_sample(logits, N, &now);
       if (CHECK(token >= 0 && token < N, "sampled %d", (int)token)) count[token]++;
     }
-    for (int i = 0; i < N; i++) sum += p[i] = mode == 3 && i != 0 && i != 1 && i != 3 ? 0 : exp((double)logits[i] / temperature);
+    for (int i = 0; i < N; i++) sum += p[i] = mode >= 3 && (i != 0 || mode > 3) && i != 1 && i != 3 ? 0 : exp((double)logits[i] / temperature);
     for (int i = 0; i < N; i++) {
       const double expected = p[i] / sum, deviation = sqrt(expected * (1 - expected) / DRAWS),
                    off = fabs((double)count[i] / DRAWS - expected);
@@ -404,6 +410,29 @@ static void check_sampling(void) {
       else if (off / deviation > worst) worst = off / deviation;
     }
     CHECK(worst < 4.5, "mode %d: a frequency is %.1f deviations from its probability", mode, worst);
+  }
+}
+
+/* top_p draws from the likeliest tokens alone whose probabilities reach it, and from each of them */
+static void check_nucleus(void) {
+  enum { N = 40, DRAWS = 3000 };
+  for (int round = 0; round < 60; round++) {
+    float *x = common_random(N, 400 + (uint64_t)round, round % 3 == 0 ? 0.3 : 4);
+    const double top_p = 0.05 + 0.9 * (round % 7) / 7, temperature = round % 2 ? 1 : 0.7;
+    luna_sampling now = {(float)temperature, 0, (float)top_p, 9, 0};
+    bool drawn[N] = {false};
+    for (int i = 0; i < N && round % 5 == 0; i++) x[i] = floorf(x[i]); /* with equal ones */
+    for (int i = 0; i < DRAWS; i++) drawn[luna_sample(x, N, &now)] = true;
+    double total = 0;
+    for (int i = 0; i < N; i++) total += exp((double)x[i] / temperature);
+    for (int i = 0; i < N; i++) {
+      double larger = 0, own = exp((double)x[i] / temperature) / total;
+      for (int j = 0; j < N; j++) if (x[j] > x[i]) larger += exp((double)x[j] / temperature) / total;
+      CHECK(fabs(larger - top_p) < 1e-5 || own * DRAWS < 30 || drawn[i] == (larger < top_p), "top_p %g: token %d, after %g of the probability, %s",
+            top_p, i, larger, drawn[i] ? "was drawn" : "was never drawn");
+      CHECK(larger < top_p + 1e-5 || !drawn[i], "top_p %g: token %d, after %g of the probability, was drawn", top_p, i, larger);
+    }
+    free(x);
   }
 }
 
@@ -427,5 +456,6 @@ int main(void) {
     check_bytes(kind);
   }
   check_sampling();
+  check_nucleus();
   return test_report("stream");
 }

@@ -409,6 +409,102 @@ static void check_set_lr(void) {
   luna_close(f.ctx);
 }
 
+/* luna_optimizer_lr is what the step used: SGD without momentum moves a parameter by it */
+static void check_lr(void) {
+  const int64_t one = 1;
+  luna_ctx *ctx = open_seeded(1, LUNA_ISA_BEST);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 1, &one, init_of(LUNA_INIT_ONES, 1));
+  luna_sgd_config config = {0};
+  config.lr = 0.5f;
+  config.schedule.decay = LUNA_DECAY_LINEAR;
+  config.schedule.warmup = 2;
+  config.schedule.total = 6;
+  luna_optimizer *sgd = luna_sgd(params, &config);
+  CHECK(luna_optimizer_lr(NULL) == 0 && luna_optimizer_lr(sgd) == 0.25f, "the first step's rate will be %g", (double)luna_optimizer_lr(sgd));
+  for (int step = 1; step <= 6; step++) {
+    const float before = w->data[0];
+    luna_begin_step(ctx);
+    if (step == 5) luna_optimizer_set_lr(sgd, 0.25f);
+    luna_backward(luna_scale(w, 1));
+    luna_optimizer_step(sgd);
+    const float lr = luna_optimizer_lr(sgd), want = (step < 5 ? 0.5f : 0.25f) * luna_schedule_at(&config.schedule, step);
+    CHECK(lr == want && fabsf(before - w->data[0] - lr) < 1e-6f, "step %d: the rate is %g, not %g, and w moved by %g", step, (double)lr,
+          (double)want, (double)(before - w->data[0]));
+  }
+  luna_close(ctx);
+}
+
+/* One by one each parameter of a model is frozen: it has no gradient and does not change, and all others have the
+   gradient, read by their names, that they had. */
+static const int32_t frozen_tokens[16] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3};
+static const int32_t frozen_labels[2] = {2, 0};
+static luna_tensor *frozen_loss(int kind, luna_params *params, void *model, bool init) {
+  const luna_input input = {frozen_tokens, NULL, 2, 8};
+  luna_classifier_config classifier = {0};
+  luna_seq2seq_config seq2seq = {0};
+  luna_lm_config lm = {0};
+  lm.vocab = classifier.vocab = seq2seq.vocab = 11;
+  lm.dim = classifier.encoder.dim = seq2seq.encoder.dim = 16;
+  lm.heads = classifier.encoder.heads = seq2seq.encoder.heads = 2;
+  lm.memory = classifier.encoder.memory = seq2seq.encoder.memory = 4;
+  lm.layer.convolution = 3;
+  classifier.classes = 3;
+  if (init) {
+    if (kind == 0) luna_lm_init((luna_lm *)model, params, &lm);
+    if (kind == 1) luna_classifier_init((luna_classifier *)model, params, &classifier);
+    if (kind == 2) luna_seq2seq_init((luna_seq2seq *)model, params, &seq2seq);
+    return NULL;
+  }
+  if (kind == 0) return luna_lm_loss((luna_lm *)model, &input, frozen_tokens);
+  if (kind == 1) return luna_cross_entropy(luna_classifier_forward((luna_classifier *)model, &input), frozen_labels);
+  return luna_cross_entropy(luna_seq2seq_forward((luna_seq2seq *)model, &input, &input), frozen_tokens);
+}
+static void check_frozen(int kind, luna_form form) {
+  luna_options options = {0};
+  union { luna_lm lm; luna_classifier classifier; luna_seq2seq seq2seq; } model;
+  options.threads = 1;
+  options.form = form;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  frozen_loss(kind, params, &model, true);
+  const int64_t count = luna_params_tensor_count(params);
+  float **gradient = (float **)common_alloc((size_t)(count + 1) * sizeof *gradient), *now = common_floats(luna_params_element_count(params));
+  luna_optimizer *sgd = luna_sgd(params, NULL);
+  for (int64_t frozen = -1; frozen < count; frozen++) {
+    const char *frozen_name = "none", *name;
+    luna_tensor *t = frozen >= 0 ? luna_params_at(params, frozen, &frozen_name) : NULL;
+    if (t) CHECK(luna_params_freeze(params, frozen_name, true) == LUNA_OK, "freezing %s: %s", frozen_name, luna_error(ctx));
+    luna_begin_step(ctx);
+    CHECK(luna_backward(frozen_loss(kind, params, &model, false)) == LUNA_OK, "%s frozen: %s", frozen_name, luna_error(ctx));
+    for (int64_t i = 0; i < count; i++) {
+      luna_params_at(params, i, &name);
+      luna_tensor *p = luna_params_find(params, name);
+      if (strstr(name, frozen_name)) CHECK(!p->grad && !p->has_grad, "%s is frozen and has a gradient", name);
+      else if (frozen < 0) {
+        gradient[i] = common_floats(luna_count(p));
+        if (p->grad) luna_read_grad(p, gradient[i]);
+      } else if (p->grad) {
+        luna_read_grad(p, now);
+        CHECK(common_error(now, gradient[i], luna_count(p), 1e-3) < 1e-5, "%s frozen: the gradient of %s is another", frozen_name, name);
+      }
+    }
+    if (t) {
+      float *before = common_floats(luna_count(t));
+      luna_read(t, before);
+      if (frozen == count - 1) luna_optimizer_step(sgd); /* the others change: nothing is compared after it */
+      CHECK(memcmp(before, t->data, (size_t)luna_count(t) * sizeof(float)) == 0, "%s is frozen and was changed", frozen_name);
+      free(before);
+      CHECK(luna_params_freeze(params, frozen_name, false) == LUNA_OK && t->needs_grad, "thawing %s", frozen_name);
+    }
+    luna_params_zero_grad(params);
+  }
+  CHECK(luna_params_freeze(params, "nothing", true) == LUNA_MISMATCH && luna_ctx_error_id(ctx) == LUNA_ERROR_FREEZE_EMPTY, "freezing nothing: %s", luna_error(ctx));
+  for (int64_t i = 0; i < count; i++) free(gradient[i]);
+  free(gradient), free(now);
+  luna_close(ctx);
+}
+
 static void check_schedules(void) {
   luna_schedule s = {0};
   const struct {
@@ -881,6 +977,8 @@ int main(void) {
   check_protocol();
   check_halves();
   check_set_lr();
+  check_lr();
+  for (int kind = 0; kind < 6; kind++) check_frozen(kind % 3, kind < 3 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED);
   check_schedules();
   check_stored();
   check_apollo_large();

@@ -77,11 +77,27 @@ static const claim claims[] = {
   {"elu1", -1, LUNA_ACTIVATION_ELU1, 0, -87, INFINITY, 2e-7, INFINITY},
   {"softplus", -1, LUNA_ACTIVATION_SOFTPLUS, 0, -87, INFINITY, 3e-7, INFINITY},
   {"softplus2", -1, LUNA_ACTIVATION_SOFTPLUS2, 0, -125, INFINITY, 4e-7, INFINITY},
+  {"sigmoid", -1, LUNA_ACTIVATION_SIGMOID, 0, -87, INFINITY, 3e-7, 1.2e-7},
+  {"silu", -1, LUNA_ACTIVATION_SILU, 0, -87, INFINITY, 3e-7, INFINITY},
+  {"tanh", -1, LUNA_ACTIVATION_TANH, 0, -INFINITY, INFINITY, 3e-7, 2e-7},
+  {"exp", -1, LUNA_ACTIVATION_EXP, 0, -87, 88.72, 2e-7, INFINITY},
+  {"log", -1, LUNA_ACTIVATION_LOG, 0, 0, INFINITY, 2e-7, INFINITY},
+  {"sqrt", -1, LUNA_ACTIVATION_SQRT, 0, 0, INFINITY, 1.2e-7, INFINITY},
+  {"rsqrt", -1, LUNA_ACTIVATION_RSQRT, 0, 1e-37, INFINITY, 2e-7, INFINITY},
+  {"abs", -1, LUNA_ACTIVATION_ABS, 0, -INFINITY, INFINITY, 0, 0},
   {"relu's slope", -1, LUNA_ACTIVATION_RELU, 1, -INFINITY, INFINITY, 0, 0},
   {"gelu's slope", -1, LUNA_ACTIVATION_GELU, 1, -INFINITY, INFINITY, INFINITY, 4e-7},
   {"elu1's slope", -1, LUNA_ACTIVATION_ELU1, 1, -87, INFINITY, 2e-7, 1e-7},
   {"softplus's slope", -1, LUNA_ACTIVATION_SOFTPLUS, 1, -87, INFINITY, 3e-7, 2e-7},
   {"softplus2's slope", -1, LUNA_ACTIVATION_SOFTPLUS2, 1, -125, INFINITY, 3e-7, 2e-7},
+  {"sigmoid's slope", -1, LUNA_ACTIVATION_SIGMOID, 1, -87, INFINITY, INFINITY, 1.5e-7},
+  {"silu's slope", -1, LUNA_ACTIVATION_SILU, 1, -INFINITY, INFINITY, INFINITY, 5e-7},
+  {"tanh's slope", -1, LUNA_ACTIVATION_TANH, 1, -INFINITY, INFINITY, INFINITY, 3e-7},
+  {"exp's slope", -1, LUNA_ACTIVATION_EXP, 1, -87, 88.72, 2e-7, INFINITY},
+  {"log's slope", -1, LUNA_ACTIVATION_LOG, 1, 1e-37, 1e37, 1.2e-7, INFINITY},
+  {"sqrt's slope", -1, LUNA_ACTIVATION_SQRT, 1, 1e-37, INFINITY, 2e-7, INFINITY},
+  {"rsqrt's slope", -1, LUNA_ACTIVATION_RSQRT, 1, 1e-24, 1e24, 4e-7, INFINITY},
+  {"abs's slope", -1, LUNA_ACTIVATION_ABS, 1, 1e-45, INFINITY, 0, 0},
 };
 enum { CLAIMS = sizeof claims / sizeof *claims };
 
@@ -161,15 +177,27 @@ static void check_edges(void) {
     CHECK(same_bits(value_of(VECTORS_ERF, -x), -value_of(VECTORS_ERF, x)), "%s: erf is odd, but not at %g", kernels_name, (double)x);
   }
 }
-static void check_activation_edges(void) {
-  const float x[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 0}, one[4] = {1, 1, 1, 1};
-  for (int kind = LUNA_ACTIVATION_NONE; kind <= LUNA_ACTIVATION_SOFTPLUS2; kind++) {
-    float y[4], slope[4] = {0, 0, 0, 0};
-    kernels->activate(kind, 4, x, y);
-    kernels->activate_backward(kind, 4, x, one, slope);
-    CHECK(y[0] != y[0] && (kind == LUNA_ACTIVATION_NONE || slope[0] != slope[0]), "%s: activation %d of NaN is %g, its slope %g", kernels_name, kind,
-          (double)y[0], (double)slope[0]);
-    CHECK(same_bits(y[1], (float)INFINITY), "%s: activation %d of Inf is %g", kernels_name, kind, (double)y[1]);
+/* maps of NaN, Inf, -Inf, 0, -0 and a negative number: as C's math.h has it */
+static void check_map_edges(void) {
+  const float inf = (float)INFINITY, nan = (float)NAN, x[6] = {nan, inf, -inf, 0, -0.0f, -2}, one[6] = {1, 1, 1, 1, 1, 1};
+  const struct { int kind; float y[5]; } known[] = {
+    {LUNA_ACTIVATION_SIGMOID, {1, 0, 0.5f, 0.5f, 77}}, {LUNA_ACTIVATION_SILU, {inf, nan, 0, -0.0f, 77}},
+    {LUNA_ACTIVATION_TANH, {1, -1, 0, -0.0f, 77}}, {LUNA_ACTIVATION_EXP, {inf, 0, 1, 1, 77}},
+    {LUNA_ACTIVATION_LOG, {inf, nan, -inf, -inf, nan}}, {LUNA_ACTIVATION_SQRT, {inf, nan, 0, -0.0f, nan}},
+    {LUNA_ACTIVATION_RSQRT, {0, nan, inf, -inf, nan}}, {LUNA_ACTIVATION_ABS, {inf, inf, 0, 0, 2}},
+  };
+  for (int kind = LUNA_ACTIVATION_NONE; kind < LUNA_ACTIVATION_COUNT; kind++) {
+    float y[6], slope[6] = {0, 0, 0, 0, 0, 0};
+    kernels->activate(kind, 6, x, y);
+    kernels->activate_backward(kind, 6, x, one, slope);
+    CHECK(y[0] != y[0] && (kind == LUNA_ACTIVATION_NONE || slope[0] != slope[0]), "%s: map %d of NaN is %g, its slope %g", kernels_name,
+          kind, (double)y[0], (double)slope[0]);
+    for (size_t k = 0; k < sizeof known / sizeof *known; k++)
+      for (int i = 0; known[k].kind == kind && i < 5; i++)
+        CHECK(same_bits(y[i + 1], known[k].y[i]) || known[k].y[i] == 77, "%s: map %d of %g is %g", kernels_name, kind, (double)x[i + 1],
+              (double)y[i + 1]);
+    if (kind > LUNA_ACTIVATION_SOFTPLUS2) continue;
+    CHECK(same_bits(y[1], inf), "%s: activation %d of Inf is %g", kernels_name, kind, (double)y[1]);
     CHECK(kind == LUNA_ACTIVATION_NONE || kind == LUNA_ACTIVATION_GELU || y[2] == 0, "%s: activation %d of -Inf is %g", kernels_name, kind, (double)y[2]);
     CHECK(fabs((double)y[3] - exact_activation(kind, 0)) < 1e-7, "%s: activation %d of 0 is %g", kernels_name, kind, (double)y[3]);
   }
@@ -251,7 +279,7 @@ int main(void) {
     kernels_name = luna_isa_name(pass->isa);
     if (!kernels) continue;
     check_edges();
-    check_activation_edges();
+    check_map_edges();
     check_reductions();
     for (int which = 0; which < VECTORS_ALL; which++) check_lanes(which);
   }
