@@ -67,10 +67,10 @@
         groups), training goes on with the bits of a run that never stopped. The position in the data is yours to
         keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its file
         says, except one with an attention hook: init that with its config and hook, then luna_load.
-     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token. Open it after
-        training: it copies a part of the weights, and reads the others in place. One thread a stream, any number of
-        streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context, allocator, stdio or
-        threads.
+     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
+        luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
+        and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
+        luna_stream_open_bytes needs no context, allocator, stdio or threads.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
@@ -119,10 +119,16 @@
      training step one launch.
 
    OTHER ATTENTIONS, OTHER OPS
-     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
-     it stays the same, so that a comparison compares the mathematics. luna_custom_op makes an op of a forward and a
-     backward function: saving, optimisers and clipping go by the set of parameters, not by the model, and work with
-     it.
+     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
+     thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
+     luna_custom_op makes an op of a forward and a backward function: saving, optimisers and clipping go by the set of
+     parameters, not by the model, and work with it. luna_softmax_attention takes patterns: sliding windows, and lists
+     of the keys that blocks of queries see, in time by what is seen (luna_attention_pattern; on the CPU). A window of
+     256 tokens, each its past:
+
+       luna_attention_pattern window = {0};
+       window.window = true, window.left = 255;
+       config.patterns = &window, config.pattern_count = 1;
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -224,7 +230,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: there are no tokens") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
+    "no tokens or, of a model of features, no features") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -793,8 +800,8 @@ typedef struct luna_custom {
                                         luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
-/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
-   parallel_for is null where there is one thread. */
+/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
+   scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
@@ -1378,6 +1385,8 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
+/* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call */
+LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths must be null -> logits after the last */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream); /* the id of that sentence; LUNA_ERROR_NONE */
@@ -1695,11 +1704,15 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+
+/* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
+LUNAI_CALL void lunai_clear(void *at, size_t bytes) { memset(at, 0, bytes); }
 
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
@@ -2542,7 +2555,11 @@ LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 /* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
    2^x), the last two as max(x, 0) + log(1 + small), which never overflows. NaN propagates. */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_set((float)-0.5)), x)); }
+#if defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* once, not in each loop */
+LUNAI_CALL vf LUNAI_K(activation1)(int kind, vf x) {
+#else
 LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+#endif
   const vf zero = vf_zero(), one = vf_set((float)1);
   switch (kind) {
     case LUNA_ACTIVATION_RELU: return vf_max(zero, x);
@@ -8421,9 +8438,11 @@ typedef struct lunai_mark {
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
-  memset(&mark, 0, sizeof mark);
-  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) mark.bytes[i] = ctx->bump->used[i];
-  if (LUNAI_BUMPS(ctx)) return mark;
+  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
+    mark.bytes[0] = ctx->bump->used[0];
+    mark.bytes[1] = ctx->bump->used[1];
+    return mark;
+  }
   for (i = 0; i < 2; i++) {
     const lunai_arena *arena = &ctx->arena[i];
     mark.step[i] = arena->step;
@@ -8442,8 +8461,11 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
-  for (i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->used[i] = mark.bytes[i];
-  if (LUNAI_BUMPS(ctx)) return;
+  if (LUNAI_BUMPS(ctx)) {
+    ctx->bump->used[0] = mark.bytes[0];
+    ctx->bump->used[1] = mark.bytes[1];
+    return;
+  }
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
@@ -9209,6 +9231,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
+  if (op->dots) return;              /* they need no scratch */
   if (LUNAI_TRAINS && op->loss) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
@@ -9837,7 +9860,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->lse = op->out[1]->data;
   a->sums = NULL;
-  a->grad_lse = op->out[1]->grad;
+  /* sizes are asked before that gradient is there */
+  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
@@ -10168,7 +10192,7 @@ LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
 
 LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t *shape) {
   int a;
-  memset(t, 0, sizeof *t);
+  lunai_clear(t, sizeof *t);
   t->rank = rank;
   for (a = 0; a < LUNA_MAX_RANK; a++) t->shape[a] = a < rank ? shape[a] : 1;
   t->device = ctx->backend->device;
@@ -10431,9 +10455,10 @@ LUNA_API float luna_item(const luna_tensor *t) {
 typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
-  memset(s, 0, sizeof *s);
+  lunai_clear(&s->op, sizeof s->op);
   s->name = name;
-  s->mark = lunai_step_mark(ctx);
+  if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
+  else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
@@ -10524,6 +10549,13 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   lunai_mark mark;
   bool good;
   *status = LUNA_OK;
+  if (LUNAI_BUMPS(ctx)) {
+    const size_t used = ctx->bump->used[1];
+    good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
+    ctx->bump->used[1] = used;
+    if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
+    return good && *status == LUNA_OK;
+  }
   if (op->kept_size > 0 && !op->kept_piece) {
     if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
     op->kept = op->kept_piece->at;
@@ -11067,21 +11099,10 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
   if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
 }
-LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
-  luna_graph *g = op->ctx->graph;
-  const luna_op_functions *device = &g->device->op[op->kind];
+/* a copy of an op, with its tensors from `next` on; what is left of them */
+LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
   const int tensors = op->inputs + op->outputs;
-  lunai_call *c;
-  luna_op *to;
-  luna_tensor *next;
   int i, j;
-  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
-    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
-  c = lunai_note(g, kind, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
-  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
-  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
-  to = (luna_op *)(void *)(c + 1);
-  next = (luna_tensor *)(void *)(to + 1);
   *to = *op;
   lunai_note_arguments(g, op);
   for (i = 0; i < tensors; i++) {
@@ -11094,6 +11115,27 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
       *at = next++;
     }
   }
+  return next;
+}
+LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
+  luna_graph *g = op->ctx->graph;
+  const luna_op_functions *device = &g->device->op[op->kind];
+  const luna_op *loss = op->loss;
+  const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
+  lunai_call *c;
+  luna_op *to;
+  luna_tensor *next;
+  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
+  c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  to = (luna_op *)(void *)(c + 1);
+  next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
+  if (!loss) return LUNA_OK;
+  to->loss = to + 1;
+  lunai_note_one(g, to + 1, next, loss);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
@@ -13047,13 +13089,15 @@ LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *lay
 LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
   const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
-  luna_tensor *s = lunai_reshape(x, 3, n, rows / n, x->shape[2], 1);
+  const bool split = n > 1 || x->shape[0] > 1;
+  luna_tensor *s = split ? lunai_reshape(x, 3, n, rows / n, x->shape[2], 1) : x;
   if (past->scores_bias.rank == 0) {
     s = lunai_split_heads(luna_linear_layer_forward(&layer->pc, s), h);
     s = lunai_merge_heads(luna_matmul(s, &past->scores, false, true));
   } else if (n == 1) s = luna_linear(s, &past->scores, &past->scores_bias);
   else s = luna_add(lunai_matmul_by(s, &past->scores, false, true, lunai_is_single_row(x)), &past->scores_bias);
-  return s ? lunai_result(scope, lunai_reshape(s, 3, x->shape[0], x->shape[1], s->shape[2], 1)) : NULL;
+  if (s && split) s = lunai_reshape(s, 3, x->shape[0], x->shape[1], s->shape[2], 1);
+  return lunai_result(scope, s);
 }
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
@@ -13645,6 +13689,7 @@ typedef struct lunai_lm_sizes {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_lm_sizes;
+LUNAI_FN int64_t lunai_lm_outputs(const lunai_lm_sizes *s) { return s->outputs ? s->outputs : s->vocab; }
 
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   memset(c, 0, sizeof *c);
@@ -15824,7 +15869,10 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_tensor embedding, output, positions; /* [vocab, dim] twice; a learned table */
+  luna_tensor embedding, output, positions; /* [vocab, dim], [outputs, dim]; a learned table */
+  luna_tensor output_bias;           /* of rank 0: none */
+  luna_tensor mean, feature_scale, projection, projection_bias; /* of features, in the embedding's place */
+  float *standard;                   /* mean and scale on the host, [2, features] */
   luna_tensor norm_weight, norm_bias;
   luna_norm_layer norm;              /* these, where there are any */
   int64_t batch, chunk, position, first_position;
@@ -15834,7 +15882,7 @@ struct luna_stream {
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
   char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
-  float *logits;                     /* [batch, vocab], on the host */
+  float *logits;                     /* [batch, outputs], on the host */
   int32_t *slots, *source_slots;     /* as in lunai_past, or null */
   luna_error_id error;               /* of the last call */
   const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced, */
@@ -15856,11 +15904,22 @@ LUNAI_FN bool lunai_stream_move(luna_stream *s, void *to, const void *from, size
   return ctx->status == LUNA_OK;
 }
 
+LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c,
+                                         int64_t d) {
+  int64_t shape[4];
+  luna_tensor t;
+  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
+  lunai_tensor_set(&t, &s->ctx, rank, shape);
+  t.data = data;
+  return t;
+}
+
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
   int64_t *position;                 /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
+  float *features;                   /* standardised, [batch, rows, features] */
   size_t size;
 } lunai_inputs;
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
@@ -15870,16 +15929,24 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
-  in.size = sizeof(int64_t) + (size_t)((s->batch + 1) * rows + angles) * sizeof(float);
+  in.features = in.angles + angles;
+  in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
-/* the inputs of the next `rows` of each sequence of n */
-LUNAI_FN bool lunai_stream_send(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
+/* the inputs of the next `rows` from row `at` on of each sequence of n */
+LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const int64_t first = s->first_position + s->position;
-  int64_t i;
+  const int64_t first = s->first_position + s->position, k = s->sizes.features;
+  int64_t i, f;
   *in.position = s->position;
-  for (i = 0; i < s->batch * rows; i++) in.tokens[i] = tokens[i / rows * n + i % rows];
+  for (i = 0; i < s->batch * rows; i++) {
+    const int64_t row = i / rows * from->n + at + i % rows;
+    if (k == 0) in.tokens[i] = from->tokens[row];
+    for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
+      const float x = from->features[row * k + f];
+      in.features[i * k + f] = x == x ? (x - s->standard[f]) * s->standard[k + f] : 0;
+    }
+  }
   for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
   for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
     lunai_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
@@ -15898,12 +15965,15 @@ LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor *x, const lu
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const luna_positions positions = (luna_positions)s->sizes.positions;
-  luna_tensor angles, *x, *y;
+  luna_tensor angles, features, *x, *y;
   int64_t shape[2], i;
   lunai_mark mark;
   s->bump.used[0] = s->bump.used[1] = 0;
   s->bump.single = rows == 1;
-  x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+  if (s->sizes.features) {
+    features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
+    x = y = luna_linear(&features, &s->projection, &s->projection_bias);
+  } else x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -15927,7 +15997,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
   if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
-  return luna_linear(x, &s->output, NULL);
+  return luna_linear(x, &s->output, s->output_bias.rank ? &s->output_bias : NULL);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -15952,14 +16022,6 @@ LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
   }
 }
 
-LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  int64_t shape[4];
-  luna_tensor t;
-  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
-  lunai_tensor_set(&t, &s->ctx, rank, shape);
-  t.data = data;
-  return t;
-}
 /* the bias of one source's folded scores, for each of its sequences; queries [heads slots, head_dim] */
 LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, int64_t count, float *out) {
   const int64_t l = z->memory, hl = z->heads * l, d = z->dim / z->heads;
@@ -16018,13 +16080,13 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->scale = 1;
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
-  if (z->features || z->outputs) return "models of features, or with outputs of their own, are not streamed";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, z->vocab) < 0) return "a stream of these sizes is too large";
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
@@ -16108,9 +16170,20 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
 LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
-  if (!lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim))
-    return "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
+  const int64_t k = z->features;
+  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
+                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
+                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
+                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
+                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim);
+  if (!good) return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
   s->output = s->embedding;
+  if (z->outputs) {
+    const char *name = "output_projection";
+    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
+           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
+    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
+  }
   if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "", "embed_positions", ".weight", 2, z->max_length, z->dim))
     return "embed_positions.weight is missing or of another shape";
   if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim, 1) ||
@@ -16118,6 +16191,14 @@ LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st)
   s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
   s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
   return NULL;
+}
+
+/* means and scales to the host; false: the device has failed */
+LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
+  const int64_t k = s->sizes.features;
+  const size_t bytes = (size_t)k * sizeof(float);
+  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -16171,7 +16252,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (device) {
     s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   }
-  s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
+  s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
+  s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   if (device) base = s->device_memory;
   host_size = used;
   if (device) used = 0;
@@ -16253,6 +16335,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
+  (void)lunai_stream_standard(s);
   for (i = 0; i < s->sizes.layers; i++) (void)lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
   return s;
 }
@@ -16321,7 +16404,7 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
 }
 /* the stream's own tensors of a model's tables */
 LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output, const luna_tensor *positions, const luna_norm_layer *norm) {
-  (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
+  if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
   (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
   if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
   if (!norm->weight) return;
@@ -16355,8 +16438,17 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, model->embedding, model->positions, &model->norm);
-  for (i = 0, good = true; i < s->sizes.layers && good; i++)
+  lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
+  if (model->output.bias)
+    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
+  if (s->sizes.features) {
+    const luna_input_layer *in = &model->input;
+    (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
+    (void)lunai_stream_parameter(s, &s->feature_scale, in->scale, NULL, "", "", "", 1, 1, 1);
+    (void)lunai_stream_parameter(s, &s->projection, in->projection.weight, NULL, "", "", "", 2, 1, 1);
+    (void)lunai_stream_parameter(s, &s->projection_bias, in->projection.bias, NULL, "", "", "", 1, 1, 1);
+  }
+  for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) && lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
   return lunai_stream_opened(ctx, s, good);
 }
@@ -16446,33 +16538,49 @@ LUNA_API void luna_stream_close(luna_stream *s) {
     (void)luna_graph_end(graph_); \
   } while (0)
 #endif
-LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
+LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
+  const int64_t n = input->n;
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || !tokens) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position) s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
-  for (i = 0; !s->error && i < n * s->batch; i++)
-    if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
+  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+    s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
+  for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
   if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     s->error = LUNA_ERROR_STREAM_POSITIONS;
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    LUNAI_GRAPHED(s, n, y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL);
+    LUNAI_GRAPHED(s, n, y = !lunai_stream_send(s, input, at, rows) ? NULL :
+                            lunai_stream_forward(s, rows, at + rows == n));
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   return lunai_stream_ready(s) && y ? s->logits : NULL;
 }
-LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return lunai_stream_run(s, tokens, 1); }
+LUNAI_FN const float *lunai_stream_one(luna_stream *s, const int32_t *tokens, const float *features) {
+  luna_input one;
+  memset(&one, 0, sizeof one);
+  one.n = 1;
+  one.tokens = tokens;
+  one.features = features;
+  return lunai_stream_run(s, &one);
+}
+LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
+  return lunai_stream_one(s, tokens, NULL);
+}
+LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *features) {
+  return lunai_stream_one(s, NULL, features);
+}
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) {
     s->error = LUNA_ERROR_STREAM_INPUT;
     return NULL;
   }
-  return lunai_stream_run(s, input->tokens, input->n);
+  return lunai_stream_run(s, input);
 }
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
