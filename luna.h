@@ -9032,7 +9032,7 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 
 /* ----------------------------------------------------------------------------------------------------------------------
    >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
-   Guarded by tests/ops.c (against the scalar reference) and tests/gradients.c (finite differences).
+   Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
    ---------------------------------------------------------------------------------------------------------------------- */
 /* columns of the table of ops */
 #define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
