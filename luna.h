@@ -30,9 +30,9 @@
             #define LUNA_IMPLEMENTATION
             #include "luna.h"
         Everywhere else include it alone. Link with -lm, and -lpthread where threads need it. The implementation takes
-        about 11 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
-        configure: it holds scalar, SSE2, AVX2 and AVX-512 kernels (NEON, WASM SIMD128 where the target has them) and
-        picks the best at run time.
+        about 7 s to compile at -O2: put it into one file (luna.c) and compile that once. There is nothing to
+        configure: it holds SSE2, AVX2 and AVX-512 kernels (NEON or WASM SIMD128 where the target has them, else scalar
+        ones) and picks the best at run time.
      1. Open a context: memory, threads, errors, randomness. What is made from it is freed with it.
             luna_ctx *ctx = luna_open(NULL);              null: the defaults, here and for every config below
      2. Make a model. Its parameters belong to a set and have names, by which they are trained, saved and loaded.
@@ -67,10 +67,10 @@
         groups), training goes on with the bits of a run that never stopped. The position in the data is yours to
         keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its file
         says, except one with an attention hook: init that with its config and hook, then luna_load.
-     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token. Open it after
-        training: it copies a part of the weights, and reads the others in place. One thread a stream, any number of
-        streams on one model. With LUNA_ONLY_STREAM, luna_stream_open_bytes needs no context, allocator, stdio or
-        threads.
+     6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
+        luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
+        and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
+        luna_stream_open_bytes needs no context, allocator, stdio or threads.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
@@ -119,10 +119,16 @@
      training step one launch.
 
    OTHER ATTENTIONS, OTHER OPS
-     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other; what is around
-     it stays the same, so that a comparison compares the mathematics. luna_custom_op makes an op of a forward and a
-     backward function: saving, optimisers and clipping go by the set of parameters, not by the model, and work with
-     it.
+     layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
+     thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
+     luna_custom_op makes an op of a forward and a backward function: saving, optimisers and clipping go by the set of
+     parameters, not by the model, and work with it. luna_softmax_attention takes patterns: sliding windows, and lists
+     of the keys that blocks of queries see, in time by what is seen (luna_attention_pattern; on the CPU). A window of
+     256 tokens, each its past:
+
+       luna_attention_pattern window = {0};
+       window.window = true, window.left = 255;
+       config.patterns = &window, config.pattern_count = 1;
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -224,7 +230,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ---------------------------------------------------------------------------------------------------------------------- */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: there are no tokens") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
+    "no tokens or, of a model of features, no features") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -392,9 +399,12 @@ typedef enum luna_error_id {
   LUNA_ERROR_COUNT
 } luna_error_id;
 
-/* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). */
+/* Instruction sets. luna.h picks the best at run time; options and arguments can force one (for tests). SCALAR is there
+   where no other is. REFERENCE: plain loops from the equations, slow, on the caller's thread, the same bits on every
+   machine; a context that was opened with it runs whole models. */
 typedef enum luna_isa {
-  LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM
+  LUNA_ISA_BEST = 0, LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2, LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM,
+  LUNA_ISA_REFERENCE
 } luna_isa;
 LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
@@ -790,8 +800,8 @@ typedef struct luna_custom {
                                         luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
-/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as scratch.
-   parallel_for is null where there is one thread. */
+/* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
+   scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
@@ -1375,6 +1385,8 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
+/* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call */
+LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths must be null -> logits after the last */
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream); /* the id of that sentence; LUNA_ERROR_NONE */
@@ -1891,6 +1903,12 @@ typedef struct lunai_epilogue {
   float alpha, lowest;
 } lunai_epilogue;
 
+/* of one number, the same bits on every machine: >>vector, compiled without SIMD */
+LUNAI_FN float lunai_exp1_scalar(float x);
+LUNAI_FN float lunai_log1_scalar(float x);
+LUNAI_FN float lunai_activation_scalar(int kind, float x);
+LUNAI_FN float lunai_slope_scalar(int kind, float x);
+
 #if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
 #define LUNAI_TRAIN(function) NULL
 #else
@@ -1914,11 +1932,6 @@ typedef struct lunai_epilogue {
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
   R(size_t, panels_bytes, (int64_t n, int64_t k)) \
   R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, void *panels)) \
-  K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
-  K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
-                   float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
-  K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
-                     const lunai_target *t)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
@@ -1929,9 +1942,6 @@ typedef struct lunai_epilogue {
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
   T(double, sum_squares, (int64_t n, const float *x)) \
-  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
-  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
-  R(float, log1, (float x)) \
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
@@ -1944,12 +1954,33 @@ typedef struct lunai_epilogue {
   K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight, const float *bias, float *y)) \
   T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx)) \
   T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
-  R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
   T(void, apollo, (const lunai_update *update)) \
+  R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
+  R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
+  T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
+  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t threads, bool backward)) \
+  R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
+  T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
+  R(size_t, causal_scratch, (const lunai_causal *c, int64_t threads, bool backward)) \
+  R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
+  T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
+  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t threads, bool backward)) \
+  K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
+  T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
+/* the inner loops that the drivers of gemm, cross-entropy, attention and causal products call */
+#define LUNAI_LOOPS(K, R, T) \
+  K(void, fill_panels, (int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column, float *panels)) \
+  K(void, panels, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column, \
+                   float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
+  K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
+                     const lunai_target *t)) \
+  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
+  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
+  R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
                          float *stats)) \
   T(void, tile_slopes, (bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes, \
@@ -1967,24 +1998,13 @@ typedef struct lunai_epilogue {
   K(void, scale_rows, (int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row, float *y, \
                        int64_t y_row)) \
   K(void, step_state, (int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, \
-                       double *mean, int64_t mean_row, double *result)) \
-  R(size_t, attention_scratch, (const lunai_attention *a, int64_t threads, bool backward)) \
-  R(void, attention, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  T(void, attention_backward, (const lunai_attention *a, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, unpack_scratch, (const lunai_unpack *u, int64_t threads, bool backward)) \
-  R(void, unpack, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  T(void, unpack_backward, (const lunai_unpack *u, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, causal_scratch, (const lunai_causal *c, int64_t threads, bool backward)) \
-  R(void, causal, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  T(void, causal_backward, (const lunai_causal *c, const lunai_parallel *parallel, void *scratch)) \
-  K(size_t, causal_luna_scratch, (const lunai_causal_luna *c, int64_t threads, bool backward)) \
-  K(void, causal_luna, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch)) \
-  T(void, causal_luna_backward, (const lunai_causal_luna *c, const lunai_parallel *parallel, void *scratch))
+                       double *mean, int64_t mean_row, double *result))
 
 typedef struct lunai_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
 #define LUNAI_FIELD(result, name, arguments) result (*name) arguments;
   LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
+  LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_kernels;
 
@@ -2024,13 +2044,20 @@ LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
 #endif /* !LUNAI_PASS */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>kernels: compiled once for each instruction set
-   luna.h includes itself with LUNAI_PASS set to one of the LUNAI_ISA_ numbers; LUNAI_K(name) is then lunai_name_<isa>.
+   >>kernels: each chapter has the reference, then the inner loops, then the driver
+   Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to one of the
+   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once
+   and call the loops through the table that they are given.
    ---------------------------------------------------------------------------------------------------------------------- */
 #ifdef LUNAI_PASS
+#undef LUNAI_PASS_LOOPS
+#if LUNAI_PASS != LUNAI_ISA_SCALAR || !defined(LUNAI_SIMD) /* else only the vocabulary */
+#define LUNAI_PASS_LOOPS
 #define LUNAI_FIELD(result, name, arguments) LUNAI_FN result LUNAI_K(name) arguments;
 LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
+LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef LUNAI_FIELD
+#endif
 
 /* ......................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
@@ -2522,7 +2549,7 @@ LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) {
   return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(vf_set(1.0f), tail));
 }
 #endif
-LUNAI_INLINE float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
+LUNAI_FN float LUNAI_K(exp1)(float x) { return vf_first(vf_exp(vf_set(x))); }
 LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 
 /* Activations: relu max(x, 0); gelu x P(X <= x); elu1 x > 0 ? x + 1 : e^x; softplus ln(1 + e^x); softplus2 log2(1 +
@@ -2558,6 +2585,9 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
     default: return one;
   }
 }
+LUNAI_FN float LUNAI_K(activation)(int kind, float x) { return vf_first(LUNAI_K(activation1)(kind, vf_set(x))); }
+LUNAI_FN float LUNAI_K(slope)(int kind, float x) { return vf_first(LUNAI_K(activation1_slope)(kind, vf_set(x))); }
+#endif /* LUNAI_PASS */
 
 /* ......................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
@@ -2566,6 +2596,33 @@ LUNAI_INLINE vf LUNAI_K(activation1_slope)(int kind, vf x) {
    element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
    order. Guarded by tests/gemm.c.
    ...................................................................................................................... */
+#ifndef LUNAI_PASS
+/* The reference: from the definition, sums in double */
+LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
+  double sum = 0;
+  int64_t i;
+  for (i = 0; i < n; i++) sum += (double)a[i * a_step] * (double)b[i * b_step];
+  return sum;
+}
+LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
+  int64_t item, i, j;
+  (void)parallel, (void)scratch;
+  for (item = 0; item < g->batch[0] * g->batch[1]; item++) {
+    const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
+    const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
+    for (i = 0; i < g->m; i++)
+      for (j = 0; j < g->n; j++) {
+        const int64_t at = first + i * g->c_row + j;
+        double sum = (double)g->alpha * lunai_inner(g->k, a + i * g->a_row, g->a_column, b + j * g->b_column, g->b_row);
+        sum += (g->bias ? (double)g->bias[j] : 0) + (g->residual ? (double)g->residual[at] : 0);
+        if (g->pre) g->pre[at] = (float)sum;
+        g->c[at] = lunai_activation_scalar(g->activation, (float)sum) + (g->accumulate ? g->c[at] : 0);
+      }
+  }
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 #undef LUNAI_MR
 #undef LUNAI_NV
 #undef LUNAI_NR
@@ -2888,7 +2945,7 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
     }
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 /* ---- gemm's driver ---- */
 LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int64_t k) {
@@ -3111,7 +3168,269 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
    Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
    not depend on which columns are computed with it. Guarded by tests/elementwise.c
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* ---- the reference ---- */
+#define LUNAI_MAP_REFERENCE(name, arguments, y, value) \
+  LUNAI_FN void lunai_##name##_reference arguments { \
+    int64_t i; \
+    for (i = 0; i < n; i++) (y)[i] = (value); \
+  }
+LUNAI_MAP_REFERENCE(activate, (int kind, int64_t n, const float *x, float *y), y, lunai_activation_scalar(kind, x[i]))
+LUNAI_MAP_REFERENCE(activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx), dx,
+                    dx[i] + dy[i] * lunai_slope_scalar(kind, x[i]))
+LUNAI_MAP_REFERENCE(activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y), y,
+                    dy[i] * lunai_slope_scalar(kind, x[i]))
+LUNAI_MAP_REFERENCE(add, (int64_t n, const float *a, const float *b, float *y), y, a[i] + b[i])
+LUNAI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), y, a[i] * b[i])
+LUNAI_MAP_REFERENCE(mul_add, (int64_t n, const float *a, const float *b, float *y), y, y[i] + a[i] * b[i])
+LUNAI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
+LUNAI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *y), y, y[i] + factor * x[i])
+#undef LUNAI_MAP_REFERENCE
+
+LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
+  double sum = 0;
+  int64_t i;
+  for (i = 0; i < n; i++) sum += (double)x[i];
+  return sum;
+}
+LUNAI_FN double lunai_sum_squares_reference(int64_t n, const float *x) { return lunai_inner(n, x, 1, x, 1); }
+LUNAI_FN float lunai_dot_reference(int64_t n, const float *a, const float *b) { return (float)lunai_inner(n, a, 1, b,
+                                                                                                          1); }
+
+/* y = exp(x - max) / sum; a row of -Inf alone gives 0 */
+LUNAI_FN void lunai_softmax_reference(int64_t rows, int64_t n, const float *x, float *y) {
+  for (; rows > 0; rows--, x += n, y += n) {
+    float max = -(float)INFINITY;
+    double sum = 0;
+    int64_t i;
+    for (i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
+    if (max == -(float)INFINITY) max = 0;
+    for (i = 0; i < n; i++) sum += (double)(y[i] = lunai_exp1_scalar(x[i] - max));
+    for (i = 0; i < n; i++) y[i] = sum == 0 ? 0 : (float)((double)y[i] / sum);
+  }
+}
+/* dx += y (dy - sum of y dy) */
+LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const float *y, const float *dy, float *dx) {
+  for (; rows > 0; rows--, y += n, dy += n, dx += n) {
+    const double mean = lunai_inner(n, y, 1, dy, 1);
+    int64_t i;
+    for (i = 0; i < n; i++) dx[i] += (float)((double)y[i] * ((double)dy[i] - mean));
+  }
+}
+
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
+LUNAI_FN void lunai_layer_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight,
+                                         const float *bias, float epsilon, float *y, float *mean, float *rstd) {
+  int64_t row, i;
+  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+    const double center = lunai_sum_reference(n, x) / (double)n;
+    double variance = 0, r;
+    for (i = 0; i < n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / (double)n;
+    r = 1 / sqrt(variance + (double)epsilon);
+    for (i = 0; i < n; i++) {
+      const double normal = ((double)x[i] - center) * r;
+      y[i] = (float)(normal * (weight ? (double)weight[i] : 1) + (bias ? (double)bias[i] : 0));
+    }
+    if (mean) mean[row] = (float)center;
+    if (rstd) rstd[row] = (float)r;
+  }
+}
+/* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd */
+LUNAI_FN void lunai_layer_norm_backward_reference(int64_t rows, int64_t n, const float *x, const float *weight,
+                                                  const float *mean, const float *rstd, const float *dy, float *dx,
+                                                  bool add) {
+  int64_t row, i;
+  for (row = 0; row < rows; row++, x += n, dy += n, dx += n) {
+    const double center = (double)mean[row], r = (double)rstd[row];
+    double mean_g = 0, mean_gx = 0;
+    for (i = 0; i < n; i++) {
+      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1);
+      mean_g += g / (double)n;
+      mean_gx += g * ((double)x[i] - center) * r / (double)n;
+    }
+    for (i = 0; i < n; i++) {
+      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1), xhat = ((double)x[i] - center) * r;
+      dx[i] = (float)(r * (g - mean_g - xhat * mean_gx)) + (add ? dx[i] : 0);
+    }
+  }
+}
+/* columns [first, last): dweight += sum over rows of dy xhat, dbias += sum over rows of dy */
+LUNAI_FN void lunai_layer_norm_weights_reference(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
+                                                 const float *mean, const float *rstd, const float *dy, float *dweight,
+                                                 float *dbias) {
+  int64_t row, i;
+  for (i = first; i < last; i++) {
+    double scaled = 0, sum = 0;
+    for (row = 0; row < rows; row++) {
+      const double g = (double)dy[row * n + i];
+      scaled += g * ((double)x[row * n + i] - (double)mean[row]) * (double)rstd[row];
+      sum += g;
+    }
+    if (dweight) dweight[i] += (float)scaled;
+    if (dbias) dbias[i] += (float)sum;
+  }
+}
+LUNAI_FN void lunai_sum_rows_reference(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last,
+                                       float factor, const float *x, float *y) {
+  int64_t row, i;
+  for (i = first; i < lunai_min(last, n); i++) {
+    double sum = 0;
+    for (row = 0; row < rows; row++) sum += (double)x[row * row_stride + i];
+    y[i] += (float)((double)factor * sum);
+  }
+}
+
+/* loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / classes */
+LUNAI_FN void lunai_cross_entropy_reference(const lunai_cross_entropy *a) {
+  int64_t row, j;
+  for (row = 0; row < a->rows; row++) {
+    const float *x = a->logits + row * a->logits_row;
+    const int64_t label = a->labels[row] - a->first;
+    lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
+    double log_sum = 0, target;
+    if (a->first == 0) s->exps = s->logits = s->label = 0, s->shift = -(float)INFINITY;
+    for (j = 0; j < a->columns; j++) {
+      if (x[j] > s->shift) {
+        s->exps *= (double)lunai_exp1_scalar(s->shift - x[j]);
+        s->shift = x[j];
+      }
+      s->exps += x[j] == -(float)INFINITY ? 0 : (double)lunai_exp1_scalar(x[j] - s->shift);
+      s->logits += (double)x[j];
+    }
+    if (label >= 0 && label < a->columns) s->label = x[label];
+    if (a->first + a->columns < a->classes) continue;
+    if (a->labels[row] >= 0) log_sum = (double)s->shift + (double)lunai_log1_scalar((float)s->exps);
+    target = (double)(1 - a->smoothing) * (double)s->label;
+    if (a->smoothing > 0) target += (double)a->smoothing * s->logits / (double)a->classes;
+    a->loss[row] = a->labels[row] < 0 ? 0 : (float)(log_sum - target);
+    if (a->lse) a->lse[row] = (float)log_sum;
+  }
+}
+/* grad = factor (softmax(logits) - target) (+ grad) */
+LUNAI_FN void lunai_cross_entropy_backward_reference(const lunai_cross_entropy *a) {
+  int64_t row, j;
+  for (row = 0; row < a->rows; row++)
+    for (j = 0; j < a->columns; j++) {
+      float *grad = a->grad + row * a->grad_row + j, slope = 0;
+      if (a->labels[row] >= 0) {
+        slope = lunai_exp1_scalar(a->logits[row * a->logits_row + j] - a->lse[row]) - a->smoothing / (float)a->classes;
+        if (a->labels[row] == a->first + j) slope -= 1 - a->smoothing;
+      }
+      *grad = a->factor * slope + (a->add ? *grad : 0);
+    }
+}
+
+/* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
+LUNAI_FN float lunai_tap(int64_t row, int64_t n, int64_t width, int64_t channel, const float *x, const float *history) {
+  return row >= 0 ? x[row * n + channel] : history ? history[(row + width - 1) * n + channel] : 0;
+}
+LUNAI_FN void lunai_short_convolution_reference(int64_t rows, int64_t n, int64_t width, const float *x,
+                                                const float *history, const float *weight, const float *bias,
+                                                float *y) {
+  int64_t t, c, i;
+  for (t = 0; t < rows; t++)
+    for (c = 0; c < n; c++) {
+      float sum = bias ? bias[c] : 0;
+      for (i = 0; i < width; i++)
+        sum += weight[c * width + i] * lunai_tap(t - width + 1 + i, n, width, c, x, history);
+      y[t * n + c] = sum;
+    }
+}
+LUNAI_FN void lunai_short_convolution_backward_reference(int64_t rows, int64_t n, int64_t width, const float *weight,
+                                                         const float *dy, float *dx) {
+  int64_t t, c, i;
+  for (t = 0; t < rows; t++)
+    for (c = 0; c < n; c++)
+      for (i = 0; i < width; i++)
+        if (t + width - 1 - i < rows) dx[t * n + c] += weight[c * width + i] * dy[(t + width - 1 - i) * n + c];
+}
+LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n, int64_t width, int64_t first,
+                                                        int64_t last, const float *x, const float *dy, float *dweight,
+                                                        float *dbias) {
+  int64_t t, c, i;
+  for (c = first; c < last; c++) {
+    for (i = 0; dweight && i < width; i++) {
+      double sum = 0;
+      for (t = lunai_min(rows, width - 1 - i); t < rows; t++) sum += (double)dy[t * n +
+                                                                                c] * (double)x[(t - width + 1 + i) * n +
+                                                                                               c];
+      dweight[c * width + i] += (float)sum;
+    }
+    if (dbias) lunai_sum_rows_reference(rows, n, n, c, c + 1, 1, dy, dbias);
+  }
+}
+
+LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
+  uint32_t counter[4], word[4];
+  if (d->threshold == 0) return 1.0f;
+  counter[0] = (uint32_t)(element / 8);
+  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
+  counter[2] = d->op;
+  counter[3] = d->step;
+  lunai_philox(counter, d->seed, word);
+  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
+}
+LUNAI_FN void lunai_dropout_reference(const lunai_dropout *d, int64_t first, int64_t n, const float *x, float *y,
+                                      bool accumulate) {
+  int64_t i;
+  for (i = 0; i < n; i++) {
+    const float mask = lunai_dropout_at(d, first + i), kept = mask > 0 ? x[i] * mask : 0; /* a dropped NaN is 0 */
+    y[i] = accumulate ? y[i] + kept : kept;
+  }
+}
+
+LUNAI_FN void lunai_sgd_reference(const lunai_update *u) {
+  int64_t i;
+  for (i = 0; i < u->count; i++) {
+    float g = u->grad[i] * u->factor + u->decay * u->value[i];
+    if (u->momentum != 0) {
+      const float m = u->moment[0][i] = u->momentum * u->moment[0][i] + g;
+      g = u->nesterov ? u->momentum * m + g : m;
+    }
+    u->value[i] -= u->lr * g;
+    u->grad[i] = 0;
+  }
+}
+/* m = beta1 m + (1 - beta1) g, s = beta2 s + (1 - beta2) g^2, value -= lr mhat / (sqrt(shat) + epsilon) + lr decay
+   value */
+LUNAI_FN void lunai_adam_reference(const lunai_update *u) {
+  const float decay = u->coupled ? 0 : u->lr * u->decay, step = (float)((double)u->lr / (double)u->correction1);
+  const float root = (float)(1 / sqrt((double)u->correction2));
+  int64_t i;
+  for (i = 0; i < u->count; i++) {
+    const float v = u->value[i], g = u->grad[i] * u->factor + (u->coupled ? u->decay : 0) * v;
+    const float m = u->moment[0][i] = u->beta1 * u->moment[0][i] + (1 - u->beta1) * g;
+    const float s = u->moment[1][i] = u->beta2 * u->moment[1][i] + (1 - u->beta2) * (g * g);
+    u->value[i] = v - decay * v - step * m / ((float)sqrt((double)s) * root + u->epsilon);
+    u->grad[i] = 0;
+  }
+}
+/* Apollo (arXiv 2009.13586, algorithm 1) with m, B, d = moment[0], [1], [2]: sums of d^4, (g - m) d and B d^2 */
+LUNAI_FN void lunai_apollo_sums_reference(const lunai_update *u, double sums[3]) {
+  int64_t i;
+  sums[0] = sums[1] = sums[2] = 0;
+  for (i = 0; i < u->count; i++) {
+    const double g = (double)(u->grad[i] * u->factor + u->decay * u->value[i]), d = (double)u->moment[2][i];
+    sums[0] += d * d * d * d;
+    sums[1] += (g - (double)u->moment[0][i]) * d;
+    sums[2] += (double)u->moment[1][i] * d * d;
+  }
+}
+/* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1), value -= lr d */
+LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
+  int64_t i;
+  for (i = 0; i < u->count; i++) {
+    const float g = u->grad[i] * u->factor + u->decay * u->value[i], d = u->moment[2][i];
+    const float m = u->moment[0][i] += u->alpha * (g - u->moment[0][i]);
+    const float b = u->moment[1][i] += u->curvature * (d * d), size = b < 0 ? -b : b;
+    u->moment[2][i] = m / (size > 1 ? size : 1);
+    u->value[i] -= u->lr * u->moment[2][i];
+    u->grad[i] = 0;
+  }
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 #undef LUNAI_GET
 #undef LUNAI_PUT
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
@@ -3617,7 +3936,7 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 #undef LUNAI_GET
 #undef LUNAI_PUT
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 /* ---- cross-entropy, driver ---- */
 LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
@@ -3638,7 +3957,7 @@ LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_
   if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
   if (label >= 0 && label < a->columns) s->label = logits[label];
   if (last) {
-    const double log_sum = s->exps > 0 ? (double)kernels->log1((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
+    const double log_sum = s->exps > 0 ? (double)lunai_log1_scalar((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
                  s->exps;
     const double off = (double)shift - (double)s->label;
     double result = log_sum + off;
@@ -3666,7 +3985,92 @@ LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_
    blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
    Guarded by tests/attention.c
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* The reference. Offsets of row i of batch row b and head h, and how many keys it sees */
+typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
+LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
+  const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
+  const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
+  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
+  if (i >= rows) return false;
+  r->q = (a->query_offsets ? first * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
+  r->out = (a->query_offsets ? first * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
+  r->k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
+  r->v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
+  r->keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
+  if (a->lengths) r->keys = lunai_min(r->keys, lunai_max(a->lengths[b], 0));
+  if (a->causal) r->keys = lunai_min(r->keys, i + 1);
+  r->stat = (first + i) * a->heads + h;
+  r->element = ((b * a->heads + h) * a->queries + i) * a->keys;
+  return true;
+}
+LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_attention_row *r, int64_t j) {
+  return (double)a->scale * lunai_inner(a->head_dim, a->q + r->q, 1, a->k + r->k + j * a->k_row, 1);
+}
+
+/* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
+LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  double max = -(double)INFINITY, total = 0, kept = 0;
+  int64_t j, e, first;
+  for (j = 0; j < r->keys; j++) {
+    const double score = lunai_attention_score(a, r, j);
+    if (!(score <= max)) max = score;
+  }
+  for (first = 0; first == 0 || first < a->value_dim; first += 64) {
+    const int64_t n = lunai_min(64, a->value_dim - first);
+    double sum[64] = {0};
+    total = kept = 0;
+    for (j = 0; j < r->keys; j++) {
+      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
+      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      total += p;
+      kept += masked;
+      for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
+    }
+    for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
+  }
+  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
+}
+LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
+  lunai_attention_row r;
+  int64_t b, h, i;
+  for (b = 0; b < a->batch; b++)
+    for (h = 0; h < a->heads; h++)
+      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) lunai_attention_row_reference(a, &r);
+}
+
+/* y += factor x */
+LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
+  int64_t i;
+  for (i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
+}
+/* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
+LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  lunai_attention_row r;
+  int64_t b, h, i, j;
+  for (b = 0; b < a->batch; b++)
+    for (h = 0; h < a->heads; h++)
+      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
+        const float *g = a->grad_out + r.out;
+        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
+                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
+        for (j = 0; j < r.keys; j++) {
+          const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
+          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
+          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
+          const double ds = (double)a->scale * p * (dp - mean);
+          if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
+          if (a->grad_k) lunai_add_scaled(a->head_dim, ds, a->q + r.q, a->grad_k + k);
+          if (a->grad_v) lunai_add_scaled(a->value_dim, p * mask, g, a->grad_v + v);
+        }
+      }
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 /* sums n floats to a vector, halving */
 LUNAI_INLINE vf LUNAI_K(fold)(float *x, int64_t n) {
   int64_t i, half;
@@ -3792,7 +4196,7 @@ LUNAI_FN void LUNAI_K(tile_slopes)(bool across, int64_t lines, int64_t length, i
     }
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 #define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
@@ -4393,6 +4797,90 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   }
 }
 
+/* The reference: one query at a time, its keys in parts. */
+#define LUNAI_KEY_PART 64
+typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
+                                   } lunai_sparse_walk;
+/* the next key that a query of a block sees, or null; the walk starts as zeros */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+  for (;;) {
+    for (; w->i < w->n; w->i++)
+      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+    w->i = 0;
+    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    if (w->n == 0) return NULL;
+  }
+}
+LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
+                                  const lunai_key *key) {
+  const lunai_attention *a = s->a;
+  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+}
+LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
+  const lunai_attention *a = s->a;
+  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(out, 0, (size_t)a->value_dim * sizeof(float));
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float score = lunai_sparse_score(s, query, key);
+    if (!(score <= max)) max = score;
+  }
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
+    total += p;
+    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
+                       a->v + s->v + key->row * a->v_row, out);
+  }
+  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
+}
+LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
+                                        int64_t query) {
+  const lunai_attention *a = s->a;
+  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const float *g = a->grad_out + out;
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const lunai_key *key;
+  lunai_sparse_walk w;
+  memset(&w, 0, sizeof w);
+  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
+    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
+    if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
+    if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
+    if (a->grad_v) lunai_scale_add_reference(a->value_dim, p * mask, g, a->grad_v + v);
+  }
+}
+LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
+  int64_t pair, block;
+  for (pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_sparse s = lunai_sparse_at(a, pair);
+    if (!backward) lunai_sparse_clear(a, pair);
+    for (block = 0; block < s.blocks; block++) {
+      int64_t at = lunai_sparse_first(&s, block);
+      int32_t query;
+      while (lunai_sparse_queries(&s, block, &at, 1, &query))
+        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(&s, block, query);
+    }
+  }
+}
+LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
+  (void)parallel, (void)scratch;
+  if (lunai_is_sparse(a, false)) lunai_sparse_rows(a, false);
+  else lunai_dense_reference(a);
+}
+LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
+                                                 void *scratch) {
+  (void)parallel, (void)scratch;
+  if (lunai_is_sparse(a, true)) lunai_sparse_rows(a, true);
+  else lunai_dense_backward_reference(a);
+}
+
 /* up to LUNAI_RUN queries of a block */
 typedef struct lunai_sparse_run {
   int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
@@ -4850,7 +5338,87 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* The reference. A row's probabilities p [heads, slots] before dropout, from its log-sum-exps once these are known [eq.
+   4] */
+LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
+  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
+}
+LUNAI_FN void lunai_unpack_row(const lunai_unpack *u, int64_t b, int64_t i, bool backward, float *p) {
+  const int64_t slots = lunai_unpack_slots(u, b), row = b * u->rows + i;
+  int64_t h, l;
+  for (h = 0; h < u->heads; h++) {
+    const int64_t at = (b * u->heads + h) * u->slots;
+    float max = -(float)INFINITY, lse;
+    double sum = 0;
+    for (l = 0; l < slots; l++) {
+      float *s = p + h * u->slots + l;
+      *s = (float)(lunai_inner(u->dim, u->x + row * u->dim, 1, u->k + (at + l) * u->dim, 1) + (double)u->bias[at + l]);
+      if (!(*s <= max)) max = *s;
+    }
+    for (l = 0; l < slots; l++) sum += (double)lunai_exp1_scalar(p[h * u->slots + l] - max);
+    lse = backward ? u->lse[row * u->heads + h] : slots > 0 ? max + lunai_log1_scalar((float)sum) : 0;
+    for (l = 0; l < slots; l++) p[h * u->slots + l] = lunai_exp1_scalar(p[h * u->slots + l] - lse);
+    if (!backward && u->lse) u->lse[row * u->heads + h] = lse;
+  }
+}
+LUNAI_FN float lunai_unpack_mask_at(const lunai_unpack *u, int64_t b, int64_t h, int64_t i, int64_t l) {
+  return lunai_dropout_at(&u->dropout, ((b * u->heads + h) * u->rows + i) * u->slots + l);
+}
+LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+  float *p = (float *)scratch;
+  int64_t b, i, h, l, e;
+  (void)parallel;
+  for (b = 0; b < u->batch; b++)
+    for (i = 0; i < u->rows; i++) {
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      lunai_unpack_row(u, b, i, false, p);
+      for (h = 0; h < u->heads; h++)
+        for (l = 0; l < slots; l++) p[h * u->slots + l] *= lunai_unpack_mask_at(u, b, h, i, l);
+      for (e = 0; e < u->dim; e++) {
+        double sum = u->out_bias ? (double)u->out_bias[e] : 0;
+        for (h = 0; h < u->heads; h++)
+          sum += lunai_inner(slots, p + h * u->slots, 1, u->v + (b * u->heads + h) * u->slots * u->dim + e, u->dim);
+        u->out[row + e] = (u->residual ? u->residual[row + e] : 0) + (float)sum * lunai_dropout_at(&u->last, row + e);
+      }
+    }
+}
+/* dP = m (g . v), dS = P (dP - sum of P dP), g = dOut through its dropout */
+LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
+  float *p = (float *)scratch, *g = p + u->heads * u->slots;
+  int64_t b, i, h, l, e;
+  (void)parallel;
+  for (b = 0; b < u->batch; b++)
+    for (i = 0; i < u->rows; i++) {
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      lunai_unpack_row(u, b, i, true, p);
+      for (e = 0; e < u->dim; e++) g[e] = u->grad_out[row + e] * lunai_dropout_at(&u->last, row + e);
+      if (u->grad_out_bias) lunai_add_scaled(u->dim, 1, g, u->grad_out_bias);
+      for (h = 0; h < u->heads; h++) {
+        const int64_t at = (b * u->heads + h) * u->slots;
+        double mean = 0;
+        for (l = 0; l < slots; l++)
+          mean += (double)p[h * u->slots + l] * (double)lunai_unpack_mask_at(u, b, h, i, l) *
+                  lunai_inner(u->dim, g, 1, u->v + (at + l) * u->dim, 1);
+        for (l = 0; l < slots; l++) {
+          const int64_t slot = (at + l) * u->dim;
+          const double prob = (double)p[h * u->slots + l], mask = (double)lunai_unpack_mask_at(u, b, h, i, l);
+          const double ds = prob * (mask * lunai_inner(u->dim, g, 1, u->v + slot, 1) - mean);
+          if (u->grad_bias) u->grad_bias[at + l] += (float)ds;
+          if (u->grad_k) lunai_add_scaled(u->dim, ds, u->x + row, u->grad_k + slot);
+          if (u->grad_v) lunai_add_scaled(u->dim, prob * mask, g, u->grad_v + slot);
+          if (u->grad_x) lunai_add_scaled(u->dim, ds, u->k + slot, u->grad_x + row); /* may be grad_out: g is a copy */
+        }
+      }
+    }
+}
+LUNAI_FN size_t lunai_unpack_scratch_reference(const lunai_unpack *u, int64_t threads, bool backward) {
+  (void)threads, (void)backward;
+  return (size_t)lunai_floats(u->heads * u->slots + u->dim);
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 /* a group's scores s (+ bias) become its softmax; returns the log-sum-exp */
 LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   const vf lowest = vf_set(-INFINITY);
@@ -4911,7 +5479,7 @@ LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t rows, int64_t groups, int64_t n, co
     }
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 typedef struct lunai_unpack_work {
   const lunai_kernels *kernels;
   const lunai_unpack *u;
@@ -4927,10 +5495,6 @@ typedef struct lunai_unpack_space {
   float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
   float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
 } lunai_unpack_space;
-
-LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
-  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
-}
 
 LUNAI_FN char *lunai_unpack_layout(const lunai_kernels *kernels, const lunai_unpack *u, bool backward, char *scratch,
                                    lunai_unpack_space *m) {
@@ -5138,7 +5702,140 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
    float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* ---- the reference ---- */
+
+/* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in double */
+LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
+  int64_t item, t, j, e, first;
+  (void)parallel, (void)scratch;
+  for (item = 0; item < c->batch * c->heads; item++) {
+    const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head;
+    const int64_t z = item / c->heads * c->z_batch + item % c->heads * c->z_head;
+    for (t = 0; t < c->rows; t++)
+      for (first = 0; first < c->value_dim; first += 64) {
+        const int64_t n = lunai_min(64, c->value_dim - first);
+        double sum[64] = {0};
+        for (j = 0; j <= t; j++) {
+          const double score = lunai_inner(c->dim, c->x + xy + t * c->xy_row, 1, c->y + xy + j * c->xy_row, 1);
+          for (e = 0; e < n; e++) sum[e] += score * (double)c->z[z + j * c->z_row + first + e];
+        }
+        for (e = 0; e < n; e++) c->out[z + t * c->z_row + first + e] = (float)(sum[e] / (double)(t + 1));
+      }
+  }
+}
+LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
+  int64_t item, t, j;
+  (void)parallel, (void)scratch;
+  for (item = 0; item < c->batch * c->heads; item++)
+    for (t = 0; t < c->rows; t++)
+      for (j = 0; j <= t; j++) {
+        const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head, x = xy + t * c->xy_row,
+                      y = xy + j * c->xy_row;
+        const int64_t head = item / c->heads * c->z_batch + item % c->heads * c->z_head, z = head + j * c->z_row;
+        const float *g = c->grad_out + head + t * c->z_row;
+        const double score = lunai_inner(c->dim, c->x + x, 1, c->y + y, 1) / (double)(t + 1);
+        const double slope = lunai_inner(c->value_dim, g, 1, c->z + z, 1) / (double)(t + 1);
+        if (c->grad_x) lunai_add_scaled(c->dim, slope, c->y + y, c->grad_x + x);
+        if (c->grad_y) lunai_add_scaled(c->dim, slope, c->x + x, c->grad_y + y);
+        if (c->grad_z) lunai_add_scaled(c->value_dim, score, g, c->grad_z + z);
+      }
+}
+
+LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
+  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
+}
+/* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
+LUNAI_FN void lunai_mean_step(int64_t t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
+                              double *mean, int64_t mean_row, double factor, float *result) {
+  int64_t i, j;
+  for (j = 0; j < n; j++) {
+    double sum = 0;
+    for (i = 0; i < dim; i++) {
+      double *m = mean + i * mean_row + j;
+      *m += ((double)y[i] * (double)z[j] - *m) / (double)t;
+      sum += (double)x[i] * *m;
+    }
+    result[j] = (float)(factor * sum);
+  }
+}
+/* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
+   3.3] */
+LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
+  const int64_t d = a->head_dim, state = d * a->slots;
+  double *means = (double *)scratch;
+  float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
+  int64_t item, t, l;
+  (void)parallel;
+  for (item = 0; item < a->batch * a->heads; item++) {
+    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    double *ka = a->mean_ka ? a->mean_ka + item * state : means, *av = a->mean_ka ? a->mean_av + item * state : means +
+        state;
+    for (l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
+    for (t = 0; t < a->rows; t++) {
+      const int64_t row = (item / a->heads * a->rows + t) * a->heads + item % a->heads, wide = row * d,
+                    narrow = row * a->slots;
+      lunai_activate_reference(a->activation, real, a->s + narrow, omega);
+      lunai_mean_step(a->position + t + 1, d, real, a->k + wide, omega, a->q + wide, ka, a->slots, (double)a->scale, w);
+      lunai_softmax_reference(1, real, w, w);
+      lunai_mean_step(a->position + t + 1, real, d, omega, a->v + wide, w, av, d, 1, a->out + wide);
+      for (l = 0; a->w && l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
+    }
+  }
+}
+/* With g_t = dOut_t / t and h_t = scale / t dU_t, sums over j <= t:
+   dW_t = sum (g_t . v_j) A_j, dU = softmax's backward; dv_j += (w_t . A_j) g_t, dq_t += (h_t . A_j) k_j,
+       dk_j += (h_t . A_j) q_t,
+   dA_j += (g_t . v_j) w_t + (q_t . k_j) h_t */
+LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t first, int64_t t, int64_t real,
+                                             const float *omega, float *domega, float *dw, float *h) {
+  const int64_t d = a->head_dim, row = first + t * a->heads;
+  const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
+  const double share = 1 / (double)(t + 1);
+  int64_t j, l;
+  for (l = 0; l < real; l++) dw[l] = h[l] = 0;
+  for (j = 0; j <= t; j++)
+    lunai_add_scaled(real, share * lunai_inner(d, g, 1, a->v + (first + j * a->heads) * d, 1), omega + j * a->slots,
+                     dw);
+  lunai_softmax_backward_reference(1, real, w, dw, h);
+  for (l = 0; l < real; l++) h[l] = (float)((double)a->scale * share * (double)h[l]);
+  for (j = 0; j <= t; j++) {
+    const int64_t at = (first + j * a->heads) * d;
+    const double ha = lunai_inner(real, h, 1, omega + j * a->slots, 1),
+                 wa = lunai_inner(real, w, 1, omega + j * a->slots, 1);
+    if (a->grad_q) lunai_add_scaled(d, ha, a->k + at, a->grad_q + row * d);
+    if (a->grad_k) lunai_add_scaled(d, ha, q, a->grad_k + at);
+    if (a->grad_v) lunai_add_scaled(d, share * wa, g, a->grad_v + at);
+    lunai_add_scaled(real, share * lunai_inner(d, g, 1, a->v + at, 1), w, domega + j * a->slots);
+    lunai_add_scaled(real, lunai_inner(d, q, 1, a->k + at, 1), h, domega + j * a->slots);
+  }
+}
+LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, const lunai_parallel *parallel,
+                                                   void *scratch) {
+  float *omega = (float *)scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots,
+      *h = dw + a->slots;
+  int64_t item, t;
+  (void)parallel;
+  for (item = 0; item < a->batch * a->heads; item++) {
+    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    const int64_t first = item / a->heads * a->rows * a->heads + item % a->heads, step = a->heads * a->slots;
+    const float *s = a->s + first * a->slots;
+    memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
+    for (t = 0; t < a->rows; t++) lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
+    for (t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega, domega, dw, h);
+    for (t = 0; a->grad_s && t < a->rows; t++)
+      lunai_activate_backward_reference(a->activation, real, s + t * step, domega + t * a->slots,
+                                        a->grad_s + first * a->slots + t * step);
+  }
+}
+LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, int64_t threads, bool backward) {
+  (void)threads;
+  if (backward) return (size_t)lunai_floats(2 * (a->rows + 1) * a->slots);
+  return lunai_round((size_t)(2 * a->head_dim * a->slots) * sizeof(double)) + (size_t)lunai_floats(2 * a->slots);
+}
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 
 /* The state before the chunk replaces the chunk's sum, which is added to the state. Strips of constant length and
    one operation a loop let compilers vectorise this at -O2. */
@@ -5212,7 +5909,7 @@ LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const fl
   for (; j < n; j++) LUNAI_K(step_block)(1, dim, share, y, z + j, x, mean + j, mean_row, result + j);
 }
 
-#else /* !LUNAI_PASS */
+#elif !defined(LUNAI_PASS)
 
 /* one chunk of one (batch, head), and its buffers */
 typedef struct lunai_causal_chunk {
@@ -5241,10 +5938,6 @@ typedef struct lunai_sweep {
   int64_t thread_bytes, state_bytes, record_bytes;
   char *threads_at, *state_at, *record_at;
 } lunai_sweep;
-
-LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
-  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
-}
 
 /* threads, when the work is worth waking them */
 LUNAI_INLINE const lunai_parallel *lunai_worth(const lunai_parallel *parallel, int64_t products) {
@@ -5829,13 +6522,40 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
 /* ----------------------------------------------------------------------------------------------------------------------
    >>table: the kernels of an instruction set, its loops and the drivers that run on them
    ---------------------------------------------------------------------------------------------------------------------- */
-#ifdef LUNAI_PASS
+#ifndef LUNAI_PASS
+/* the reference's: no panels, and scratch only where a row's probabilities or a running mean need it */
+LUNAI_FN size_t lunai_gemm_scratch_reference(const lunai_gemm *g, int64_t threads) { return (void)g, (void)threads, 0; }
+LUNAI_FN size_t lunai_panels_bytes_reference(int64_t n, int64_t k) { return (void)n, (void)k, 0; }
+LUNAI_FN void lunai_make_panels_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *panels) {
+  (void)g, (void)parallel, (void)panels;
+}
+LUNAI_FN size_t lunai_attention_scratch_reference(const lunai_attention *a, int64_t threads, bool backward) {
+  return (void)a, (void)threads, (void)backward, 0;
+}
+LUNAI_FN size_t lunai_causal_scratch_reference(const lunai_causal *c, int64_t threads, bool backward) {
+  return (void)c, (void)threads, (void)backward, 0;
+}
+static LUNAI_UNUSED const lunai_kernels lunai_kernels_reference = {
+  1, 1,
+#define LUNAI_FIELD(result, name, arguments) lunai_##name##_reference,
+#define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(lunai_##name##_reference),
+#define LUNAI_NONE(result, name, arguments) NULL,
+  LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD_TRAIN)
+  LUNAI_LOOPS(LUNAI_NONE, LUNAI_NONE, LUNAI_NONE)
+#undef LUNAI_FIELD
+#undef LUNAI_FIELD_TRAIN
+#undef LUNAI_NONE
+};
+#endif
+
+#ifdef LUNAI_PASS_LOOPS
 static const lunai_kernels LUNAI_K(kernels) = {
   LUNAI_MR, LUNAI_NR,
 #define LUNAI_FIELD(result, name, arguments) LUNAI_K(name),
 #define LUNAI_FIELD_REST(result, name, arguments) LUNAI_REST(LUNAI_K(name)),
 #define LUNAI_FIELD_TRAIN(result, name, arguments) LUNAI_TRAIN(LUNAI_K(name)),
   LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD_REST, LUNAI_FIELD_TRAIN)
+  LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD_REST, LUNAI_FIELD_TRAIN)
 #undef LUNAI_FIELD
 #undef LUNAI_FIELD_REST
 #undef LUNAI_FIELD_TRAIN
@@ -5871,7 +6591,9 @@ LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
 LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
-#else /* !LUNAI_PASS */
+#endif /* LUNAI_PASS_LOOPS */
+
+#ifndef LUNAI_PASS
 #define LUNAI_IMPLEMENTED
 
 /* ----------------------------------------------------------------------------------------------------------------------
@@ -5895,15 +6617,26 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
   (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
+#define LUNAI_SIMD
 #include <immintrin.h>
+/* what the compiler promises: passes below it are left out */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define LUNAI_BASELINE LUNAI_ISA_AVX512
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LUNAI_BASELINE LUNAI_ISA_AVX2
+#else
+#define LUNAI_BASELINE LUNAI_ISA_SSE2
+#endif
 #ifdef LUNAI_MSVC
 #include <intrin.h>
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define LUNAI_NEON
+#define LUNAI_SIMD
 #include <arm_neon.h>
 #elif defined(__wasm_simd128__)
 #define LUNAI_WASM
+#define LUNAI_SIMD
 #include <wasm_simd128.h>
 #endif
 #endif
@@ -5915,12 +6648,15 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #undef LUNAI_SUFFIX
 
 #ifdef LUNAI_X86
+#if LUNAI_BASELINE == LUNAI_ISA_SSE2
 #define LUNAI_PASS LUNAI_ISA_SSE2
 #define LUNAI_SUFFIX _sse2
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
 #undef LUNAI_SUFFIX
+#endif
 
+#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
 #if defined(LUNAI_MSVC)
 #elif defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
@@ -5936,9 +6672,15 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #if defined(LUNAI_MSVC)
 #elif defined(__clang__)
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
 #pragma GCC pop_options
+#endif
+#endif
+
+#if defined(LUNAI_MSVC)
+#elif defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #endif
@@ -5992,14 +6734,14 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 LUNAI_FN int lunai_isa_detect(void) {
   uint32_t r[4], low;
   lunai_cpuid(0, 0, r);
-  if (r[0] < 7) return LUNA_ISA_SSE2;
+  if (r[0] < 7) return LUNAI_BASELINE;
   lunai_cpuid(1, 0, r);
-  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNA_ISA_SSE2; /* OSXSAVE, FMA */
+  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_BASELINE; /* OSXSAVE, FMA */
   low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
-  if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNA_ISA_SSE2;
+  if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
   if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
-    return LUNA_ISA_AVX2;
+    return LUNAI_BASELINE > LUNAI_ISA_AVX2 ? LUNAI_BASELINE : LUNA_ISA_AVX2;
   return LUNA_ISA_AVX512;
 }
 #else
@@ -6038,11 +6780,20 @@ LUNA_API luna_isa luna_isa_best(void) {
 LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
   const luna_isa best = luna_isa_best();
   if (isa == LUNA_ISA_BEST) isa = best;
+#ifndef LUNA_ONLY_STREAM
+  if (isa == LUNA_ISA_REFERENCE) return &lunai_kernels_reference;
+#endif
+#ifndef LUNAI_SIMD
   if (isa == LUNA_ISA_SCALAR) return &lunai_kernels_scalar;
+#endif
 #ifdef LUNAI_X86
   if (isa > best) return NULL;
+#if LUNAI_BASELINE == LUNAI_ISA_SSE2
   if (isa == LUNA_ISA_SSE2) return &lunai_kernels_sse2;
+#endif
+#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
   if (isa == LUNA_ISA_AVX2) return &lunai_kernels_avx2;
+#endif
   if (isa == LUNA_ISA_AVX512) return &lunai_kernels_avx512;
 #elif defined(LUNAI_NEON)
   if (isa == LUNA_ISA_NEON) return &lunai_kernels_neon;
@@ -6063,6 +6814,7 @@ LUNA_API const char *luna_isa_name(luna_isa isa) {
     case LUNA_ISA_AVX512: return "AVX-512";
     case LUNA_ISA_NEON: return "NEON";
     case LUNA_ISA_WASM: return "WASM SIMD128";
+    case LUNA_ISA_REFERENCE: return "reference";
   }
   return "unknown";
 }
@@ -6143,7 +6895,7 @@ static const uint8_t lunai_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LUNAI_ER
 #undef LUNAI_ERROR
 /* ----------------------------------------------------------------------------------------------------------------------
    >>functions: the context-free calls
-   Each has a reference of a few loops, which also runs without scratch, and the kernel. Guarded by tests/ops.c.
+   Without scratch they run the reference. Guarded by tests/ops.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { if (counter && out) lunai_philox(counter, key, out); }
 
@@ -6173,17 +6925,6 @@ LUNAI_FN int64_t lunai_extent_shared(int64_t extent, int64_t count, int64_t give
   if (given != LUNA_SHARED) return lunai_extent(extent, count, given, dense, stride);
   *stride = 0;
   return lunai_checked(count, 1) < 0 ? -1 : extent;
-}
-
-LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
-  uint32_t counter[4], word[4];
-  if (d->threshold == 0) return 1.0f;
-  counter[0] = (uint32_t)(element / 8);
-  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
-  counter[2] = d->op;
-  counter[3] = d->step;
-  lunai_philox(counter, d->seed, word);
-  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
 }
 
 /* --- gemm --- */
@@ -6217,23 +6958,6 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   return LUNA_OK;
 }
 
-LUNAI_FN void lunai_gemm_without_scratch(const lunai_kernels *kernels, const lunai_gemm *g) {
-  int64_t s, i, j, p;
-  for (s = 0; s < g->batch[1]; s++) {
-    const float *a = g->a + s * g->a_batch[1], *b = g->b + s * g->b_batch[1];
-    for (i = 0; i < g->m; i++) {
-      float *c = g->c + s * g->c_batch[1] + i * g->c_row;
-      for (j = 0; j < g->n; j++) {
-        float sum = 0, y;
-        for (p = 0; p < g->k; p++) sum += a[i * g->a_row + p * g->a_column] * b[p * g->b_row + j * g->b_column];
-        sum = g->alpha * sum + (g->bias ? g->bias[j] : 0);
-        kernels->activate(g->activation, 1, &sum, &y);
-        c[j] = g->accumulate ? c[j] + y : y;
-      }
-    }
-  }
-}
-
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   lunai_gemm g;
@@ -6253,8 +6977,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.threads));
-  if (scratch) kernels->gemm(&g, &parallel, scratch);
-  else lunai_gemm_without_scratch(kernels, &g);
+  (scratch ? kernels : &lunai_kernels_reference)->gemm(&g, &parallel, scratch);
   return LUNA_OK;
 }
 
@@ -6320,154 +7043,6 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   return LUNA_OK;
 }
 
-/* offset of row i of batch row b and head h, and how many keys it sees */
-typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
-LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
-  const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
-  const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
-  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
-  if (i >= rows) return false;
-  r->q = (a->query_offsets ? first * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
-  r->out = (a->query_offsets ? first * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
-  r->k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
-  r->v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
-  r->keys = a->lengths ? a->lengths[b] : a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
-  if (a->causal) r->keys = lunai_min(r->keys, i + 1);
-  r->stat = (first + i) * a->heads + h;
-  r->element = ((b * a->heads + h) * a->queries + i) * a->keys;
-  return true;
-}
-
-LUNAI_FN float lunai_score(const lunai_kernels *kernels, const lunai_attention *a, const lunai_attention_row *r, int64_t j) {
-  return a->scale * kernels->dot(a->head_dim, a->q + r->q, a->k + r->k + j * a->k_row);
-}
-
-LUNAI_FN float lunai_exp_one(const lunai_kernels *kernels, float x) { /* elu(x) + 1 is exp(x) for x <= 0 */
-  float y;
-  kernels->activate(LUNA_ACTIVATION_ELU1, 1, &x, &y);
-  return y;
-}
-
-LUNAI_FN void lunai_attention_without_scratch(const lunai_kernels *kernels, const lunai_attention *a) {
-  lunai_attention_row r;
-  int64_t b, h, i, j, e;
-  for (b = 0; b < a->batch; b++)
-    for (h = 0; h < a->heads; h++)
-      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
-        float *out = a->out + r.out, max = -INFINITY, total = 0, kept = 0, natural = 0;
-        for (e = 0; e < a->value_dim; e++) out[e] = 0;
-        for (j = 0; j < r.keys; j++) {
-          const float s = lunai_score(kernels, a, &r, j);
-          if (!(s <= max)) max = s;
-        }
-        for (j = 0; j < r.keys; j++) {
-          const float p = lunai_exp_one(kernels, lunai_score(kernels, a, &r, j) - max), w = p * lunai_dropout_at(&a->dropout, r.element + j);
-          total += p;
-          kept += w;
-          kernels->scale_add(a->value_dim, w, a->v + r.v + j * a->v_row, out);
-        }
-        if (r.keys > 0) {
-          kernels->scale(a->value_dim, 1 / total, out, out);
-          kept = a->dropout.threshold ? kept / total : 1;
-          natural = max + (float)log((double)total);
-        }
-        if (a->lse) a->lse[r.stat] = natural;
-        if (a->sums) a->sums[r.stat] = kept;
-      }
-}
-
-LUNAI_FN void lunai_attention_backward_without_scratch(const lunai_kernels *kernels, const lunai_attention *a) {
-  lunai_attention_row r;
-  int64_t b, h, i, j;
-  for (b = 0; b < a->batch; b++)
-    for (h = 0; h < a->heads; h++)
-      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
-        const float *g = a->grad_out + r.out, extra = a->grad_sums ? a->grad_sums[r.stat] : 0;
-        const float mean = kernels->dot(a->value_dim, g, a->out + r.out) + (a->grad_sums ? extra * a->sums[r.stat] : 0);
-        for (j = 0; j < r.keys; j++) {
-          const float p = lunai_exp_one(kernels, lunai_score(kernels, a, &r, j) - a->lse[r.stat]);
-          const float mask = lunai_dropout_at(&a->dropout, r.element + j);
-          const float ds = a->scale * p * (mask * (kernels->dot(a->value_dim, g, a->v + r.v + j * a->v_row) + extra) - mean);
-          if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + r.k + j * a->k_row, a->grad_q + r.q);
-          if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + r.q, a->grad_k + r.k + j * a->k_row);
-          if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + r.v + j * a->v_row);
-        }
-      }
-}
-
-/* Without scratch, and the reference: one query at a time, its keys in parts. */
-#define LUNAI_KEY_PART 64
-typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
-                                   } lunai_sparse_walk;
-/* the next key that a query of a block sees, or null; the walk starts as zeros */
-LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
-  for (;;) {
-    for (; w->i < w->n; w->i++)
-      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
-    w->i = 0;
-    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
-    if (w->n == 0) return NULL;
-  }
-}
-LUNAI_FN float lunai_sparse_score(const lunai_kernels *kernels, const lunai_sparse *s, int64_t query,
-                                  const lunai_key *key) {
-  const lunai_attention *a = s->a;
-  return a->scale * kernels->dot(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
-}
-LUNAI_FN void lunai_sparse_row(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block, int64_t query) {
-  const lunai_attention *a = s->a;
-  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
-  const lunai_key *key;
-  lunai_sparse_walk w;
-  memset(out, 0, (size_t)a->value_dim * sizeof(float));
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
-    const float score = lunai_sparse_score(kernels, s, query, key);
-    if (!(score <= max)) max = score;
-  }
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
-    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - max);
-    total += p;
-    kernels->scale_add(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
-  }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + (float)log((double)total); /* -Inf without a key */
-  if (total != 0) kernels->scale(a->value_dim, 1 / total, out, out);
-}
-LUNAI_FN void lunai_sparse_row_backward(const lunai_kernels *kernels, const lunai_sparse *s, int64_t block,
-                                        int64_t query) {
-  const lunai_attention *a = s->a;
-  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
-  const float *g = a->grad_out + out;
-  const float mean = kernels->dot(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
-  const lunai_key *key;
-  lunai_sparse_walk w;
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
-    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp_one(kernels, lunai_sparse_score(kernels, s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
-    const float ds = a->scale * p * (mask * kernels->dot(a->value_dim, g, a->v + v) - mean);
-    if (a->grad_q) kernels->scale_add(a->head_dim, ds, a->k + k, a->grad_q + q);
-    if (a->grad_k) kernels->scale_add(a->head_dim, ds, a->q + q, a->grad_k + k);
-    if (a->grad_v) kernels->scale_add(a->value_dim, p * mask, g, a->grad_v + v);
-  }
-}
-LUNAI_FN void lunai_sparse_rows(const lunai_kernels *kernels, const lunai_attention *a, bool backward) {
-  int64_t pair, block;
-  for (pair = 0; pair < a->batch * a->heads; pair++) {
-    const lunai_sparse s = lunai_sparse_at(a, pair);
-    if (!backward) lunai_sparse_clear(a, pair);
-    for (block = 0; block < s.blocks; block++) {
-      int64_t at = lunai_sparse_first(&s, block);
-      int32_t query;
-      while (lunai_sparse_queries(&s, block, &at, 1, &query))
-        (backward ? lunai_sparse_row_backward : lunai_sparse_row)(kernels, &s, block, query);
-    }
-  }
-}
-
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   int64_t threads;
@@ -6496,9 +7071,8 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
-  if (scratch) (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
-  else if (lunai_is_sparse(&a, backward)) lunai_sparse_rows(kernels, &a, backward);
-  else (backward ? lunai_attention_backward_without_scratch : lunai_attention_without_scratch)(kernels, &a);
+  if (!scratch) kernels = &lunai_kernels_reference;
+  (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) { return lunai_attention_call(args, false); }
@@ -6525,28 +7099,6 @@ LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal 
   return LUNA_OK;
 }
 
-/* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j, and its three derivatives */
-LUNAI_FN void lunai_causal_without_scratch(const lunai_kernels *kernels, const lunai_causal *c, bool backward) {
-  int64_t b, h, t, j;
-  for (b = 0; b < c->batch; b++)
-    for (h = 0; h < c->heads; h++)
-      for (t = 0; t < c->rows; t++) {
-        const int64_t xy = b * c->xy_batch + h * c->xy_head, z = b * c->z_batch + h * c->z_head, row = z + t * c->z_row;
-        if (!backward) memset(c->out + row, 0, (size_t)c->value_dim * sizeof(float));
-        for (j = 0; j <= t; j++) {
-          const int64_t y = xy + j * c->xy_row, x = xy + t * c->xy_row, zj = z + j * c->z_row;
-          const float score = kernels->dot(c->dim, c->x + x, c->y + y) / (float)(t + 1);
-          if (!backward) kernels->scale_add(c->value_dim, score, c->z + zj, c->out + row);
-          else {
-            const float slope = kernels->dot(c->value_dim, c->grad_out + row, c->z + zj) / (float)(t + 1);
-            if (c->grad_x) kernels->scale_add(c->dim, slope, c->y + y, c->grad_x + x);
-            if (c->grad_y) kernels->scale_add(c->dim, slope, c->x + x, c->grad_y + y);
-            if (c->grad_z) kernels->scale_add(c->value_dim, score, c->grad_out + row, c->grad_z + zj);
-          }
-        }
-      }
-}
-
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
   int64_t threads;
@@ -6570,8 +7122,8 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   parallel = lunai_parallel_of(&args->run);
   scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.threads, backward));
-  if (scratch) (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
-  else lunai_causal_without_scratch(kernels, &c, backward);
+  if (!scratch) kernels = &lunai_kernels_reference;
+  (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
@@ -9308,7 +9860,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->lse = op->out[1]->data;
   a->sums = NULL;
-  a->grad_lse = op->out[1]->grad;
+  /* sizes are asked before that gradient is there */
+  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
@@ -10546,21 +11099,10 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
   if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
 }
-LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
-  luna_graph *g = op->ctx->graph;
-  const luna_op_functions *device = &g->device->op[op->kind];
+/* a copy of an op, with its tensors from `next` on; what is left of them */
+LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
   const int tensors = op->inputs + op->outputs;
-  lunai_call *c;
-  luna_op *to;
-  luna_tensor *next;
   int i, j;
-  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
-    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
-  c = lunai_note(g, kind, sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
-  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
-  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
-  to = (luna_op *)(void *)(c + 1);
-  next = (luna_tensor *)(void *)(to + 1);
   *to = *op;
   lunai_note_arguments(g, op);
   for (i = 0; i < tensors; i++) {
@@ -10573,6 +11115,27 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
       *at = next++;
     }
   }
+  return next;
+}
+LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
+  luna_graph *g = op->ctx->graph;
+  const luna_op_functions *device = &g->device->op[op->kind];
+  const luna_op *loss = op->loss;
+  const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
+  lunai_call *c;
+  luna_op *to;
+  luna_tensor *next;
+  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+    lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
+  if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
+  c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
+  g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
+  to = (luna_op *)(void *)(c + 1);
+  next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
+  if (!loss) return LUNA_OK;
+  to->loss = to + 1;
+  lunai_note_one(g, to + 1, next, loss);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_FORWARD); }
@@ -13126,6 +13689,7 @@ typedef struct lunai_lm_sizes {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 } lunai_lm_sizes;
+LUNAI_FN int64_t lunai_lm_outputs(const lunai_lm_sizes *s) { return s->outputs ? s->outputs : s->vocab; }
 
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   memset(c, 0, sizeof *c);
@@ -15306,7 +15870,10 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_tensor embedding, output, positions; /* [vocab, dim] twice; a learned table */
+  luna_tensor embedding, output, positions; /* [vocab, dim], [outputs, dim]; a learned table */
+  luna_tensor output_bias;           /* of rank 0: none */
+  luna_tensor mean, feature_scale, projection, projection_bias; /* of features, in the embedding's place */
+  float *standard;                   /* mean and scale on the host, [2, features] */
   luna_tensor norm_weight, norm_bias;
   luna_norm_layer norm;              /* these, where there are any */
   int64_t batch, chunk, position, first_position;
@@ -15316,7 +15883,7 @@ struct luna_stream {
   char *state;                       /* all layers' means, then all histories */
   size_t state_size;
   char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
-  float *logits;                     /* [batch, vocab], on the host */
+  float *logits;                     /* [batch, outputs], on the host */
   int32_t *slots, *source_slots;     /* as in lunai_past, or null */
   luna_error_id error;               /* of the last call */
   const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced, */
@@ -15338,11 +15905,22 @@ LUNAI_FN bool lunai_stream_move(luna_stream *s, void *to, const void *from, size
   return ctx->status == LUNA_OK;
 }
 
+LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c,
+                                         int64_t d) {
+  int64_t shape[4];
+  luna_tensor t;
+  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
+  lunai_tensor_set(&t, &s->ctx, rank, shape);
+  t.data = data;
+  return t;
+}
+
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
   int64_t *position;                 /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
+  float *features;                   /* standardised, [batch, rows, features] */
   size_t size;
 } lunai_inputs;
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
@@ -15352,16 +15930,24 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
-  in.size = sizeof(int64_t) + (size_t)((s->batch + 1) * rows + angles) * sizeof(float);
+  in.features = in.angles + angles;
+  in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
-/* the inputs of the next `rows` of each sequence of n */
-LUNAI_FN bool lunai_stream_send(luna_stream *s, const int32_t *tokens, int64_t n, int64_t rows) {
+/* the inputs of the next `rows` from row `at` on of each sequence of n */
+LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const int64_t first = s->first_position + s->position;
-  int64_t i;
+  const int64_t first = s->first_position + s->position, k = s->sizes.features;
+  int64_t i, f;
   *in.position = s->position;
-  for (i = 0; i < s->batch * rows; i++) in.tokens[i] = tokens[i / rows * n + i % rows];
+  for (i = 0; i < s->batch * rows; i++) {
+    const int64_t row = i / rows * from->n + at + i % rows;
+    if (k == 0) in.tokens[i] = from->tokens[row];
+    for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
+      const float x = from->features[row * k + f];
+      in.features[i * k + f] = x == x ? (x - s->standard[f]) * s->standard[k + f] : 0;
+    }
+  }
   for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
   for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
     lunai_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
@@ -15380,12 +15966,15 @@ LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor *x, const lu
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const luna_positions positions = (luna_positions)s->sizes.positions;
-  luna_tensor angles, *x, *y;
+  luna_tensor angles, features, *x, *y;
   int64_t shape[2], i;
   lunai_mark mark;
   s->bump.used[0] = s->bump.used[1] = 0;
   s->bump.single = rows == 1;
-  x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+  if (s->sizes.features) {
+    features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
+    x = y = luna_linear(&features, &s->projection, &s->projection_bias);
+  } else x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -15409,7 +15998,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
   if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
-  return luna_linear(x, &s->output, NULL);
+  return luna_linear(x, &s->output, s->output_bias.rank ? &s->output_bias : NULL);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -15434,14 +16023,6 @@ LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
   }
 }
 
-LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  int64_t shape[4];
-  luna_tensor t;
-  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
-  lunai_tensor_set(&t, &s->ctx, rank, shape);
-  t.data = data;
-  return t;
-}
 /* the bias of one source's folded scores, for each of its sequences; queries [heads slots, head_dim] */
 LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, int64_t count, float *out) {
   const int64_t l = z->memory, hl = z->heads * l, d = z->dim / z->heads;
@@ -15500,13 +16081,13 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->scale = 1;
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
-  if (z->features || z->outputs) return "models of features, or with outputs of their own, are not streamed";
   rows = lunai_checked(s->batch, s->chunk);
   if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
   if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, z->vocab) < 0) return "a stream of these sizes is too large";
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
@@ -15590,9 +16171,20 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
 LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
-  if (!lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim))
-    return "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
+  const int64_t k = z->features;
+  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
+                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
+                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
+                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
+                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim);
+  if (!good) return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
   s->output = s->embedding;
+  if (z->outputs) {
+    const char *name = "output_projection";
+    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
+           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
+    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
+  }
   if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "", "embed_positions", ".weight", 2, z->max_length, z->dim))
     return "embed_positions.weight is missing or of another shape";
   if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim, 1) ||
@@ -15600,6 +16192,14 @@ LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st)
   s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
   s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
   return NULL;
+}
+
+/* means and scales to the host; false: the device has failed */
+LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
+  const int64_t k = s->sizes.features;
+  const size_t bytes = (size_t)k * sizeof(float);
+  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -15653,7 +16253,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (device) {
     s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   }
-  s->logits = (float *)lunai_stream_take(base, &used, s->batch * z->vocab, sizeof(float));
+  s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
+  s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   if (device) base = s->device_memory;
   host_size = used;
   if (device) used = 0;
@@ -15735,6 +16336,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
+  (void)lunai_stream_standard(s);
   for (i = 0; i < s->sizes.layers; i++) (void)lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
   return s;
 }
@@ -15803,7 +16405,7 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
 }
 /* the stream's own tensors of a model's tables */
 LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output, const luna_tensor *positions, const luna_norm_layer *norm) {
-  (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
+  if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
   (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
   if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
   if (!norm->weight) return;
@@ -15837,8 +16439,17 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, model->embedding, model->positions, &model->norm);
-  for (i = 0, good = true; i < s->sizes.layers && good; i++)
+  lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
+  if (model->output.bias)
+    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
+  if (s->sizes.features) {
+    const luna_input_layer *in = &model->input;
+    (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
+    (void)lunai_stream_parameter(s, &s->feature_scale, in->scale, NULL, "", "", "", 1, 1, 1);
+    (void)lunai_stream_parameter(s, &s->projection, in->projection.weight, NULL, "", "", "", 2, 1, 1);
+    (void)lunai_stream_parameter(s, &s->projection_bias, in->projection.bias, NULL, "", "", "", 1, 1, 1);
+  }
+  for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) && lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
   return lunai_stream_opened(ctx, s, good);
 }
@@ -15928,33 +16539,49 @@ LUNA_API void luna_stream_close(luna_stream *s) {
     (void)luna_graph_end(graph_); \
   } while (0)
 #endif
-LUNAI_FN const float *lunai_stream_run(luna_stream *s, const int32_t *tokens, int64_t n) {
+LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
+  const int64_t n = input->n;
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || !tokens) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(n, s->batch) < 0 || n > INT64_MAX - s->position) s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
-  for (i = 0; !s->error && i < n * s->batch; i++)
-    if (tokens[i] < 0 || tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
+  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+    s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
+  for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
   if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     s->error = LUNA_ERROR_STREAM_POSITIONS;
   if (s->error) return NULL;
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
-    LUNAI_GRAPHED(s, n, y = lunai_stream_send(s, tokens + at, n, rows) ? lunai_stream_forward(s, rows, at + rows == n) : NULL);
+    LUNAI_GRAPHED(s, n, y = !lunai_stream_send(s, input, at, rows) ? NULL :
+                            lunai_stream_forward(s, rows, at + rows == n));
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   return lunai_stream_ready(s) && y ? s->logits : NULL;
 }
-LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) { return lunai_stream_run(s, tokens, 1); }
+LUNAI_FN const float *lunai_stream_one(luna_stream *s, const int32_t *tokens, const float *features) {
+  luna_input one;
+  memset(&one, 0, sizeof one);
+  one.n = 1;
+  one.tokens = tokens;
+  one.features = features;
+  return lunai_stream_run(s, &one);
+}
+LUNA_API const float *luna_stream_step(luna_stream *s, const int32_t *tokens) {
+  return lunai_stream_one(s, tokens, NULL);
+}
+LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *features) {
+  return lunai_stream_one(s, NULL, features);
+}
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   if (!s || !lunai_stream_ready(s)) return NULL;
   if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) {
     s->error = LUNA_ERROR_STREAM_INPUT;
     return NULL;
   }
-  return lunai_stream_run(s, input->tokens, input->n);
+  return lunai_stream_run(s, input);
 }
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {

@@ -1207,8 +1207,14 @@ static luna_status lunacu_matmul_backward(luna_op *op) {
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation --- */
 static bool lunacu_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
+static size_t lunacu_logits_bytes(int64_t rows, int64_t classes);
+static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits);
 static void lunacu_linear_query(luna_op *op) {
   char *at = NULL;
+  if (op->loss) {
+    op->backward_workspace_size = lunacu_logits_bytes(lunacu_rows(op->in[0]), lunacu_last(op->out[0]));
+    return;
+  }
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
   (void)lunacu_take(&at, lunacu_columns_floats(lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
@@ -1229,6 +1235,7 @@ static luna_status lunacu_linear_backward(luna_op *op) {
   char *at = (char *)op->workspace;
   float *dy = y->grad;
   luna_status status;
+  if (op->loss) return lunacu_logits_backward(op, op->loss, y->data);
   if (lunacu_linear_changes(op)) {
     dy = lunacu_take(&at, luna_count(y));
     lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_NONE ? (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
@@ -1862,17 +1869,28 @@ static void lunacu_cross_entropy_query(luna_op *op) {
   op->workspace_size = (size_t)(uintptr_t)at;
   if (op->training) op->kept_size = (size_t)rows * sizeof(float);
 }
-static luna_status lunacu_cross_entropy_forward(luna_op *op) {
-  const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
-  const float *logits = op->in[0]->data;
-  char *at = (char *)op->workspace;
-  float *loss = lunacu_take(&at, t.rows), *kept = (float *)op->kept;
-  if (t.rows > 0 && lunacu_wide(t.n, logits))
-    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<4>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->arg.cross_entropy.smoothing, loss, kept);
-  else if (t.rows > 0)
-    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<1>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits, op->index, op->arg.cross_entropy.smoothing, loss, kept);
+/* of rows from `first` on: their losses, and kept */
+static void lunacu_cross_entropy_rows(const luna_op *op, int64_t first, int64_t rows, int64_t classes,
+                                      const float *logits, float *loss) {
+  const lunacu_teams t = lunacu_teams_of(rows, classes);
+  float *kept = op->kept ? (float *)op->kept + first : NULL;
+  if (rows > 0 && lunacu_wide(classes, logits))
+    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<4>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits,
+                  op->index + first, op->arg.cross_entropy.smoothing, loss + first, kept);
+  else if (rows > 0)
+    LUNACU_LAUNCH((lunacu_cross_entropy_kernel<1>), t.blocks(), t.block(), 0, lunacu_stream(op), t, logits,
+                  op->index + first, op->arg.cross_entropy.smoothing, loss + first, kept);
+}
+static void lunacu_cross_entropy_sum(const luna_op *op, int64_t rows, const float *loss, float *scratch) {
   const lunacu_sums_to to = {{op->out[0]->data}, {1}, 1, 1, op->arg.cross_entropy.factor, false};
-  lunacu_sums_run<1>(op, lunacu_sums_of(1, t.rows, 1, true), lunacu_column{loss, t.rows, 1}, to, (float *)at);
+  lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, 1, true), lunacu_column{loss, rows, 1}, to, scratch);
+}
+static luna_status lunacu_cross_entropy_forward(luna_op *op) {
+  const int64_t rows = lunacu_rows(op->in[0]);
+  char *at = (char *)op->workspace;
+  float *loss = lunacu_take(&at, rows);
+  lunacu_cross_entropy_rows(op, 0, rows, lunacu_last(op->in[0]), op->in[0]->data, loss);
+  lunacu_cross_entropy_sum(op, rows, loss, (float *)at);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_cross_entropy_backward(luna_op *op) {
@@ -1881,6 +1899,78 @@ static luna_status lunacu_cross_entropy_backward(luna_op *op) {
   lunacu_map(op, luna_count(x), x->grad, !lunacu_sets(op, 0), lunacu_wide(0, f.logits), f);
   return lunacu_row_done(op);
 }
+
+/* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
+   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise the same --- */
+#define LUNACU_LOGIT_ROWS 512
+static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
+  return lunacu_take(at, (rows < LUNACU_LOGIT_ROWS ? rows : LUNACU_LOGIT_ROWS) * classes);
+}
+static size_t lunacu_logits_bytes(int64_t rows, int64_t classes) {
+  char *at = NULL;
+  (void)lunacu_logits_take(&at, rows, classes);
+  (void)lunacu_take(&at, lunacu_columns_floats(rows < LUNACU_LOGIT_ROWS ? rows : LUNACU_LOGIT_ROWS, classes));
+  return (size_t)(uintptr_t)at;
+}
+static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
+  const int64_t in = lunacu_last(op->in[0]), classes = op->in[1]->shape[0];
+  const luna_status status = lunacu_gemm(
+      op->ctx, lunacu_matrix(op->in[0]->data + first * in, in, 1, op->in[1]->data, 1, in, logits, rows, classes, in,
+                             false));
+  if (status == LUNA_OK && op->in[2])
+    lunacu_end(op, rows * classes, logits,
+               {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_NONE, false,
+                lunacu_dropout_of(op, 0, 0)});
+  return status;
+}
+static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits) {
+  const luna_tensor *x = op->in[0], *w = op->in[1];
+  const int64_t all = lunacu_rows(x), in = lunacu_last(x), classes = w->shape[0];
+  char *at = (char *)op->workspace;
+  float *block = lunacu_logits_take(&at, all, classes);
+  luna_status status = LUNA_OK;
+  for (int64_t first = 0; first < all && status == LUNA_OK; first += LUNACU_LOGIT_ROWS) {
+    const int64_t rows = all - first < LUNACU_LOGIT_ROWS ? all - first : LUNACU_LOGIT_ROWS;
+    const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)loss->kept + first,
+                               loss->out[0]->grad, loss->index + first, classes, rows,
+                               loss->arg.cross_entropy.smoothing, loss->arg.cross_entropy.factor};
+    if (!logits) status = lunacu_logits_of(op, first, rows, block);
+    if (status != LUNA_OK) break;
+    lunacu_map(op, rows * classes, block, false, lunacu_wide(0, f.logits), f);
+    if (x->grad)
+      status = lunacu_gemm(op->ctx, lunacu_matrix(block, classes, 1, w->data, in, 1, x->grad + first * in, rows, in,
+                                                  classes, !lunacu_sets(op, 0)));
+    if (status == LUNA_OK)
+      status = lunacu_gemm(op->ctx, lunacu_matrix(block, 1, classes, x->data + first * in, in, 1, w->grad, classes, in,
+                                                  rows, true));
+    lunacu_column_sums(op, block, rows, classes, lunacu_grad(op, 2), (float *)at);
+  }
+  return status == LUNA_OK ? lunacu_row_done(op) : status;
+}
+static void lunacu_linear_cross_entropy_query(luna_op *op) {
+  const int64_t rows = lunacu_rows(op->in[0]), classes = op->in[1]->shape[0];
+  char *at = NULL;
+  (void)lunacu_logits_take(&at, rows, classes);
+  (void)lunacu_take(&at, rows);
+  (void)lunacu_take(&at, lunacu_sums_floats(lunacu_sums_of(1, rows, 1, true), 1));
+  op->workspace_size = (size_t)(uintptr_t)at;
+  op->backward_workspace_size = lunacu_logits_bytes(rows, classes);
+  if (op->training) op->kept_size = (size_t)rows * sizeof(float);
+}
+static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
+  const int64_t all = lunacu_rows(op->in[0]), classes = op->in[1]->shape[0];
+  char *at = (char *)op->workspace;
+  float *block = lunacu_logits_take(&at, all, classes), *loss = lunacu_take(&at, all);
+  for (int64_t first = 0; first < all; first += LUNACU_LOGIT_ROWS) {
+    const int64_t rows = all - first < LUNACU_LOGIT_ROWS ? all - first : LUNACU_LOGIT_ROWS;
+    const luna_status status = lunacu_logits_of(op, first, rows, block);
+    if (status != LUNA_OK) return status;
+    lunacu_cross_entropy_rows(op, first, rows, classes, block, loss);
+  }
+  lunacu_cross_entropy_sum(op, all, loss, (float *)at);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) { return lunacu_logits_backward(op, op, NULL); }
 
 /* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias + sum_i weight_i x_(t - width + 1 + i).
    A thread has four rows of a channel. Backward: dx_t (+)= sum_i weight_i dy_(t + width - 1 - i). A row that does not exist has no term. --- */
@@ -3979,7 +4069,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(REDUCE, reduce, reduce, LUNA_SETS_GRAD(0))
         LUNACU_OP(MAX, max, max, 0)
         LUNACU_OP(MATMUL, nothing, matmul, 0)
-        LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3))
+        LUNACU_OP(LINEAR, linear, linear, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
         LUNACU_OP(ACTIVATION, nothing, activation, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX, nothing, softmax, LUNA_SETS_GRAD(0))
         LUNACU_OP(MASK, nothing, mask, LUNA_SETS_GRAD(0))
@@ -4000,6 +4090,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
                   LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3))
         LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward,
                   LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
+        LUNACU_OP(LINEAR_CROSS_ENTROPY, linear_cross_entropy, linear_cross_entropy, LUNA_SETS_GRAD(0))
 #undef LUNACU_OP
       }
   }

@@ -302,15 +302,16 @@ static const variant variants[] = {
   { "no key projection", 16, false, LUNA_SHARING_NO_KEY, LUNA_POOLING_MEMORY },
   { "keys shared with queries", 16, false, LUNA_SHARING_QK, LUNA_POOLING_MEMORY },
 };
-enum { WINDOW = 512, BATCH = 4, HELD = 200 };
-/* windows of both halves, from the first nine tenths of each, or, held, the last; labels in `labels` */
+enum { WINDOW = 512, BATCH = 4, HELD = 200, SPAN = 4096 };
+/* windows of both halves, from all but every tenth span, or, held, from that; labels: which half */
 static void windows(const contents *text, bool held, int64_t step_number, int32_t *tokens, int32_t *labels) {
-  const int64_t half = text->size / 2, cut = half * 9 / 10;
+  const int64_t half = text->size / 2, tens = half / SPAN / 10;
   for (int b = 0; b < BATCH; b++) {
     const uint64_t random = draw(held, step_number, b);
-    const int64_t from = held ? cut : 0, room = (held ? half : cut) - from - WINDOW, at = from + (int64_t)(random >> 1) % (room > 1 ? room : 1);
+    const int64_t pick = (int64_t)((random >> 1) % (uint64_t)(tens * (held ? 1 : 9))), span = held ? 10 * pick + 9 : pick / 9 * 10 + pick % 9;
     labels[b] = (int32_t)(random & 1);
-    for (int64_t i = 0; i < WINDOW; i++) tokens[b * WINDOW + i] = text->data[(labels[b] * half + at + i) % text->size];
+    const int64_t at = labels[b] * half + span * SPAN + (int64_t)((random >> 32) % (SPAN - WINDOW + 1));
+    for (int64_t i = 0; i < WINDOW; i++) tokens[b * WINDOW + i] = text->data[at + i];
   }
 }
 static int ablation(const variant *v, const contents *text) {
@@ -352,7 +353,7 @@ static int ablate_command(luna_ctx *ctx, const char **words) {
   int status = 0;
   (void)ctx;
   if (read_file(words[0] ? words[0] : set.out, &text)) return 2;
-  if (text.size < 20 * WINDOW) return free(text.data), fail("the file is too short: it has %lld bytes", (long long)text.size);
+  if (text.size < 20 * SPAN) return free(text.data), fail("the file is too short: it has %lld bytes", (long long)text.size);
   printf("# Luna's parts, %lld steps of %d windows of %d bytes: which half of the file are they from?\n\n"
          "| variant | loss | right | steps per second | MB |\n|---|---|---|---|---|\n", (long long)(100 * set.steps), BATCH, WINDOW);
   for (int i = 0; i < COUNT(variants) && !status; i++) status = ablation(&variants[i], &text);

@@ -82,7 +82,7 @@ static int cut_as_symbols(span t) {
   for (int64_t at = 0; at < t.size;) {
     const int64_t start = at;
     const int s = t.at[at] == ' ' ? SYMBOLS : symbol(t.at, t.size, &at);
-    if (s < 0) return fail("the model reads lists as [MAX 2 9 ], not '%.*s'", (int)(t.size - start), (const char *)t.at + start);
+    if (s < 0) return fail("the model reads lists as [MAX 2 9 ], not '%.*s'", (int)strcspn((const char *)t.at + start, " \n"), (const char *)t.at + start);
     if (s == SYMBOLS) at++;
     else add_token(s, (span){ t.at + start, at - start });
   }

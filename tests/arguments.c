@@ -1609,6 +1609,15 @@ static void case_luna_stream_step(void) {
   luna_stream *s = a_stream();
   got_stream(luna_stream_step(s, words(2, 1)) != NULL, s);
 }
+static void case_luna_stream_step_features(void) {
+  luna_lm model;
+  luna_lm_config c = {0};
+  c.features = FEATURES, c.dim = DIM, c.heads = HEADS, c.memory = SLOTS;
+  if (luna_lm_init(&model, luna_params_open(w->ctx), &c) != LUNA_OK) return;
+  luna_stream *own = luna_stream_open(&model, NULL), *s = turn() ? (coin() ? w->stream : NULL) : own;
+  got_stream(luna_stream_step_features(s, turn() ? NULL : numbers) != NULL || !own, s);
+  luna_stream_close(own);
+}
 static void case_luna_stream_prefill(void) {
   luna_stream *s = a_stream();
   const int64_t n = small();
@@ -1748,7 +1757,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_graph_open) F(luna_graph_close) F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) \
   F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep) \
   F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) F(luna_binary_cross_entropy) \
-  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward)
+  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward) \
+  F(luna_stream_step_features)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 static row functions[] = {FUNCTIONS(ROW)};

@@ -1,4 +1,4 @@
-/* Softmax attention and the folded unpack, forward and backward, against loops in double and the scalar pass: odd sizes, strides,
+/* Softmax attention and the folded unpack, forward and backward, against loops in double and the reference: odd sizes, strides,
    lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of threads, ragged or alone, however many
    queries there are; a query's past is never touched by what comes after it. */
 #include "test.h"

@@ -351,6 +351,34 @@ static void check_segments(void) {
   free(whole), free(part), free(memory);
   one_close(&o);
 }
+/* of a layer that norms its input the memory keeps what came in, and attention reads it normed */
+static void check_normed_memory(void) {
+  attentions choice;
+  luna_causal_layer layer;
+  luna_layer_config config = {0};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  float *y[2] = {common_floats(ROWS * DIM), common_floats(ROWS * DIM)}, *memory = common_floats(ROWS * DIM);
+  const int64_t half = ROWS / 2, size = half * DIM, whole[3] = {1, ROWS, DIM}, part[3] = {1, half, DIM};
+  CHECK(attentions_open(&choice, "transformer_xl memory=75"), "%s", choice.error);
+  config.dim = DIM, config.heads = HEADS, config.hook = &choice.hook, config.pre_norm = true;
+  CHECK(luna_causal_layer_init(&layer, params, "", 0, &config) == LUNA_OK, "%s", luna_error(ctx));
+  common_params(params, 9);
+  attention *a = (attention *)layer.hook_state;
+  luna_begin_inference(ctx);
+  luna_read(luna_causal_layer_forward(&layer, luna_tensor_new(ctx, inputs, 3, whole)), y[0]);
+  for (int segment = 0; segment < 2; segment++) {
+    luna_begin_inference(ctx);
+    a->memory = segment ? luna_tensor_new(ctx, memory, 3, part) : NULL;
+    luna_read(luna_causal_layer_forward(&layer, luna_tensor_new(ctx, inputs + segment * size, 3, part)), y[1] + segment * size);
+    if (CHECK(a->next_memory, "there is no memory")) luna_read(a->next_memory, memory);
+    CHECK(memcmp(memory, inputs + segment * size, (size_t)size * sizeof(float)) == 0, "a memory is not the layer's input");
+  }
+  test_close("segments of a layer with a norm", y[1], y[0], ROWS * DIM, 2e-6);
+  free(y[0]), free(y[1]), free(memory);
+  attentions_close(&choice);
+  luna_close(ctx);
+}
 /* Compressive Transformer as a model: memories grow to their options, the loss trains the compression */
 static void check_growth(void) {
   luna_options options = {0};
@@ -477,6 +505,7 @@ int main(void) {
       check_checkpoint(name, causal);
     }
   check_segments();
+  check_normed_memory();
   check_growth();
   check_workspace_layers();
   check_refusals();

@@ -1,4 +1,4 @@
-/* The causal product and causal Luna attention, forward and backward, against loops in double and the scalar pass; streaming in pieces
+/* The causal product and causal Luna attention, forward and backward, against loops in double and the reference; streaming in pieces
    of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of threads and any place in
    the batch. */
 #include "test.h"

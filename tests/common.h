@@ -10,9 +10,9 @@
 #define mkdir(path, mode) _mkdir(path)
 #endif
 
-#define COMMON_ISAS 6
+#define COMMON_ISAS 7
 static const luna_isa common_isas[COMMON_ISAS] = {LUNA_ISA_SCALAR, LUNA_ISA_SSE2, LUNA_ISA_AVX2,
-                                                  LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM};
+                                                  LUNA_ISA_AVX512, LUNA_ISA_NEON, LUNA_ISA_WASM, LUNA_ISA_REFERENCE};
 
 TEST_UNUSED static uint64_t common_hash(uint64_t seed, uint64_t index) {
   uint64_t x = seed * 0x9E3779B97F4A7C15u + index * 0xD1B54A32D192ED03u + 0x2545F4914F6CDD1Du;

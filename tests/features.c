@@ -1,6 +1,6 @@
 /* Models of features: tests/data/features (float64 NumPy, tests/features.py) on every instruction set and in both forms, outputs to 2e-6
    and gradients to 2e-5; losses of numbers against their equations and by finite differences; missing numbers and padding; the input
-   layer's fit; every model with features in training, saved, loaded and resumed; what is refused. Included by cuda.c, the files run on a device. */
+   layer's fit; every model with features in training, saved, loaded, resumed and streamed; what is refused. Included by cuda.c, the files run on a device. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -76,6 +76,23 @@ static luna_tensor *features_loss(const features_file *f, luna_tensor *y) {
 static luna_tensor *features_forward(const luna_model *model, const luna_input *input) {
   return model->kind == LUNA_MODEL_LM ? luna_lm_forward(&model->lm, input) : luna_classifier_forward(&model->classifier, input);
 }
+/* the same, step by step: what comes is not known to be padding, but reaches nothing before it */
+static void features_stream(const char *name, const luna_lm *lm, const features_file *f) {
+  const int64_t batch = f->shape[0], n = f->shape[1], k = f->shape[2], outputs = f->outputs / (batch * n);
+  luna_stream_config config = {0};
+  config.batch = batch;
+  luna_stream *s = luna_stream_open(lm, &config);
+  float *row = common_floats(batch * k), *got = common_floats(f->outputs), *want = common_floats(f->outputs);
+  for (int64_t t = 0; CHECK(s != NULL, "%s: %s", name, luna_error(lm->input.mean->ctx)) && t < n; t++) {
+    for (int64_t b = 0; b < batch; b++) memcpy(row + b * k, f->features + (b * n + t) * k, (size_t)k * sizeof(float));
+    const float *y = luna_stream_step_features(s, row);
+    for (int64_t b = 0; CHECK(y != NULL, "%s: %s", name, luna_stream_error(s)) && b < batch; b++)
+      for (int64_t i = 0, at = (b * n + t) * outputs; t < f->lengths[b] && i < outputs; i++, at++) got[at] = y[b * outputs + i], want[at] = f->output[at];
+  }
+  CHECK(common_error(got, want, f->outputs, 0) <= 2e-6, "%s: a stream is off by %.3g", name, common_error(got, want, f->outputs, 0));
+  luna_stream_close(s);
+  free(row), free(got), free(want);
+}
 static void features_run(const char *name, const luna_options *options, bool training) {
   char path[200];
   features_file f;
@@ -107,6 +124,7 @@ static void features_run(const char *name, const luna_options *options, bool tra
               name, luna_isa_name(options->isa), f.grad[i].name, features_grad_error(&f, i, grad));
         free(grad);
       }
+    if (!training && model.kind == LUNA_MODEL_LM) features_stream(name, &model.lm, &f);
     for (int i = 0; i < 2; i++) {
       const char *prefix = model.kind == LUNA_MODEL_LM ? "" : "encoder.";
       snprintf(path, sizeof path, "%sinput_norm.%s", prefix, i ? "scale" : "mean");
@@ -440,6 +458,90 @@ static void check_causality(void) {
   luna_close(ctx);
 }
 
+/* ---- streams: steps and prefills against the forward of the whole sequence, from a model and from a file's bytes ---- */
+typedef struct bytes { size_t size; uint8_t at[1 << 16]; } bytes;
+static bool bytes_write(void *user, const void *from, size_t size) {
+  bytes *b = (bytes *)user;
+  if (size > sizeof b->at - b->size) return false;
+  memcpy(b->at + b->size, from, size);
+  b->size += size;
+  return true;
+}
+static void check_stream(luna_stream *s, const float *x, const float *want, int64_t outputs, const char *what) {
+  static float got[BATCH * N * 4], row[BATCH * K], part[BATCH * N * K];
+  static uint8_t saved[1 << 16];
+  const size_t state = luna_stream_state_size(s);
+  double error;
+  for (int round = 0; round < 3; round++) { /* 0, 1: single steps, from a state saved halfway; 2: 5 rows at once, then 4 */
+    luna_input input = {0};
+    if (round != 1) luna_stream_reset(s);
+    for (int64_t t = round == 1 ? 5 : 0; t < N && round < 2; t++) {
+      if (t == 5 && round == 0) CHECK(state <= sizeof saved && luna_stream_state_save(s, saved, state) == LUNA_OK, "%s: save: %s", what, luna_stream_error(s));
+      if (t == 5 && round == 1) CHECK(luna_stream_state_load(s, saved, state) == LUNA_OK && luna_stream_position(s) == 5, "%s: load: %s", what, luna_stream_error(s));
+      for (int64_t b = 0; b < BATCH; b++) memcpy(row + b * K, x + (b * N + t) * K, K * sizeof(float));
+      const float *y = luna_stream_step_features(s, row);
+      if (!CHECK(y != NULL, "%s: step %d: %s", what, (int)t, luna_stream_error(s))) return;
+      for (int64_t b = 0; b < BATCH; b++) memcpy(got + (b * N + t) * outputs, y + b * outputs, (size_t)outputs * sizeof(float));
+    }
+    for (int64_t t = 0; t < N && round == 2; t += input.n) {
+      input.n = t ? N - t : 5, input.features = part;
+      for (int64_t b = 0; b < BATCH; b++) memcpy(part + b * input.n * K, x + (b * N + t) * K, (size_t)(input.n * K) * sizeof(float));
+      const float *y = luna_stream_prefill(s, &input);
+      if (!CHECK(y != NULL, "%s: prefill: %s", what, luna_stream_error(s))) return;
+      for (int64_t b = 0; b < BATCH; b++) memcpy(got + (b * N + t + input.n - 1) * outputs, y + b * outputs, (size_t)outputs * sizeof(float));
+    }
+    error = common_error(got, want, BATCH * N * outputs, 0);
+    CHECK(error <= 2e-6, "%s, round %d: a stream is off by %.3g", what, round, error);
+  }
+  /* what is not for it */
+  static const int32_t tokens[BATCH * 2] = {0};
+  luna_input input = {0};
+  input.tokens = tokens, input.n = 2;
+  CHECK(!luna_stream_step(s, tokens) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_TOKENS && !luna_stream_step_features(s, NULL) &&
+            luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_TOKENS && !luna_stream_prefill(s, &input), "%s: tokens for features", what);
+  CHECK(!luna_stream_step_features(NULL, row), "no stream");
+}
+static void check_streams(void) {
+  for (int isa = 0; isa < COMMON_ISAS; isa++)
+    for (int v = 0; v < 3; v++) {
+      static bytes file;
+      luna_lm_config c = {0};
+      luna_stream_config config = {0};
+      luna_options options = {0};
+      luna_lm lm;
+      luna_io io = {0};
+      const char *error;
+      if (!luna_isa_available(common_isas[isa])) continue;
+      options.isa = config.isa = common_isas[isa], options.threads = 1;
+      luna_ctx *ctx = luna_open(&options);
+      luna_params *params = luna_params_open(ctx);
+      float *x = series(30), *want;
+      luna_input input = input_from(x);
+      c.features = K, c.outputs = v == 1 ? 0 : 4, c.dim = 12, c.heads = 2, c.ffn = 20, c.memory = v == 2 ? 9 : 4, c.layer.pre_norm = v > 0, c.layer.convolution = v == 1 ? 0 : 4;
+      c.positions = v == 2 ? LUNA_POSITIONS_LEARNED : v == 1 ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_NONE;
+      const int64_t outputs = v == 1 ? K : 4;
+      CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK, "%s", luna_error(ctx));
+      common_params(params, 70);
+      input.lengths = NULL;
+      CHECK(luna_input_layer_fit(&lm.input, &input) == LUNA_OK, "%s", luna_error(ctx));
+      luna_begin_inference(ctx);
+      want = common_floats(BATCH * N * outputs);
+      CHECK(luna_read(luna_lm_forward(&lm, &input), want) == LUNA_OK, "%s", luna_error(ctx));
+      config.batch = BATCH;
+      luna_stream *s = luna_stream_open(&lm, &config);
+      if (CHECK(s != NULL, "%s", luna_error(ctx))) check_stream(s, x, want, outputs, "of a model");
+      luna_stream_close(s);
+      file.size = 0, io.write = bytes_write, io.user = &file;
+      CHECK(luna_save_io(params, &io) == LUNA_OK, "%s", luna_error(ctx));
+      const size_t size = common_little_endian() ? luna_stream_size(file.at, file.size, &config, &error) : 0;
+      void *memory = common_alloc(size);
+      s = size ? luna_stream_open_bytes(file.at, file.size, &config, memory, size, &error) : NULL;
+      if (CHECK(s != NULL || !common_little_endian(), "%s", error) && s) check_stream(s, x, want, outputs, "of bytes");
+      free(memory), free(want), free(x);
+      luna_close(ctx);
+    }
+}
+
 /* ---- gradients by central differences: every parameter of a classifier and of a detector, along a random direction ---- */
 static void check_differences(void) {
   for (int which = 0; which < 4; which++) {
@@ -586,6 +688,7 @@ int main(void) {
   check_tagger();
   check_fit();
   check_causality();
+  check_streams();
   check_differences();
   check_block();
   check_refused();

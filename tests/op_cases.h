@@ -1,5 +1,5 @@
 /* Every op and layer of luna.h as a table of cases, each with numbered variants. gradients.c holds their gradients against
-   finite differences, ops.c every instruction set against the scalar one; a new op is one function and one row here.
+   finite differences, ops.c every instruction set against the reference; a new op is one function and one row here.
 
    A case asks for its inputs with in1..in4, calls the op, and hands its results to give(). The trial keeps the values of the
    inputs (random the first time, the caller may change them between runs), the outputs and, after backward, the gradients. */

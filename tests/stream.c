@@ -470,7 +470,7 @@ int main(void) {
     }
   }
   check_long(LUNA_ISA_BEST);
-  check_long(LUNA_ISA_SCALAR);
+  check_long(LUNA_ISA_REFERENCE);
   for (int kind = 0; kind < KINDS; kind++) {
     check_state(kind);
     check_bytes(kind);

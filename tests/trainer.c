@@ -127,7 +127,7 @@ static void check_params_values(void) {
   luna_tensor *p[3][3];
   luna_ctx *ctx[3];
   for (int c = 0; c < 3; c++) {
-    ctx[c] = open_seeded(c == 2 ? 9 : 8, c == 1 ? LUNA_ISA_SCALAR : LUNA_ISA_BEST);
+    ctx[c] = open_seeded(c == 2 ? 9 : 8, c == 1 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST);
     luna_params *params = luna_params_open(ctx[c]);
     for (int i = 0; i < 3; i++) {
       const int at = c == 1 ? 2 - i : i; /* in another order */

@@ -24,10 +24,14 @@ typedef struct vectors_pass {
   int (*lanes)(const float *x, float out[3]);
 } vectors_pass;
 static const vectors_pass vectors_passes[] = {
-  {LUNA_ISA_SCALAR, lunai_vectors_map_scalar, lunai_vectors_singles_scalar, lunai_vectors_lanes_scalar},
+  {LUNA_ISA_REFERENCE, lunai_vectors_map_scalar, lunai_vectors_singles_scalar, lunai_vectors_lanes_scalar},
 #ifdef LUNAI_X86
+#if LUNAI_BASELINE == LUNAI_ISA_SSE2
   {LUNA_ISA_SSE2, lunai_vectors_map_sse2, lunai_vectors_singles_sse2, lunai_vectors_lanes_sse2},
+#endif
+#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
   {LUNA_ISA_AVX2, lunai_vectors_map_avx2, lunai_vectors_singles_avx2, lunai_vectors_lanes_avx2},
+#endif
   {LUNA_ISA_AVX512, lunai_vectors_map_avx512, lunai_vectors_singles_avx512, lunai_vectors_lanes_avx512},
 #elif defined(LUNAI_NEON)
   {LUNA_ISA_NEON, lunai_vectors_map_neon, lunai_vectors_singles_neon, lunai_vectors_lanes_neon},

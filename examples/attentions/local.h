@@ -41,7 +41,7 @@ static attention_patterns local_blocks(const local *a, int64_t n) {
   }
   return patterns;
 }
-/* the tokens of a sequence of `length` in groups, each of which attends to itself: i and j are in one when i = j (mod G) */
+/* the tokens of a sequence of `length` in groups that attend to themselves: i and j are in one when i = j (mod G) */
 static void local_groups(attention_patterns *patterns, int64_t at, int64_t length, int64_t w) {
   const int64_t groups = length / w + 1;
   luna_attention_pattern *p = attention_pattern_lists(patterns, at, groups, groups, length, length);

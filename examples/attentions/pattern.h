@@ -151,7 +151,7 @@ ATTENTION_FN void attention_merge_backward(luna_tensor *const *in, int count, co
   w.grad_o = in[0]->grad, w.grad_z = in[1]->grad, w.grad_other = count > 2 ? in[2]->grad : NULL;
   attention_parallel(&run, (w.s.rows + ATTENTION_MERGE_ROWS - 1) / ATTENTION_MERGE_ROWS, attention_merge_task, &w);
 }
-/* o: parts, each [batch,n,d], z: their log-sum-exp [batch,n,h]; other [batch,n,d] or null: zeros. Overwrites o and z. */
+/* o: parts, each [batch,n,d], z: their log-sum-exp [batch,n,h]; other [batch,n,d] or null: zeros. It changes o, z. */
 ATTENTION_FN luna_tensor *attention_merge(const attention *a, luna_tensor **o, luna_tensor **z, int64_t parts,
                                           luna_tensor *other) {
   attention_merge_state s;

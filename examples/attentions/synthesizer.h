@@ -155,15 +155,12 @@ ATTENTION_FN void synthesizer_finish(scored_head *h) { /* through the softmax of
 /* [batch,h,n,d_h] hidden units and 1, times [h,width,d_h] weights and biases */
 static luna_tensor *synthesizer_project(const synthesizer *a, luna_tensor *hidden, const luna_linear_layer *layer, int64_t width) {
   const int64_t h = a->base.heads, shape[3] = { h, width, 1 };
-  luna_tensor *w[2], *x[2];
+  luna_tensor *w[2] = { luna_slice(layer->weight, 1, 0, width), luna_reshape(luna_slice(layer->bias, 1, 0, width), 3, shape) }, *x[2];
   int64_t ones[4];
   if (!hidden) return NULL;
   memcpy(ones, hidden->shape, sizeof ones);
   ones[3] = 1;
-  w[0] = luna_slice(layer->weight, 1, 0, width);
-  w[1] = luna_reshape(luna_slice(layer->bias, 1, 0, width), 3, shape);
-  x[0] = hidden;
-  x[1] = attention_filled(hidden->ctx, 1, 4, ones);
+  x[0] = hidden, x[1] = attention_filled(hidden->ctx, 1, 4, ones);
   return luna_matmul(luna_concat(x, 2, 3), luna_concat(w, 2, 2), false, true);
 }
 static luna_tensor *synthesizer_term(const synthesizer *a, int term, luna_tensor *x, luna_tensor *hidden) {

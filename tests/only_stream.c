@@ -1,0 +1,63 @@
+/* A detector and a forecaster under LUNA_ONLY_STREAM, as a microcontroller has them: the file's bytes and the stream's memory are static arrays, no
+   allocator is called. Against the outputs in tests/data/features. It has an implementation of its own: not that of build/luna.o (LUNAI_IMPLEMENTED). */
+#include "test.h"
+#define LUNA_ONLY_STREAM
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include <stdlib.h>
+#include <string.h>
+
+enum { BATCH = 3, N = 7, K = 3 };
+static const int lengths[BATCH] = {7, 2, 5};
+static union { float align; unsigned char at[1 << 16]; } file;
+static double memory[1 << 14];
+
+/* a tensor of the file, by a plain look at its header; null when it is not there */
+static const float *find(const char *name) {
+  char key[80];
+  unsigned long long header = 0;
+  for (int i = 7; i >= 0; i--) header = header << 8 | file.at[i];
+  snprintf(key, sizeof key, "\"luna.test.%s\"", name);
+  const char *at = strstr((const char *)file.at + 8, key);
+  at = at ? strstr(at, "\"data_offsets\": [") : NULL;
+  return at ? (const float *)(const void *)(file.at + 8 + header + strtoul(at + 17, NULL, 10)) : NULL;
+}
+
+static void check(const char *name, int outputs) {
+  char path[100];
+  const char *error = "";
+  luna_stream_config config;
+  memset(&config, 0, sizeof config);
+  memset(&file, 0, sizeof file);
+  config.batch = BATCH;
+  snprintf(path, sizeof path, "tests/data/features/%s.safetensors", name);
+  FILE *from = fopen(path, "rb");
+  const size_t size = from ? fread(file.at, 1, sizeof file.at - 1, from) : 0;
+  if (from) fclose(from);
+  const float *x = find("features"), *want = find("output");
+  if (!CHECK(x && want, "%s cannot be read", path)) return;
+  const size_t need = luna_stream_size(file.at, size, &config, &error);
+  CHECK(need > 0 && need <= sizeof memory, "%s: %lu bytes: %s", name, (unsigned long)need, error);
+  luna_stream *s = luna_stream_open_bytes(file.at, size, &config, memory, sizeof memory, &error);
+  if (!CHECK(s != NULL, "%s: %s", name, error)) return;
+  for (int t = 0; t < N; t++) {
+    float row[BATCH * K];
+    for (int b = 0; b < BATCH; b++) memcpy(row + b * K, x + (b * N + t) * K, K * sizeof(float));
+    const float *y = luna_stream_step_features(s, row);
+    if (!CHECK(y != NULL, "%s: %s", name, luna_stream_error(s))) return;
+    for (int b = 0; b < BATCH; b++)
+      if (t < lengths[b]) test_close(name, y + b * outputs, want + (b * N + t) * outputs, (size_t)outputs, 1e-5);
+  }
+  CHECK(luna_stream_position(s) == N, "%s: after %d steps it is at %d", name, (int)N, (int)luna_stream_position(s));
+  CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_TOKENS, "%s: null features", name);
+  luna_stream_close(s);
+}
+
+int main(void) {
+  const unsigned short one = 1;
+  if (*(const unsigned char *)&one == 1) { /* a file is read in place where numbers are little-endian */
+    check("step_classes", 2);
+    check("forecast", 3);
+  } else CHECK(true, "never");
+  return test_report("only_stream");
+}
