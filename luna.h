@@ -16476,11 +16476,12 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ----------------------------------------------------------------------------------------------------------------------
-   >>stream: causal Luna one token at a time. One block of memory holds the stream, its state and its buffers; weights
-   are read in place. A layer's state is two running means (double) and the last rows of the short convolution's input.
-   A decoder's layers also read their source: its memory in the scores, its packed context through the cross-attention.
-   For a model on a device all values are there, in a block of their own, and the backend computes. Guarded by
-   tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and tests/cuda.c.
+   >>stream: the layers in step form: a few rows of each sequence, and of the tokens before them what lunai_past has.
+   A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
+   and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
+   the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in a
+   block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
     LUNAI_SLOT_MATRIX };

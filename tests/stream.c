@@ -372,6 +372,55 @@ static void check_bytes(int kind) {
   luna_close(m.ctx);
 }
 
+/* ---- what a stream takes: little for single rows, whose products need no scratch, and all of it when it is opened ---- */
+static int64_t allocations;
+static void *counted_allocate(void *user, size_t bytes) {
+  (void)user;
+  allocations++;
+  return malloc(bytes);
+}
+static void counted_release(void *user, void *at, size_t bytes) {
+  (void)user, (void)bytes;
+  free(at);
+}
+static void check_memory(void) {
+  static const int64_t sizes[2][5] = {{64, 2, 16, 256, 120000}, {32, 1, 8, 64, 30000}}; /* dim, layers, slots, vocabulary, bytes at most */
+  for (int i = 0; i < 2; i++) {
+    buffer file = {NULL, 0, 0};
+    luna_io io = {NULL, buffer_write, NULL, 0};
+    luna_stream_config one = {0};
+    luna_options options = {0};
+    luna_lm_config config = {0};
+    luna_lm model;
+    const char *error = "";
+    int32_t tokens[70] = {0};
+    options.threads = 1;
+    options.allocator.allocate = counted_allocate;
+    options.allocator.release = counted_release;
+    luna_ctx *ctx = luna_open(&options);
+    luna_params *params = luna_params_open(ctx);
+    config.layer.dim = sizes[i][0];
+    config.layers = sizes[i][1];
+    config.memory = sizes[i][2];
+    config.vocab = sizes[i][3];
+    config.layer.convolution = i == 0 ? 4 : 0;
+    io.user = &file;
+    if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "%s", luna_error(ctx))) {
+      one.chunk = 1;
+      const size_t bytes = luna_stream_size(file.bytes, file.size, &one, &error);
+      CHECK(bytes > 0 && bytes <= (size_t)sizes[i][4], "a stream of %d dimensions takes %zu bytes %s", (int)sizes[i][0], bytes, error);
+      luna_stream *s = luna_stream_open(&model, NULL);
+      const int64_t before = allocations;
+      CHECK(luna_stream_prefill(s, &(luna_input){ .tokens = tokens, .n = 70 }) && luna_stream_step(s, tokens) && luna_stream_reorder(s, tokens) == LUNA_OK,
+            "a stream: %s", luna_stream_error(s));
+      CHECK(allocations == before, "steps of a stream have made %lld allocations", (long long)(allocations - before));
+      luna_stream_close(s);
+    }
+    free(file.bytes);
+    luna_close(ctx);
+  }
+}
+
 /* ---- sampling ---- */
 static void check_sampling(void) {
   enum { N = 6, DRAWS = 60000 };
@@ -455,6 +504,7 @@ int main(void) {
     check_state(kind);
     check_bytes(kind);
   }
+  check_memory();
   check_sampling();
   check_nucleus();
   return test_report("stream");
