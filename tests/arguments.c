@@ -57,6 +57,10 @@ static float hostile_real(void) {
 static float real(float usual) { return turn() ? hostile_real() : usual; }
 static float probability(void) { return real(coin() ? 0 : 0.25f); }
 #define ENUM(type, count) ((type)number((int)pick(count)))
+static luna_isa isa(void) { /* usually one that this build has */
+  const luna_isa usual = (luna_isa)pick(LUNA_ISA_REFERENCE + 1);
+  return (luna_isa)number((int)(luna_isa_available(usual) ? usual : LUNA_ISA_BEST));
+}
 static int64_t product(int64_t a, int64_t b) { /* -1: none that could be meant */
   return a < 0 || b < 0 ? -1 : a && b > ((int64_t)1 << 47) / a ? -1 : a * b;
 }
@@ -374,7 +378,7 @@ static void two_shares(void *user, int64_t count, void (*task)(void *work, int64
 static luna_run run_of(void) {
   static float scratch[10000];
   luna_run run = {0};
-  run.isa = ENUM(luna_isa, 2);
+  run.isa = isa();
   if (coin()) {
     run.scratch = (char *)scratch + pick(64);
     run.scratch_size = coin() ? sizeof scratch - 64 : pick(3000);
@@ -576,7 +580,7 @@ static void case_luna_open(void) {
   luna_options o = {0};
   luna_backend table = *luna_cpu_backend();
   o.threads = number((int)pick(3));
-  o.isa = ENUM(luna_isa, 2);
+  o.isa = isa();
   o.form = ENUM(luna_form, 3);
   o.measure = coin();
   o.parallel_for = coin() ? two_shares : NULL;
@@ -1633,7 +1637,7 @@ static luna_stream_config stream_config(void) {
   luna_stream_config c = {0};
   c.batch = size(pick(3));
   c.chunk = size(pick(3));
-  c.isa = ENUM(luna_isa, 2);
+  c.isa = isa();
   return c;
 }
 static luna_stream *a_stream(void) {
