@@ -7,7 +7,10 @@
 #include "luna.h"
 #include "common.h"
 #include <dirent.h>
-#ifndef _WIN32
+#ifdef _WIN32
+#define WINDOWS true                 /* where opening a folder fails, and a folder is not searched */
+#else
+#define WINDOWS false
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -419,13 +422,13 @@ static void check_paths(void) {
   refused(params, ctx, luna_load(params, below), LUNA_CANNOT_READ, LUNA_ERROR_CANNOT_OPEN, values,
       "a file that is not there");
   snprintf(below, sizeof below, "%s/model.safetensors", path);
-  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_LOOKUP, values,
+  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, WINDOWS ? LUNA_ERROR_SAVE_TEMPORARY : LUNA_ERROR_SAVE_LOOKUP, values,
       "a file for a folder");
   CHECK(holds(path, &old), "the file taken for a folder has changed");
   refused(params, ctx, luna_save(params, folder), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_IRREGULAR, values,
       "saving onto a folder");
   CHECK(leftovers() == 0, "saves that fail leave a temporary file");
-  refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ, LUNA_ERROR_READ_IRREGULAR, values,
+  refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ, WINDOWS ? LUNA_ERROR_CANNOT_OPEN : LUNA_ERROR_READ_IRREGULAR, values,
       "loading a folder");
   memset(long_path, 'x', sizeof long_path - 1);
   long_path[sizeof long_path - 1] = 0;

@@ -6,10 +6,10 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #if !defined(_WIN32) && !defined(__wasm__)
-#include <dirent.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
