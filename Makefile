@@ -25,8 +25,7 @@ CLANG ?= clang
 FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-# configs and inputs grow: members that an initialiser leaves out are 0
-WARN = -Wall -Wextra -Wno-missing-field-initializers
+WARN = -Wall -Wextra
 NAMES = $(filter-out bench_% cuda,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)

@@ -1907,7 +1907,7 @@ static bool closing_open(closing *c) {
   for (int i = 0; i < 2; i++) c->stream[i] = luna_stream_open(&c->model[i], NULL);
   for (int i = 0; i < OBJECTS; i++) c->open[i] = true;
   luna_begin_step(c->ctx[OWNER]);     /* and it is closed in the middle of a step */
-  y = luna_lm_forward(&c->model[OWNER], &(luna_input){ tokens, NULL, 1, 4 });
+  y = luna_lm_forward(&c->model[OWNER], &(luna_input){ tokens, NULL, 1, 4, NULL });
   if (!y) return false;
   c->logit = y->data[0];
   luna_backward(luna_cross_entropy(y, tokens));
@@ -1926,7 +1926,7 @@ static void closing_works(closing *c) {
   for (int i = 0; i < 3; i++) {
     if (!reads[i]) continue;
     luna_begin_inference(c->ctx[i]);
-    luna_tensor *y = luna_lm_forward(&c->model[i], &(luna_input){ tokens, NULL, 1, 4 });
+    luna_tensor *y = luna_lm_forward(&c->model[i], &(luna_input){ tokens, NULL, 1, 4, NULL });
     expect(y && y->data[0] == c->logit, "another closing has changed a model's logits");
   }
   for (int i = 0; i < 2; i++) if (c->open[OWNER_STREAM + i] && c->open[OWNER]) expect(luna_stream_step(c->stream[i], tokens) != NULL, "another closing has stopped a stream");
@@ -1986,7 +1986,7 @@ static void known_batch(void) {       /* training on a batch of no sequences, wi
   luna_lm_config c = w->lm.config;
   c.heads = c.layer.heads = c.layer.pack_heads = 1;
   expect(luna_lm_init(&model, new_set(), &c) == LUNA_OK, luna_error(w->ctx));
-  trains(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 0, 3 }));
+  trains(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 0, 3, NULL }));
 }
 static void known_rows(void) {        /* rows of nothing */
   const int64_t big = (int64_t)1 << 32;
@@ -1999,7 +1999,7 @@ static void known_shape(void) {       /* no axis may be longer than a tensor can
 static void known_scratch(void) { expect(luna_gemm_scratch(NULL) == 0 && luna_softmax_attention_scratch(NULL) == 0 && luna_causal_product_scratch(NULL) == 0, "scratch for nothing"); }
 static void known_generate(void) {    /* 2 n + 10 */
   const luna_beam_config search = {.begin = 0, .end = 1};
-  const luna_input source = {tokens, NULL, 1, INT64_MIN + 5};
+  const luna_input source = {tokens, NULL, 1, INT64_MIN + 5, NULL};
   int32_t out[16], length[1];
   expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(), "an invalid source");
 }
@@ -2078,16 +2078,16 @@ static void null_forwards(void) {
   NONE(luna_encoder_layer, luna_encoder_layer_forward(none, here(), &p, NULL));
   NONE(luna_decoder_layer, luna_decoder_layer_forward(none, here(), &p, here(), NULL));
   NONE(luna_causal_layer, luna_causal_layer_forward(none, here()));
-  NONE(luna_lm, luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
-  NONE(luna_lm, luna_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2 }, tokens));
-  NONE(luna_encoder, luna_encoder_embed(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
-  NONE(luna_encoder, luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
-  NONE(luna_classifier, luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
-  NONE(luna_classifier, luna_classifier_forward_pair(none, &(luna_input){ tokens, NULL, 1, 2 }, &(luna_input){ tokens, NULL, 1, 2 }));
+  NONE(luna_lm, luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  NONE(luna_lm, luna_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, tokens));
+  NONE(luna_encoder, luna_encoder_embed(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, NULL));
+  NONE(luna_encoder, luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, NULL));
+  NONE(luna_classifier, luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  NONE(luna_classifier, luna_classifier_forward_pair(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, &(luna_input){ tokens, NULL, 1, 2, NULL }));
   NONE(luna_classifier, luna_classifier_pool(none, here(), here(), NULL));
-  NONE(luna_masked_lm, luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
-  NONE(luna_masked_lm, luna_masked_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2 }, tokens));
-  NONE(luna_seq2seq, luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, &(luna_input){ tokens, NULL, 1, 2 }));
+  NONE(luna_masked_lm, luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  NONE(luna_masked_lm, luna_masked_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, tokens));
+  NONE(luna_seq2seq, luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, &(luna_input){ tokens, NULL, 1, 2, NULL }));
 }
 static void null_inits(void) {
   const luna_init odd = {LUNA_INIT_XAVIER, NAN};
@@ -2115,12 +2115,12 @@ static void null_inits(void) {
   FAILS(luna_encoder_layer, luna_encoder_layer_init(none, new_set(), "a", &layer_c), luna_encoder_layer_forward(none, here(), &p, NULL));
   FAILS(luna_decoder_layer, luna_decoder_layer_init(none, new_set(), "a", &layer_c), luna_decoder_layer_forward(none, here(), &p, here(), NULL));
   FAILS(luna_causal_layer, luna_causal_layer_init(none, new_set(), "a", 3, &layer_c), luna_causal_layer_forward(none, here()));
-  FAILS(luna_lm, luna_lm_init(none, new_set(), &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
-  FAILS(luna_encoder, luna_encoder_init(none, new_set(), "a", VOCAB, &encoder_c), luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, NULL));
-  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c), luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
-  FAILS(luna_masked_lm, luna_masked_lm_init(none, new_set(), &masked_c), luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
-  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), &seq2seq_c), luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2 }, &(luna_input){ tokens, NULL, 1, 2 }));
-  FAILS(luna_lm, luna_lm_init(none, NULL, &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2 }));
+  FAILS(luna_lm, luna_lm_init(none, new_set(), &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_encoder, luna_encoder_init(none, new_set(), "a", VOCAB, &encoder_c), luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, NULL));
+  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c), luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_masked_lm, luna_masked_lm_init(none, new_set(), &masked_c), luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), &seq2seq_c), luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_lm, luna_lm_init(none, NULL, &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
 }
 static void check_nulls(void) {
   function = "nulls";

@@ -338,7 +338,7 @@ static void adamw_row() {
 /* ---- a byte classifier's whole training step, as in bench_layers.c ---- */
 static void classifier_run(bench *b) {
   luna_begin_step(b->ctx);
-  const luna_input input = {b->tokens.data(), b->lengths.data(), BATCH, LENGTH};
+  const luna_input input = {b->tokens.data(), b->lengths.data(), BATCH, LENGTH, NULL};
   luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &input), b->labels.data()));
   luna_optimizer_step(b->adam);
 }

@@ -124,7 +124,7 @@ typedef struct classifier_bench {
 static void classifier_run(void *arg) {
   classifier_bench *b = (classifier_bench *)arg;
   luna_begin_step(b->ctx);
-  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &(luna_input){ b->tokens, b->lengths, b->batch, b->n }), b->labels));
+  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &(luna_input){ b->tokens, b->lengths, b->batch, b->n, NULL }), b->labels));
   luna_optimizer_step(b->adam);
   if (luna_ctx_status(b->ctx) != LUNA_OK) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));

@@ -63,7 +63,7 @@ typedef struct gpt_bench {
 } gpt_bench;
 static void gpt_run(void *arg) {
   gpt_bench *b = (gpt_bench *)arg;
-  const luna_input input = {b->tokens, NULL, b->batch, b->n};
+  const luna_input input = {b->tokens, NULL, b->batch, b->n, NULL};
   luna_begin_step(b->ctx);
   luna_backward(b->lm_loss ? luna_lm_loss(&b->model, &input, b->tokens + 1) : luna_cross_entropy(luna_lm_forward(&b->model, &input), b->tokens + 1));
   luna_optimizer_step(b->adam);
@@ -118,7 +118,7 @@ static void model_run(void *arg) {
   luna_tensor *logits;
   if (b->training) luna_begin_step(b->ctx);
   else luna_begin_inference(b->ctx);
-  logits = luna_classifier_forward(&b->model, &(luna_input){ b->tokens, NULL, 1, b->n });
+  logits = luna_classifier_forward(&b->model, &(luna_input){ b->tokens, NULL, 1, b->n, NULL });
   if (b->training) {
     luna_backward(luna_cross_entropy(logits, &b->label));
     luna_optimizer_step(b->adam);

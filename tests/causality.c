@@ -148,11 +148,11 @@ static void check_lm(luna_isa isa, bool pre_norm) {
       const int32_t kept = tokens[at];
       if (p == 0) change(model.embedding->data + SPECIAL * DIM, DIM, kind);
       luna_begin_inference(ctx);
-      luna_tensor *y = luna_lm_forward(&model, &(luna_input){ tokens, NULL, BATCH, N });
+      luna_tensor *y = luna_lm_forward(&model, &(luna_input){ tokens, NULL, BATCH, N, NULL });
       if (!CHECK(y && luna_read(y, before) == LUNA_OK, "luna_lm_forward: %s", luna_error(ctx))) break;
       tokens[at] = SPECIAL;
       luna_begin_inference(ctx);
-      y = luna_lm_forward(&model, &(luna_input){ tokens, NULL, BATCH, N });
+      y = luna_lm_forward(&model, &(luna_input){ tokens, NULL, BATCH, N, NULL });
       tokens[at] = kept;
       if (!CHECK(y != NULL, "luna_lm_forward: %s", luna_error(ctx))) break;
       bool earlier = true, own_place = true;
@@ -235,7 +235,7 @@ static void check_stream(luna_isa isa) {
     int32_t step[2];
     const float *a = NULL, *b = NULL;
     tokens[N + 40] = VOCAB - 1;
-    if (round == 0) a = luna_stream_prefill(pair, &(luna_input){ tokens, NULL, 0, N }), b = luna_stream_prefill(alone, &(luna_input){ tokens, NULL, 0, N });
+    if (round == 0) a = luna_stream_prefill(pair, &(luna_input){ tokens, NULL, 0, N, NULL }), b = luna_stream_prefill(alone, &(luna_input){ tokens, NULL, 0, N, NULL });
     for (int i = 0; round == 1 && i < N; i++) {
       step[0] = tokens[i], step[1] = tokens[N + i];
       a = luna_stream_step(pair, step), b = luna_stream_step(alone, step);

@@ -658,7 +658,7 @@ static buffer lm_file(void) {
 static void lm_logits(const luna_lm *model, luna_ctx *ctx, float out[2 * 5 * 11]) {
   int32_t *tokens = common_tokens(10, 3, 11);
   luna_begin_inference(ctx);
-  CHECK(luna_read(luna_lm_forward(model, &(luna_input){ tokens, NULL, 2, 5 }), out) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_read(luna_lm_forward(model, &(luna_input){ tokens, NULL, 2, 5, NULL }), out) == LUNA_OK, "%s", luna_error(ctx));
   free(tokens);
 }
 static bool lm_same_config(const luna_lm_config *a, const luna_lm_config *b) {

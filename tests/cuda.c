@@ -54,7 +54,7 @@ typedef struct graph_results {
   int64_t skipped;
 } graph_results;
 static luna_tensor *graph_logits(device_run *r, const int32_t *tokens, int64_t n) {
-  return luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, 2, n });
+  return luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, 2, n, NULL });
 }
 static void graph_run(bool graphed, int kind, graph_results *results) {
   device_run r;
@@ -198,7 +198,7 @@ static void check_stream_graphs(void) {
         CHECK(at < 3 || !cuda_emulated() || (is.replays == 1 && is.launches + is.copies == 2), /* inputs, logits */
               "kind %d, token %d is %ld graphs, %ld launches, %ld copies, %ld waits", kind, at, is.replays, is.launches,
               is.copies, is.synchronisations);
-        if (at == 4) CHECK(luna_stream_prefill(s[0], &(luna_input){ tokens, NULL, 0, 2 }) && luna_stream_prefill(s[1], &(luna_input){ tokens, NULL, 0, 2 }), "a prefill fails");
+        if (at == 4) CHECK(luna_stream_prefill(s[0], &(luna_input){ tokens, NULL, 0, 2, NULL }) && luna_stream_prefill(s[1], &(luna_input){ tokens, NULL, 0, 2, NULL }), "a prefill fails");
       }
       luna_stream_close(s[0]), luna_stream_close(s[1]);
       free(tokens);
@@ -221,7 +221,7 @@ static void check_shared_graph(void) {
     for (int i = 0; i < 6; i++) {
       luna_graph_begin(graph);
       luna_begin_inference(ctx);
-      luna_tensor *y = luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 20 });
+      luna_tensor *y = luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 20, NULL });
       CHECK(luna_graph_end(graph) == LUNA_OK && luna_read(y, i ? got : expected) == LUNA_OK, "a shared set: %s", luna_error(ctx));
       CHECK(i == 0 || memcmp(got, expected, sizeof got) == 0, "inference %d of a shared set has other bits", i);
     }
@@ -239,7 +239,7 @@ static void check_memory(void) {
   luna_classifier_config config = {.vocab = VOCAB, .classes = 3, .encoder = {.layers = 2, .dim = 48, .heads = 2, .ffn = 192}};
   int32_t *tokens = common_tokens(N * BATCH, 3, VOCAB);
   const int32_t labels[BATCH] = {1, 2};
-  const luna_input input = {tokens, NULL, BATCH, N};
+  const luna_input input = {tokens, NULL, BATCH, N, NULL};
   if (!cuda_emulated()) return;
   for (int training = 0; training < 2; training++) {
     luna_ctx *ctx = device_open(&cuda, 1);
@@ -279,7 +279,7 @@ static void check_logits_bytes(void) {
     luna_lm model;
     luna_ctx *ctx = luna_open(&options);
     luna_params *params = luna_params_open(ctx);
-    const luna_input input = {tokens, NULL, 1, TOKENS};
+    const luna_input input = {tokens, NULL, 1, TOKENS, NULL};
     CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "measuring: %s", luna_error(ctx));
     luna_begin_step(ctx);
     CHECK(luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1)
@@ -527,7 +527,7 @@ static void check_failures(void) {
 /* streams: memory that ends while one is opened, and a device that fails in a step */
 static luna_stream *open_stream(device_models *m, luna_seq2seq *decoder, bool decodes) {
   static const int32_t source[6] = {3, 1, 4, 1, 5, 9};
-  return decodes ? luna_seq2seq_stream_open(decoder, &(luna_input){ source, NULL, 2, 3 }, 2) : luna_stream_open(&m->lm[1], &m->config);
+  return decodes ? luna_seq2seq_stream_open(decoder, &(luna_input){ source, NULL, 2, 3, NULL }, 2) : luna_stream_open(&m->lm[1], &m->config);
 }
 static void check_stream_failures(void) {
   static const int32_t tokens[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
@@ -573,7 +573,7 @@ static void check_stream_failures(void) {
         char *state = (char *)common_alloc(size);
         CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK, "a stream does not begin: %s", luna_stream_error(s));
         cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
-        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3 }), "%s %d of a prefill fails without an error", kind ? "kernel" : "launch", at);
+        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3, NULL }), "%s %d of a prefill fails without an error", kind ? "kernel" : "launch", at);
         CHECK(luna_stream_error_id(s) == LUNA_ERROR_BACKEND && strstr(luna_stream_error(s), "CUDA device 0"),
             "a device's failure in a stream: %s", luna_stream_error(s));
         snprintf(sentence, sizeof sentence, "%s", luna_stream_error(s));

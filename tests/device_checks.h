@@ -108,7 +108,7 @@ static float device_step(device_run *r, int step) {
   int32_t *tokens = common_tokens(2 * batch * n, 70 + (uint64_t)step, 31);
   float loss;
   luna_begin_step(r->ctx);
-  luna_tensor *t = luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, batch, n }), tokens + batch * n);
+  luna_tensor *t = luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, batch, n, NULL }), tokens + batch * n);
   luna_backward(t);
   loss = luna_item(t);
   if (luna_optimizer_step(r->optimizer) != LUNA_OK) loss = NAN;
@@ -244,7 +244,7 @@ static void device_not_finite(const device *d) {
 static luna_tensor *device_infer(luna_ctx *ctx, const luna_lm *lm) {
   static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
   luna_begin_inference(ctx);
-  return luna_lm_forward(lm, &(luna_input){ tokens, NULL, 2, 10 });
+  return luna_lm_forward(lm, &(luna_input){ tokens, NULL, 2, 10, NULL });
 }
 static void device_sharing_once(const device *d, unsigned seed) {
   enum { COUNT = 20 * 31 };
@@ -417,7 +417,7 @@ static luna_stream *device_stream(const device_models *m, int at) {
 static const float *device_advance(luna_stream *s, int64_t batch, const int32_t *tokens, int64_t from, int64_t count) {
   int32_t part[3 * STREAM_TOKENS] = {0};
   for (int64_t i = 0; i < batch * count; i++) part[i] = tokens[i / count * STREAM_TOKENS + from + i % count];
-  return count == 1 ? luna_stream_step(s, part) : luna_stream_prefill(s, &(luna_input){ part, NULL, 0, count });
+  return count == 1 ? luna_stream_step(s, part) : luna_stream_prefill(s, &(luna_input){ part, NULL, 0, count, NULL });
 }
 static void device_close_logits(const char *what, int kind, const float *got, const float *expected, int64_t count) {
   if (!CHECK(got && expected, "streams, kind %d, %s: no logits", kind, what)) return;
@@ -559,9 +559,9 @@ static void device_stream_in_step(const device *d) {
       int32_t *tokens = common_tokens(40, 5, 31);
       count = luna_params_element_count(r.params);
       luna_begin_step(r.ctx);
-      luna_tensor *logits = luna_lm_forward(&r.lm, &(luna_input){ tokens, NULL, 2, 19 });
+      luna_tensor *logits = luna_lm_forward(&r.lm, &(luna_input){ tokens, NULL, 2, 19, NULL });
       luna_stream *s = with ? luna_stream_open(&r.lm, NULL) : NULL;
-      CHECK(!with || luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 7 }), "a stream in a step: %s", luna_error(r.ctx));
+      CHECK(!with || luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 7, NULL }), "a stream in a step: %s", luna_error(r.ctx));
       luna_tensor *loss = luna_cross_entropy(logits, tokens + 1);
       CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r.optimizer) == LUNA_OK, "a step with a stream in it: %s", luna_error(r.ctx));
       parameters[with] = common_parameters(r.params);
@@ -614,14 +614,14 @@ static void device_decoder(const device *d, int kind) {
     device_random_weights(params[0]);
     CHECK(device_same_weights(params[0], params[1]), "decoder %d: the weights do not move", kind);
     for (int i = 0; i < 2; i++) {
-      s[i] = luna_seq2seq_stream_open(&model[i], &(luna_input){ source, lengths, sources, 5 }, beam);
+      s[i] = luna_seq2seq_stream_open(&model[i], &(luna_input){ source, lengths, sources, 5, NULL }, beam);
       CHECK(s[i] != NULL, "decoder %d: %s", kind, luna_error(ctx[i]));
     }
     for (int t = 0; t < 8 && s[0] && s[1]; t++) {
       int32_t *tokens = common_tokens(2 * batch, 40 + (uint64_t)t, 17);
       const float *y[2];
       for (int i = 0; i < 2; i++) {
-        y[i] = t == 5 ? luna_stream_prefill(s[i], &(luna_input){ tokens, NULL, 0, 2 }) : luna_stream_step(s[i], tokens);
+        y[i] = t == 5 ? luna_stream_prefill(s[i], &(luna_input){ tokens, NULL, 0, 2, NULL }) : luna_stream_step(s[i], tokens);
         if (t == 3 && batch == 6) CHECK(luna_stream_reorder(s[i], order) == LUNA_OK, "decoder %d: %s", kind, luna_stream_error(s[i]));
       }
       const double error = y[0] && y[1] ? common_error(y[1], y[0], batch * 17, 1e-3) : 1;
@@ -630,7 +630,7 @@ static void device_decoder(const device *d, int kind) {
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
     for (int i = 0; i < 2; i++)
-      CHECK(luna_seq2seq_generate(&model[i], &search, &(luna_input){ source, lengths, sources, 5 }, out[i], out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
+      CHECK(luna_seq2seq_generate(&model[i], &search, &(luna_input){ source, lengths, sources, 5, NULL }, out[i], out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
     CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 && memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise", kind);
     CHECK(common_error(score[1], score[0], sources, 1e-3) <= DEVICE_STREAM_LIMIT, "decoder %d: a translation's score is %g, on the CPU %g", kind, (double)score[1][0], (double)score[0][0]);
   }

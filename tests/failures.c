@@ -31,7 +31,7 @@ static luna_status streams(job_run *r, uint64_t *bits) {
   JOB_TRY(status, open_stream(r, &stream));
   if (status == LUNA_OK) JOB_TRY(status, open_stream(r, &copy));
   if (status == LUNA_OK) {
-    logits = luna_stream_prefill(stream, &(luna_input){ r->tokens, NULL, 0, 21 });
+    logits = luna_stream_prefill(stream, &(luna_input){ r->tokens, NULL, 0, 21, NULL });
     *bits = job_hash(*bits, logits, 2 * VOCAB * sizeof *logits);
     status = luna_stream_copy(copy, stream);
     logits = luna_stream_step(copy, r->tokens + 3);
@@ -44,7 +44,7 @@ static luna_status streams(job_run *r, uint64_t *bits) {
 
 static luna_status open_decoder(job_run *r, luna_stream **stream) {
   const int32_t lengths[2] = {9, 4};
-  return job_given(r->ctx, *stream = luna_seq2seq_stream_open(&r->model.seq2seq, &(luna_input){ r->tokens, lengths, 2, 9 }, 2));
+  return job_given(r->ctx, *stream = luna_seq2seq_stream_open(&r->model.seq2seq, &(luna_input){ r->tokens, lengths, 2, 9, NULL }, 2));
 }
 static luna_status translations(job_run *r, uint64_t *bits) {
   int32_t out[2 * 12], out_lengths[2];
@@ -53,7 +53,7 @@ static luna_status translations(job_run *r, uint64_t *bits) {
   luna_stream *stream = NULL;
   luna_status status;
   search.begin = 1, search.end = 2, search.beam = 3, search.max_length = 12;
-  JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &search, &(luna_input){ r->tokens, NULL, 2, 9 }, out, out_lengths, scores));
+  JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &search, &(luna_input){ r->tokens, NULL, 2, 9, NULL }, out, out_lengths, scores));
   *bits = job_hash(job_hash(*bits, scores, sizeof scores), out_lengths, sizeof out_lengths);
   if (status == LUNA_OK) JOB_TRY(status, open_decoder(r, &stream));
   if (status == LUNA_OK) *bits = job_hash(*bits, luna_stream_step(stream, r->tokens), 4 * VOCAB * sizeof(float));
@@ -124,7 +124,7 @@ static luna_status accumulate(job_run *r, uint64_t *bits) {
   for (int64_t part = 1; part < 4 && status == LUNA_OK; part++) {
     for (int attempt = 0; attempt < 2; attempt++) {
       luna_begin_step(r->ctx);
-      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ r->tokens, NULL, 1, part * 25 }), r->tokens + 1);
+      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ r->tokens, NULL, 1, part * 25, NULL }), r->tokens + 1);
       luna_backward(loss);
       status = luna_ctx_status(r->ctx);
       if (status != LUNA_OUT_OF_MEMORY) break;

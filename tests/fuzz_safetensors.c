@@ -189,10 +189,10 @@ static void use_lm(luna_ctx *ctx, const luna_lm *model) {
   const luna_stream_config config = {1, 2, LUNA_ISA_BEST};
   int32_t tokens[TOKENS];
   tokens_of(tokens, TOKENS, model->config.vocab);
-  ran(ctx, luna_lm_forward(model, &(luna_input){ tokens, NULL, 1, TOKENS }), TOKENS, model->config.vocab);
+  ran(ctx, luna_lm_forward(model, &(luna_input){ tokens, NULL, 1, TOKENS, NULL }), TOKENS, model->config.vocab);
   luna_stream *stream = luna_stream_open(model, &config);
   HOLDS(stream || luna_error(ctx)[0], "no stream, and no sentence");
-  if (stream && !luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, TOKENS })) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
+  if (stream && !luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, TOKENS, NULL })) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
   luna_stream_close(stream);
   luna_begin_inference(ctx);
 }
@@ -200,13 +200,13 @@ static void use_classifier(luna_ctx *ctx, const luna_classifier *model) {
   int32_t tokens[2 * TOKENS];
   const int32_t lengths[2] = {TOKENS, 2};
   tokens_of(tokens, 2 * TOKENS, model->config.vocab);
-  ran(ctx, model->config.pair ? luna_classifier_forward_pair(model, &(luna_input){ tokens, lengths, 2, TOKENS }, &(luna_input){ tokens, lengths, 2, TOKENS }) : luna_classifier_forward(model, &(luna_input){ tokens, lengths, 2, TOKENS }), 2, model->config.classes);
+  ran(ctx, model->config.pair ? luna_classifier_forward_pair(model, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }) : luna_classifier_forward(model, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }), 2, model->config.classes);
 }
 static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
   int32_t tokens[2 * TOKENS];
   const int32_t lengths[2] = {TOKENS, 2};
   tokens_of(tokens, 2 * TOKENS, model->config.vocab);
-  ran(ctx, luna_masked_lm_forward(model, &(luna_input){ tokens, lengths, 2, TOKENS }), 2 * TOKENS, model->config.vocab);
+  ran(ctx, luna_masked_lm_forward(model, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }), 2 * TOKENS, model->config.vocab);
 }
 static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   int32_t source[2 * TOKENS], target[2 * TOKENS], out[2 * TOKENS], out_lengths[2];
@@ -215,8 +215,8 @@ static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   float scores[2];
   search.beam = 2, search.max_length = TOKENS, search.end = model->config.target_vocab > 1;
   tokens_of(source, 2 * TOKENS, model->config.vocab), tokens_of(target, 2 * TOKENS, model->config.target_vocab);
-  ran(ctx, luna_seq2seq_forward(model, &(luna_input){ source, lengths, 2, TOKENS }, &(luna_input){ target, NULL, 2, TOKENS }), 2 * TOKENS, model->config.target_vocab);
-  HOLDS(luna_seq2seq_generate(model, &search, &(luna_input){ source, lengths, 2, TOKENS }, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0], "no translation, and no sentence");
+  ran(ctx, luna_seq2seq_forward(model, &(luna_input){ source, lengths, 2, TOKENS, NULL }, &(luna_input){ target, NULL, 2, TOKENS, NULL }), 2 * TOKENS, model->config.target_vocab);
+  HOLDS(luna_seq2seq_generate(model, &search, &(luna_input){ source, lengths, 2, TOKENS, NULL }, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0], "no translation, and no sentence");
   luna_begin_inference(ctx);
 }
 
@@ -268,7 +268,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
     const int32_t swap[2] = {1, 0};
     luna_sampling sampling = {1, 2, 0, 1, 0};
     tokens_of(tokens, 2 * TOKENS, vocab);
-    const float *logits = luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, TOKENS });
+    const float *logits = luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, TOKENS, NULL });
     HOLDS(logits || luna_stream_error(stream)[0], "no logits, and no sentence");
     const int32_t token = luna_sample(logits, vocab, &sampling);
     HOLDS(token >= -1 && token < vocab, "token %d of %d", (int)token, (int)vocab);
@@ -308,7 +308,7 @@ static void try_state(const uint8_t *bytes, size_t size) {
     if (status == LUNA_OK) {
       HOLDS(size == room && memcmp(after, bytes, size) == 0, "a state loaded and saved is another");
       for (int i = 0; i < 2; i++)
-        if (!luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 1 + i })) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
+        if (!luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 1 + i, NULL })) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
     } else HOLDS(luna_stream_error(stream)[0] && memcmp(before, after, room) == 0, "a state is refused without a sentence, or changes the stream");
     free(before), free(after);
   }
@@ -437,7 +437,7 @@ static buffer state_file(int which) {
   luna_stream *stream = fixed_stream(which)->stream;
   buffer b = {NULL, 0, 0};
   luna_stream_reset(stream);
-  luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 2 });
+  luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 2, NULL });
   b.size = b.room = luna_stream_state_size(stream);
   b.at = (uint8_t *)malloc(b.size);
   luna_stream_state_save(stream, b.at, b.size);

@@ -353,13 +353,13 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   if (CHECK(golden_model_init(g, &model, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
     golden_set(g, params);
     luna_begin_inference(ctx);
-    x = luna_encoder_forward(classifier ? &model.classifier.encoder : &model.seq2seq.encoder, &(luna_input){ tokens, lengths, batch, n }, &p);
+    x = luna_encoder_forward(classifier ? &model.classifier.encoder : &model.seq2seq.encoder, &(luna_input){ tokens, lengths, batch, n, NULL }, &p);
     golden_output(g, "encoder_out", x, classifier ? NULL : lengths); /* a learned position of padding, which nothing reads, is in one file */
     golden_output(g, classifier ? "packed_out" : "encoder_projected_out", p, NULL);
     if (training) luna_begin_step(ctx);
-    logits = !classifier ? luna_seq2seq_forward(&model.seq2seq, &(luna_input){ tokens, lengths, batch, n }, &(luna_input){ other, NULL, batch, m })
-             : other     ? luna_classifier_forward_pair(&model.classifier, &(luna_input){ tokens, lengths, batch, n }, &(luna_input){ other, other_lengths, batch, m })
-                         : luna_classifier_forward(&model.classifier, &(luna_input){ tokens, lengths, batch, n });
+    logits = !classifier ? luna_seq2seq_forward(&model.seq2seq, &(luna_input){ tokens, lengths, batch, n, NULL }, &(luna_input){ other, NULL, batch, m, NULL })
+             : other     ? luna_classifier_forward_pair(&model.classifier, &(luna_input){ tokens, lengths, batch, n, NULL }, &(luna_input){ other, other_lengths, batch, m, NULL })
+                         : luna_classifier_forward(&model.classifier, &(luna_input){ tokens, lengths, batch, n, NULL });
     golden_output(g, "logits", logits, NULL);
     luna_tensor *loss = luna_cross_entropy(logits, labels);
     golden_output(g, "loss", loss, NULL);

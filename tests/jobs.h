@@ -121,12 +121,12 @@ static luna_status job_open_optimizer(job_run *r) {
 static luna_tensor *job_forward(job_run *r) {
   const job *j = r->j;
   const int32_t *tokens = r->tokens, lengths[2] = {(int32_t)j->n, 3}, labels[2] = {1, 0};
-  if (j->model == JOB_LM_LARGE_LOSS) return luna_lm_loss(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n }, tokens + 1);
-  if (j->model == JOB_LM || j->model == JOB_LM_LARGE) return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n }), tokens + 1);
-  if (j->model == JOB_CLASSIFIER) return luna_cross_entropy(luna_classifier_forward(&r->model.classifier, &(luna_input){ tokens, lengths, 2, j->n }), labels);
-  if (j->model == JOB_MASKED_LM) return luna_masked_lm_loss(&r->model.masked_lm, &(luna_input){ tokens, lengths, 2, j->n }, tokens + 1);
+  if (j->model == JOB_LM_LARGE_LOSS) return luna_lm_loss(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }, tokens + 1);
+  if (j->model == JOB_LM || j->model == JOB_LM_LARGE) return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }), tokens + 1);
+  if (j->model == JOB_CLASSIFIER) return luna_cross_entropy(luna_classifier_forward(&r->model.classifier, &(luna_input){ tokens, lengths, 2, j->n, NULL }), labels);
+  if (j->model == JOB_MASKED_LM) return luna_masked_lm_loss(&r->model.masked_lm, &(luna_input){ tokens, lengths, 2, j->n, NULL }, tokens + 1);
   if (j->model == JOB_SEQ2SEQ)
-    return luna_cross_entropy(luna_seq2seq_forward(&r->model.seq2seq, &(luna_input){ tokens, lengths, 2, j->n }, &(luna_input){ tokens + 1, NULL, 2, j->n / 2 }), tokens);
+    return luna_cross_entropy(luna_seq2seq_forward(&r->model.seq2seq, &(luna_input){ tokens, lengths, 2, j->n, NULL }, &(luna_input){ tokens + 1, NULL, 2, j->n / 2, NULL }), tokens);
   const int64_t shape[3] = {1, j->n, DIM}, flat[2] = {1, j->n * DIM};
   luna_tensor *x = luna_tensor_new(r->ctx, NULL, 3, shape), *p = luna_expand(r->slots, 1);
   for (int64_t i = 0; i < j->layers; i++) x = luna_encoder_layer_forward(&r->layer[i], x, &p, NULL);

@@ -105,10 +105,10 @@ static void check_steady(void) {
   luna_optimizer *optimizer = luna_adamw(params, NULL);
   for (int step = 0; step < 12; step++) {
     luna_begin_step(ctx);
-    luna_backward(luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 290 }), tokens + 1));
+    luna_backward(luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 290, NULL }), tokens + 1));
     CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "step: %s", luna_error(ctx));
     luna_begin_inference(ctx);
-    CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 150 }) != NULL, "inference: %s", luna_error(ctx));
+    CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 150, NULL }) != NULL, "inference: %s", luna_error(ctx));
     if (step == 3) after = g.calls, early = luna_memory(ctx);
   }
   const luna_memory_usage late = luna_memory(ctx);
@@ -163,7 +163,7 @@ static void check_logits_bytes(void) {
     luna_lm model;
     luna_ctx *ctx = luna_open(&options);
     luna_params *params = luna_params_open(ctx);
-    const luna_input input = {tokens, NULL, 1, TOKENS};
+    const luna_input input = {tokens, NULL, 1, TOKENS, NULL};
     luna_lm_init(&model, params, &config);
     luna_optimizer *adam = luna_adamw(params, NULL);
     for (int step = 0; step < 2; step++) {
@@ -198,7 +198,7 @@ static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, lun
   luna_optimizer *adam = luna_adamw(params, NULL);
   for (int step = 0; step < 2; step++) {
     luna_begin_step(ctx);
-    luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, batch, n }), labels));
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, batch, n, NULL }), labels));
     CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a classifier: %s", luna_error(ctx));
   }
   const size_t bytes = luna_memory(ctx).peak;

@@ -167,7 +167,7 @@ static int32_t *padded_tokens(int64_t batch, int64_t n, const int32_t *lengths, 
 /* ---- classifier: a sequence of a padded batch gives what it gives alone, whatever stands in the padding ---- */
 static float *classified(classifier *c, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   luna_begin_inference(c->ctx);
-  return values_of(c->ctx, luna_classifier_forward(&c->model, &(luna_input){ tokens, lengths, batch, n }), "luna_classifier_forward");
+  return values_of(c->ctx, luna_classifier_forward(&c->model, &(luna_input){ tokens, lengths, batch, n, NULL }), "luna_classifier_forward");
 }
 static void check_alone(int v, luna_form form, luna_pooling pooling) {
   luna_classifier_config config = {0};
@@ -209,7 +209,7 @@ static void check_padding(int v) {
     int32_t *tokens = common_tokens(BATCH * N, 1, VOCAB);
     const bool kept = c.model.encoder.config.keep_padding;
     luna_begin_inference(c.ctx);
-    float *x = values_of(c.ctx, luna_encoder_forward(&c.model.encoder, &(luna_input){ tokens, lengths_of_5, BATCH, N }, NULL), "luna_encoder_forward");
+    float *x = values_of(c.ctx, luna_encoder_forward(&c.model.encoder, &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }, NULL), "luna_encoder_forward");
     for (int64_t i = 0; i < BATCH * N; i++) {
       const bool padding = i % N >= lengths_of_5[i / N];
       CHECK((length_of(x + i * DIM, DIM) == 0) == (padding && !kept), "%s: place %d of sequence %d, %s, holds %.3g", encoder_names[v],
@@ -225,7 +225,7 @@ static double *hand_features(classifier *c, const int32_t *tokens, const int32_t
   double *f = (double *)common_alloc((size_t)(batch * DIM) * sizeof(double));
   luna_tensor *p = NULL;
   luna_begin_inference(c->ctx);
-  luna_tensor *tx = luna_encoder_forward(&c->model.encoder, &(luna_input){ tokens, lengths, batch, n }, &p);
+  luna_tensor *tx = luna_encoder_forward(&c->model.encoder, &(luna_input){ tokens, lengths, batch, n, NULL }, &p);
   const luna_pooling pooling = c->model.config.pooling;
   const bool memory = pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
   const int64_t slots = memory && p ? p->shape[1] : 0, rows = memory ? slots : n;
@@ -281,16 +281,16 @@ static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /
     float *expected = hand_logits(&c, f, BATCH, width);
     luna_begin_inference(c.ctx);
     float *got = values_of(c.ctx,
-                           pair ? luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n }, &(luna_input){ second, lengths_of_5, BATCH, N })
-                                : luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n }),
+                           pair ? luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL }, &(luna_input){ second, lengths_of_5, BATCH, N, NULL })
+                                : luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL }),
                            "logits");
     snprintf(what, sizeof what, "%s, pooling %d of %d tokens%s: logits against the definition", encoder_names[v], pooling, (int)n,
              pair ? ", pairs" : "");
     test_close(what, got, expected, BATCH * 3, 2e-6);
     luna_begin_inference(c.ctx);
     refused_at(__LINE__, c.ctx,
-            pair ? !luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n })
-                 : !luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n }, &(luna_input){ second, lengths_of_5, BATCH, N }),
+            pair ? !luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL })
+                 : !luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL }, &(luna_input){ second, lengths_of_5, BATCH, N, NULL }),
             pair ? LUNA_ERROR_CLASSIFIER_PAIR : LUNA_ERROR_CLASSIFIER_SINGLE, "the other number of sequences");
     free(tokens), free(second), free(a), free(b), free(f), free(expected), free(got);
   }
@@ -351,7 +351,7 @@ static void check_tied(void) {
   copy_tied(set[0], set[1]);
   for (int i = 0; i < 2; i++) {
     luna_begin_step(ctx);
-    luna_tensor *y = luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths_of_5, BATCH, N });
+    luna_tensor *y = luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL });
     logits[i] = values_of(ctx, y, "logits");
     luna_backward(luna_cross_entropy(y, labels));
   }
@@ -388,7 +388,7 @@ static void check_own_memory(void) {
     if (!classifier_open(&c, own ? 5 : 0, LUNA_FORM_CHEAPEST, config)) return;
     int32_t *tokens = common_tokens(BATCH * N, 4, VOCAB);
     luna_begin_step(c.ctx);
-    CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths_of_5, BATCH, N }), labels)) == LUNA_OK, "%s",
+    CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }), labels)) == LUNA_OK, "%s",
           luna_error(c.ctx));
     for (int i = 0; i < 2; i++) {
       snprintf(name, sizeof name, "encoder.layers.%d.projected_embeddings", i);
@@ -456,7 +456,7 @@ static void check_sinusoids(int64_t dim, int64_t first, int64_t n) {
     memset(encoder.embedding->data, 0, (size_t)(2 * dim) * sizeof(float));
     memset(encoder.memory->data, 0, (size_t)(5 * dim) * sizeof(float));
     luna_begin_inference(ctx);
-    float *x = values_of(ctx, luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, n }, &p), "luna_encoder_embed"),
+    float *x = values_of(ctx, luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, n, NULL }, &p), "luna_encoder_embed"),
           *memory = values_of(ctx, p, "the memory");
     for (int64_t t = 0; t < n + 5; t++) /* the tokens, then the slots, which are counted from 0 */
       for (int64_t i = 0; i < dim; i++) {
@@ -486,7 +486,7 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   config.positions = positions, config.embedding_scale = scale, config.first_position = FIRST, config.max_length = LONGEST;
   CHECK(luna_encoder_init(&encoder, params, "", VOCAB, &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
-  float *x = values_of(ctx, luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST }, &p), "luna_encoder_embed"),
+  float *x = values_of(ctx, luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST, NULL }, &p), "luna_encoder_embed"),
         *memory = values_of(ctx, p, "the memory");
   float *expected = common_floats(LONGEST * DIM), *slots = common_floats(SLOTS * DIM);
   for (int64_t i = 0; i < LONGEST * DIM; i++)
@@ -497,7 +497,7 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   test_close("the embedded memory", memory, slots, SLOTS * DIM, 1e-6);
   luna_begin_inference(ctx);
   p = NULL;
-  luna_tensor *more = luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST + 1 }, &p);
+  luna_tensor *more = luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST + 1, NULL }, &p);
   if (positions == LUNA_POSITIONS_LEARNED) {
     CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s", luna_status_text(luna_ctx_status(ctx)));
     refused(ctx, !more, MAX_LENGTH, "a sequence longer than the learned positions");
@@ -514,8 +514,8 @@ static void check_learned_lm(void) { /* a language model's learned positions cou
   config.vocab = VOCAB, config.layer.dim = DIM, config.layer.heads = 2, config.positions = LUNA_POSITIONS_LEARNED, config.max_length = 8;
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && model.positions && model.positions->shape[0] == 8, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
-  CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 8 }) != NULL, "8 tokens: %s", luna_error(ctx));
-  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9 }), MAX_LENGTH,
+  CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 8, NULL }) != NULL, "8 tokens: %s", luna_error(ctx));
+  refused(ctx, !luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 9, NULL }), MAX_LENGTH,
       "a language model's sequence of 9");
   free(tokens);
   luna_close(ctx);
@@ -540,7 +540,7 @@ static masked mask(const luna_masking *masking, const int32_t *tokens, const int
   masked m;
   m.input = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
   m.labels = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
-  m.count = luna_mask_tokens(masking, &(luna_input){ tokens, lengths, ROWS, COLUMNS }, m.input, m.labels);
+  m.count = luna_mask_tokens(masking, &(luna_input){ tokens, lengths, ROWS, COLUMNS, NULL }, m.input, m.labels);
   return m;
 }
 static void masked_free(masked *m) { free(m->input), free(m->labels); }
@@ -610,10 +610,10 @@ static void check_masking(void) {
   again = first;
   again.labels = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
   again.input = alias;
-  again.count = luna_mask_tokens(&masking, &(luna_input){ alias, lengths, ROWS, COLUMNS }, alias, again.labels);
+  again.count = luna_mask_tokens(&masking, &(luna_input){ alias, lengths, ROWS, COLUMNS, NULL }, alias, again.labels);
   CHECK(masked_same(&first, &again), "masking in place masks otherwise");
   CHECK(luna_mask_tokens(&masking, NULL, alias, alias) == 0 &&
-            luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1 }, alias, alias) == 0,
+            luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1, NULL }, alias, alias) == 0,
         "null is masked");
   other = (luna_masking){0, 256, 256, 0, 0}; /* what fits a luna_masked_lm of the default config */
   masked given = mask(&other, tokens, lengths), none = mask(NULL, tokens, lengths);
@@ -636,12 +636,12 @@ static void check_masked_loss(int v, luna_form form) {
   config.vocab = VOCAB + 1, config.encoder = encoder_config(v);
   CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx));
   common_params(params, 62);
-  luna_mask_tokens(&masking, &(luna_input){ tokens, lengths_of_5, BATCH, N }, input, labels);
+  luna_mask_tokens(&masking, &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }, input, labels);
   for (int i = 0; i < 2; i++) {
     luna_params_zero_grad(params);
     luna_begin_step(ctx);
-    luna_tensor *y = i ? luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels)
-                       : luna_cross_entropy(luna_masked_lm_forward(&model, &(luna_input){ input, lengths_of_5, BATCH, N }), labels);
+    luna_tensor *y = i ? luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }, labels)
+                       : luna_cross_entropy(luna_masked_lm_forward(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }), labels);
     loss[i] = luna_item(y);
     CHECK(luna_backward(y) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx));
     gradient[i] = all_gradients(params);
@@ -657,15 +657,15 @@ static void check_masked_loss(int v, luna_form form) {
   }
   for (int i = 0; i < BATCH * N; i++) labels[i] = -1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), NO_LABELS,
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }, labels), NO_LABELS,
       "no label at all");
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, NULL), NULL_ARGUMENT,
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }, NULL), NULL_ARGUMENT,
       "null for labels");
   labels[3] = VOCAB + 1;
   luna_begin_step(ctx);
-  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels), LABEL_RANGE,
+  refused(ctx, !luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }, labels), LABEL_RANGE,
       "a label beyond the vocabulary");
-  CHECK(!luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N }, labels) &&
+  CHECK(!luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }, labels) &&
             strstr(luna_error(ctx), "labels[3] is "), "a label's place is the caller's: %s", luna_error(ctx));
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
@@ -675,7 +675,7 @@ static void check_lm_loss(int64_t vocab, bool inference) {
   enum { TOKENS = 26 };
   const luna_lm_config config = {.vocab = vocab, .layers = 2, .layer = {.dim = 12, .heads = 2, .ffn = 20, .pre_norm = true}};
   int32_t *tokens = common_tokens(TOKENS, 4, (int32_t)vocab), *labels = common_tokens(TOKENS, 5, (int32_t)vocab);
-  const luna_input input = {tokens, NULL, 2, TOKENS / 2};
+  const luna_input input = {tokens, NULL, 2, TOKENS / 2, NULL};
   luna_ctx *ctx = luna_open(NULL);
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
@@ -947,7 +947,7 @@ static double train_classifier(luna_params *params, const luna_classifier *model
   for (int step = 0; step < steps; step++) {
     counting_task((uint64_t)step, tokens, lengths, labels);
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model, &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model, &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "step %d: %s", step, luna_error(ctx))) return NAN;
     if (step >= steps - 10) sum += (double)luna_item(loss) / 10 / log(2);
@@ -1003,7 +1003,7 @@ static void check_lm_trains(luna_attention_kind kind) {
         labels[i] = i % 24 < 2 ? -1 : pattern[(at + 1) % 9];
       }
       luna_begin_step(ctx);
-      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 4, 24 }), labels);
+      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 4, 24, NULL }), labels);
       luna_backward(loss);
       if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "language model %d: %s", kind, luna_error(ctx))) break;
       last = (double)luna_item(loss) / log(5);
@@ -1203,7 +1203,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   }
   counting_task(0, tokens, lengths, labels);
   luna_begin_step(ctx);
-  luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), labels);
+  luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
   const double value = (double)luna_item(loss);
   const int first_run = state.forwards;
   CHECK(luna_backward(loss) == LUNA_OK, "hook: %s", luna_error(ctx));
@@ -1220,7 +1220,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
     for (int s = 0; s < 2; s++) {
       decay->data[0] = s ? -0.005f : 0.005f;
       luna_begin_step(ctx);
-      side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), labels));
+      side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels));
     }
     decay->data[0] = 0;
     const double difference = ((double)side[0] - (double)side[1]) / 0.01;
@@ -1235,7 +1235,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "hook: %s", luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
-    logits[i] = values_of(ctx, luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N }), "logits");
+    logits[i] = values_of(ctx, luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), "logits");
   }
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
@@ -1263,7 +1263,7 @@ static void check_hook_lm(void) {
   luna_optimizer *adam = luna_adamw(params, &adamw);
   for (int step = 0; step < 150; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 19 }), tokens + 1);
+    luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 19, NULL }), tokens + 1);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "hook: %s", luna_error(ctx))) break;
     last = (double)luna_item(loss);
@@ -1275,10 +1275,10 @@ static void check_hook_lm(void) {
         state.with_memory, state.with_lengths);
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
-    before = values_of(ctx, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 20 }), "logits");
+    before = values_of(ctx, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 20, NULL }), "logits");
     tokens[12] = (tokens[12] + 1) % 5;
     luna_begin_inference(ctx);
-    after = values_of(ctx, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 20 }), "logits");
+    after = values_of(ctx, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 20, NULL }), "logits");
     CHECK(same_bits(before, after, 12 * 5) && !same_bits(before + 12 * 5, after + 12 * 5, 5),
           "token 12 changes what comes before it, or not what comes after");
     free(before), free(after);
@@ -1477,7 +1477,7 @@ static float *two_segments(segments *s, crossing how, float **x) {
     first[i] = (int32_t)(common_hash(50, (uint64_t)i) % 5), second[i] = 5 + (int32_t)(common_hash(51, (uint64_t)i) % (VOCAB - 5));
   luna_params_zero_grad(s->params);
   luna_begin_step(s->ctx);
-  luna_encoder_forward(&s->encoder, &(luna_input){ first, NULL, 2, SEGMENT }, &p);
+  luna_encoder_forward(&s->encoder, &(luna_input){ first, NULL, 2, SEGMENT, NULL }, &p);
   if (how == DETACHED) p = luna_detach(p);
   if (how == AS_CONSTANT) {
     float *values = values_of(s->ctx, p, "the memory");
@@ -1486,7 +1486,7 @@ static float *two_segments(segments *s, crossing how, float **x) {
     p = luna_tensor_new(s->ctx, values, 3, shape);
     free(values);
   }
-  luna_tensor *y = luna_encoder_forward(&s->encoder, &(luna_input){ second, NULL, 2, SEGMENT }, &p);
+  luna_tensor *y = luna_encoder_forward(&s->encoder, &(luna_input){ second, NULL, 2, SEGMENT, NULL }, &p);
   *x = values_of(s->ctx, y, "the second segment");
   luna_tensor *both = luna_add(common_loss(y, 52), common_loss(p, 53));
   CHECK(luna_backward(both) == LUNA_OK, "segments: %s", luna_error(s->ctx));
@@ -1524,7 +1524,7 @@ static float *many_segments(segments *s, const int32_t *tokens, int64_t count, b
     if (i == 0 || carried) luna_begin_inference(s->ctx);
     if (i && carried) p = luna_tensor_new(s->ctx, values, 3, shape);
     if (forgetting) p = NULL;
-    y = luna_encoder_forward(&s->encoder, &(luna_input){ tokens + i * SEGMENT, NULL, 1, SEGMENT }, &p);
+    y = luna_encoder_forward(&s->encoder, &(luna_input){ tokens + i * SEGMENT, NULL, 1, SEGMENT, NULL }, &p);
     if (!CHECK(y && luna_read(p, values) == LUNA_OK, "segment %lld: %s", (long long)i, luna_error(s->ctx))) break;
     if (i == 1 && peak_early) *peak_early = luna_memory(s->ctx).peak;
   }
@@ -1582,7 +1582,7 @@ static void check_memory_trains(void) {
       tokens[0][b * SEGMENT + step % SEGMENT] = VOCAB - 2 + labels[b];
     }
     luna_begin_step(ctx);
-    for (int i = 0; i < 3; i++) x = luna_encoder_forward(&model.encoder, &(luna_input){ tokens[i], NULL, 16, SEGMENT }, &p);
+    for (int i = 0; i < 3; i++) x = luna_encoder_forward(&model.encoder, &(luna_input){ tokens[i], NULL, 16, SEGMENT, NULL }, &p);
     luna_tensor *loss = luna_cross_entropy(luna_linear(luna_classifier_pool(&model, x, p, NULL), model.projection, NULL), labels);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "segments: %s", luna_error(ctx))) break;
@@ -1639,12 +1639,12 @@ static texts texts_make(void) {
 }
 static luna_tensor *model_logits(const luna_model *m, const texts *t) {
   switch (m->kind) {
-    case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, &(luna_input){ t->tokens, NULL, BATCH, N });
+    case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, &(luna_input){ t->tokens, NULL, BATCH, N, NULL });
     case LUNA_MODEL_CLASSIFIER:
-      return m->classifier.config.pair ? luna_classifier_forward_pair(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N }, &(luna_input){ t->targets, NULL, BATCH, TARGET })
-                                       : luna_classifier_forward(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N });
-    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, &(luna_input){ t->tokens, t->lengths, BATCH, N });
-    default: return luna_seq2seq_forward(&m->seq2seq, &(luna_input){ t->tokens, t->lengths, BATCH, N }, &(luna_input){ t->targets, NULL, BATCH, TARGET });
+      return m->classifier.config.pair ? luna_classifier_forward_pair(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL }, &(luna_input){ t->targets, NULL, BATCH, TARGET, NULL })
+                                       : luna_classifier_forward(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL });
+    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL });
+    default: return luna_seq2seq_forward(&m->seq2seq, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL }, &(luna_input){ t->targets, NULL, BATCH, TARGET, NULL });
   }
 }
 /* Two accumulated steps with dropout everywhere: loss and gradients, [1 + parameters], to be freed. What the model was given is overwritten
@@ -1782,7 +1782,7 @@ static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_r
   luna_status status = params ? luna_classifier_init(&model, params, &config) : luna_ctx_status(ctx);
   for (int step = 0; step < 2 && status == LUNA_OK; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, n }), &label);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, n, NULL }), &label);
     luna_backward(loss);
     status = luna_ctx_status(ctx);
     if (out && status == LUNA_OK) out->loss = luna_item(loss);
@@ -1886,7 +1886,7 @@ static luna_tensor *unread_features(const luna_classifier *model, const luna_inp
   return luna_classifier_pool(model, NULL, p, input->lengths);
 }
 static luna_tensor *unread_logits(const luna_classifier *model, const texts *t, bool by_hand) {
-  const luna_input first = {t->tokens, t->lengths, BATCH, N}, second = {t->targets, NULL, BATCH, TARGET};
+  const luna_input first = {t->tokens, t->lengths, BATCH, N, NULL}, second = {t->targets, NULL, BATCH, TARGET, NULL};
   luna_tensor *part[4];
   if (!by_hand)
     return model->config.pair ? luna_classifier_forward_pair(model, &first, &second) : luna_classifier_forward(model, &first);
@@ -2046,7 +2046,7 @@ static void check_unread_default(void) {
   config.encoder.layers = 1;
   CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_step(ctx);
-  luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, 3 }), &label));
+  luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, 3, NULL }), &label));
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const luna_tensor *p = luna_params_at(params, i, NULL);
     unread += p->grad ? 0 : luna_count(p);
@@ -2116,7 +2116,7 @@ static float *teacher(translator *t, const int32_t *source, const int32_t *lengt
   }
   luna_begin_inference(t->ctx);
   float *out =
-      values_of(t->ctx, luna_seq2seq_forward(&t->model, &(luna_input){ repeated, lengths ? repeated_lengths : NULL, batch * beam, n }, &(luna_input){ target, NULL, batch * beam, m }),
+      values_of(t->ctx, luna_seq2seq_forward(&t->model, &(luna_input){ repeated, lengths ? repeated_lengths : NULL, batch * beam, n, NULL }, &(luna_input){ target, NULL, batch * beam, m, NULL }),
                 "luna_seq2seq_forward");
   free(repeated);
   return out;
@@ -2133,12 +2133,12 @@ static void check_decoder_stream(int v, int64_t beam, bool with_lengths) {
   if (translator_open(&t, &config, 80)) {
     int32_t *source = common_tokens(SOURCES_3 * SOURCE, 81, VOCAB), *target = common_tokens(rows * STEPS, 82, (int32_t)vocab),
             moved[MOST_ROWS * STEPS];
-    luna_stream *s = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, lengths, SOURCES_3, SOURCE }, beam);
+    luna_stream *s = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, lengths, SOURCES_3, SOURCE, NULL }, beam);
     float *got = common_floats(rows * STEPS * vocab);
     if (CHECK(s != NULL, "luna_seq2seq_stream_open: %s", luna_error(t.ctx))) {
       for (int part = 0; part < 2; part++) { /* as it is; with the sequences of each source changing places at every third step */
         luna_stream_reset(s);
-        if (part) CHECK(luna_stream_prefill(s, &(luna_input){ target, NULL, 0, 1 }) != NULL, "prefill: %s", luna_stream_error(s)), luna_stream_reset(s);
+        if (part) CHECK(luna_stream_prefill(s, &(luna_input){ target, NULL, 0, 1, NULL }) != NULL, "prefill: %s", luna_stream_error(s)), luna_stream_reset(s);
         CHECK(luna_stream_position(s) == 0, "a stream that was reset is at %d", (int)luna_stream_position(s));
         for (int64_t step = 0; step < STEPS; step++) {
           for (int64_t i = 0; i < rows; i++) now[i] = target[i * STEPS + step];
@@ -2193,7 +2193,7 @@ static void check_decoder_state(void) {
     int32_t *source = common_tokens(TWO * SOURCE, 121, VOCAB), *target = common_tokens(TWO * STEPS, 122, VOCAB);
     luna_stream *s[3];
     float kept[TWO * VOCAB];
-    for (int i = 0; i < 3; i++) s[i] = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, TWO, SOURCE }, 1);
+    for (int i = 0; i < 3; i++) s[i] = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, TWO, SOURCE, NULL }, 1);
     if (CHECK(s[0] && s[1] && s[2], "luna_seq2seq_stream_open: %s", luna_error(t.ctx))) {
       const size_t size = luna_stream_state_size(s[0]);
       void *state = common_alloc(size);
@@ -2223,15 +2223,15 @@ static void check_seq2seq_forward(void) {
   if (translator_open(&t, &config, 84)) {
     int32_t *source = common_tokens(2 * SOURCE, 85, VOCAB), *target = common_tokens(2 * STEPS, 86, 8);
     luna_begin_inference(t.ctx);
-    float *all = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, NULL, 2, 6 }), "logits"),
-          *some = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, target_lengths, 2, 6 }), "logits");
+    float *all = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE, NULL }, &(luna_input){ target, NULL, 2, 6, NULL }), "logits"),
+          *some = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE, NULL }, &(luna_input){ target, target_lengths, 2, 6, NULL }), "logits");
     for (int b = 0; b < 2; b++)
       CHECK(same_bits(all + b * 6 * 8, some + b * 6 * 8, target_lengths[b] * 8), "target %d: its length changes what is before its end", b);
     CHECK(!same_bits(all + 3 * 8, some + 3 * 8, 8), "a padded place of a target is read");
-    luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE }, &(luna_input){ target, NULL, 2, STEPS });
+    luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE, NULL }, &(luna_input){ target, NULL, 2, STEPS, NULL });
     CHECK(longest != NULL, "%d places: %s", STEPS, luna_error(t.ctx));
-    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE },
-        &(luna_input){ target, NULL, 1, STEPS + 1 }), MAX_LENGTH,
+    refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE, NULL },
+        &(luna_input){ target, NULL, 1, STEPS + 1, NULL }), MAX_LENGTH,
             "a target longer than its learned positions");
     free(source), free(target), free(all), free(some);
   }
@@ -2331,7 +2331,7 @@ static void check_searches(int v, uint64_t seed) {
           memset(out, 0, sizeof out);
           snprintf(what, sizeof what, "model %d, beam %d, penalty %g%s", v, (int)beams[i], (double)penalties[j],
                    exhaustive ? ", exhaustive" : "");
-          CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "%s: %s", what,
+          CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK, "%s: %s", what,
                 luna_error(t.ctx));
           hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MAX, penalty_of(penalties[j]), exhaustive);
           check_result(what, out, length, score, &expected);
@@ -2361,7 +2361,7 @@ static void check_greedy(int v) {
       }
       if (ended >= 0) h.length--;
       search.begin = BEGIN, search.end = END, search.max_length = MAX;
-      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
+      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
       CHECK(length == h.length && memcmp(out, h.tokens + 1, (size_t)length * sizeof(int32_t)) == 0,
             "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length, (int)out[0],
             (int)out[1], (int)h.length, (int)h.tokens[1], (int)h.tokens[2]);
@@ -2412,7 +2412,7 @@ static void check_exhaustive(uint64_t seed) {
         CHECK(mass > 0.9999, "the four tokens have %.6f of the probability", mass);
         search.begin = BEGIN, search.end = END, search.beam = WIDE, search.max_length = SHORT, search.length_penalty = penalties[j],
         search.exhaustive = exhaustive;
-        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "%s", luna_error(t.ctx));
+        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK, "%s", luna_error(t.ctx));
         snprintf(what, sizeof what, "of all sequences, seed %d, penalty %g%s", (int)seed, (double)penalties[j],
                  exhaustive ? ", exhaustive" : "");
         check_result(what, out, length, score, &best);
@@ -2435,10 +2435,10 @@ static void check_batch_of_sources(int v, int64_t max) {
       search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = max;
       const int64_t room = max ? max : 2 * SOURCE + 10;
       for (int i = 0; i < COUNT * ROOM; i++) out[i] = -7;
-      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, lengths, COUNT, SOURCE }, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
+      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
       for (int i = 0; i < COUNT; i++) {
         search.max_length = room;
-        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i] }, one, &one_length, &one_score) == LUNA_OK, "%s",
+        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i], NULL }, one, &one_length, &one_score) == LUNA_OK, "%s",
               luna_error(t.ctx));
         search.max_length = max;
         CHECK(one_length <= room && length[i] == one_length && memcmp(out + i * room, one, (size_t)one_length * sizeof(int32_t)) == 0 &&
@@ -2465,50 +2465,50 @@ static void check_search_refusals(void) {
     s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1, s[7].max_length = INT64_MAX,
     s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE }, out, &length,
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
           &score) != LUNA_OK, VALUE_RANGE, "bad search %d", i);
-    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
         &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no search");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, NULL, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, NULL, &length,
         &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the result");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, NULL,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, NULL,
         &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
             "no place for the length");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 0, SOURCE, NULL }, out, &length,
         &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "no source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1 }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, -1, NULL }, out, &length,
         &score) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
             "a source of -1 tokens");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE, NULL }, out, &length,
         &score) != LUNA_OK, NULL_ARGUMENT, "null for a source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE, NULL }, out, &length,
         &score) != LUNA_OK, ELEMENT_RANGE,
             "a length beyond the source");
     bad[4] = VOCAB;
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE, NULL }, out, &length,
         &score) != LUNA_OK, ELEMENT_RANGE,
             "a source token beyond the vocabulary");
-    CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE }, 1), VALUE_RANGE,
+    CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE, NULL }, 1), VALUE_RANGE,
         "a stream of no source");
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, -1), VALUE_RANGE,
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, -1), VALUE_RANGE,
         "a stream of -1 sequences");
-    luna_stream *one = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, 0);
+    luna_stream *one = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, 0);
     CHECK(one && luna_stream_step(one, &good.begin), "beam 0 is not one sequence: \"%s\"", luna_error(t.ctx));
     luna_stream_close(one);
-    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE }, INT64_MAX),
+    refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, INT64_MAX),
         VALUE_RANGE, "a stream of 2^63 sequences");
-    CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE }, 1), "a stream of no model");
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score) == LUNA_OK, "after what was refused: %s",
+    CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, 1), "a stream of no model");
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
     const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
     float empty = NAN;
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, nothing, 1, SOURCE }, out, &length, &score) == LUNA_OK && isfinite(score),
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, nothing, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK && isfinite(score),
           "a length of 0: %s", luna_error(t.ctx));
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, 0 }, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, 0, NULL }, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score, luna_error(t.ctx));
     static const float odd[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 6; i++) { /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
@@ -2517,7 +2517,7 @@ static void check_search_refusals(void) {
       *at = odd[i % 3];
       luna_beam_config search = good;
       search.beam = 1 + i % 2;
-      const luna_status status = luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE }, out, &length, &score);
+      const luna_status status = luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score);
       if (status == LUNA_OK)
         CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g", (double)score);
       else refused(t.ctx, true, LOGITS_NOT_FINITE, "a weight of %g", (double)odd[i % 3]);

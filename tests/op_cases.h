@@ -673,7 +673,7 @@ static void op_classifier(trial *t, int v) {
   if (luna_classifier_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1); /* begins the step; a model has no input but its parameters */
   in_params(t);
-  give(t, config.pair ? luna_classifier_forward_pair(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }, &(luna_input){ op_tokens, NULL, 2, 5 }) : luna_classifier_forward(&model, &(luna_input){ op_tokens, v % 4 ? op_lengths : NULL, 2, 9 }));
+  give(t, config.pair ? luna_classifier_forward_pair(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL }, &(luna_input){ op_tokens, NULL, 2, 5, NULL }) : luna_classifier_forward(&model, &(luna_input){ op_tokens, v % 4 ? op_lengths : NULL, 2, 9, NULL }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_masked_lm(trial *t, int v) {
@@ -685,8 +685,8 @@ static void op_masked_lm(trial *t, int v) {
   if (luna_masked_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1);
   in_params(t);
-  if (v == 0) give(t, luna_masked_lm_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }));
-  else give(t, luna_masked_lm_loss(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }, labels));
+  if (v == 0) give(t, luna_masked_lm_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL }));
+  else give(t, luna_masked_lm_loss(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL }, labels));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_seq2seq(trial *t, int v) {
@@ -702,7 +702,7 @@ static void op_seq2seq(trial *t, int v) {
   if (luna_seq2seq_init(&model, trial_params(t, v % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), &config)) t->broken = true;
   in1(t, 1);
   in_params(t);
-  give(t, luna_seq2seq_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9 }, &(luna_input){ target, v % 2 ? target_lengths : NULL, 2, 6 }));
+  give(t, luna_seq2seq_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL }, &(luna_input){ target, v % 2 ? target_lengths : NULL, 2, 6, NULL }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 /* the language model with another attention, and positions */
@@ -718,7 +718,7 @@ static void op_lm_other(trial *t, int v) {
   if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1);
   in_params(t);
-  give(t, luna_lm_forward(&model, &(luna_input){ op_tokens, NULL, 2, 9 }));
+  give(t, luna_lm_forward(&model, &(luna_input){ op_tokens, NULL, 2, 9, NULL }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_lm(trial *t, int v) {
@@ -733,7 +733,7 @@ static void op_lm(trial *t, int v) {
   if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1); /* begins the step; the language model has no input but its parameters */
   in_params(t);
-  give(t, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 4 }));
+  give(t, luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 4, NULL }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 

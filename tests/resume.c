@@ -136,7 +136,7 @@ static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threa
 static luna_tensor *run_logits(const run *r, int step) {
   int32_t *tokens = common_tokens(BATCH * N, (uint64_t)step, VOCAB), lengths[BATCH];
   for (int b = 0; b < BATCH; b++) lengths[b] = 2 + (5 * b + step) % (N - 2);
-  luna_tensor *logits = r->classifies ? luna_classifier_forward(&r->classifier, &(luna_input){ tokens, lengths, BATCH, N }) : luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, BATCH, N });
+  luna_tensor *logits = r->classifies ? luna_classifier_forward(&r->classifier, &(luna_input){ tokens, lengths, BATCH, N, NULL }) : luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, BATCH, N, NULL });
   free(tokens);
   return logits;
 }

@@ -188,14 +188,14 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case CAUSAL_LAYER: return luna_causal_layer_forward(m ? &m->causal_layer : NULL, x);
     case LM_FILE:
     case LM_PATH:
-    case LM: return luna_lm_forward(m ? &m->lm : NULL, &(luna_input){ tokens, NULL, BATCH, N });
-    case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, &(luna_input){ tokens, lengths, BATCH, N }, NULL);
-    case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N }, &(luna_input){ tokens + 1, lengths, BATCH, N });
-    case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, &(luna_input){ tokens, lengths, BATCH, N });
+    case LM: return luna_lm_forward(m ? &m->lm : NULL, &(luna_input){ tokens, NULL, BATCH, N, NULL });
+    case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, NULL);
+    case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N, NULL });
+    case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
     case SEQ2SEQ:
-      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N }, &(luna_input){ tokens + 1, lengths, BATCH, N - 1 });
-    case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N });
-    default: return luna_classifier_forward(m ? &m->model.classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N });
+      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N - 1, NULL });
+    case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
+    default: return luna_classifier_forward(m ? &m->model.classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
   }
 }
 static bool is_zero(const made *m, made_kind kind) {
@@ -312,7 +312,7 @@ static void check_regression(void) {
   luna_params *params = luna_params_open(ctx);
   luna_classifier model;
   const luna_classifier_config config = {.vocab = 10, .classes = 1, .encoder = {.layers = 1, .dim = 16, .memory = 4}};
-  const luna_input input = {tokens, NULL, SAMPLES, WORDS};
+  const luna_input input = {tokens, NULL, SAMPLES, WORDS, NULL};
   for (int i = 0; i < SAMPLES * WORDS; i++) tokens[i] = (i * 7 + i / WORDS) % 10;
   for (int i = 0; i < SAMPLES; i++) targets[i] = (float)(i % 4) - 1.5f;
   CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
@@ -453,16 +453,16 @@ static void check_null_calls(void) {
               luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
           "bad parameter %d", i);
   }
-  CHECK(!luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 4 }) && !luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, 4 }, &p) &&
-            !luna_encoder_embed(NULL, &(luna_input){ tokens, NULL, 1, 4 }, NULL) &&
-            !luna_masked_lm_loss(&masked_lm, &(luna_input){ tokens, NULL, 1, 4 }, tokens) &&
-            !luna_masked_lm_loss(NULL, &(luna_input){ tokens, NULL, 1, 4 }, tokens) && !luna_classifier_forward(&classifier, &(luna_input){ tokens, NULL, 1, 4 }),
+  CHECK(!luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 4, NULL }) && !luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, 4, NULL }, &p) &&
+            !luna_encoder_embed(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, NULL) &&
+            !luna_masked_lm_loss(&masked_lm, &(luna_input){ tokens, NULL, 1, 4, NULL }, tokens) &&
+            !luna_masked_lm_loss(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, tokens) && !luna_classifier_forward(&classifier, &(luna_input){ tokens, NULL, 1, 4, NULL }),
         "zeroed models go forward");
   CHECK(!luna_stream_open(NULL, NULL) && !luna_stream_open(&lm, NULL) &&
-            !luna_seq2seq_stream_open(NULL, &(luna_input){ tokens, NULL, 1, 4 }, 1) &&
-            !luna_seq2seq_stream_open(&seq2seq, &(luna_input){ tokens, NULL, 1, 4 }, 1) &&
-            luna_seq2seq_generate(NULL, &search, &(luna_input){ tokens, NULL, 1, 4 }, out, length, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_seq2seq_generate(&seq2seq, &search, &(luna_input){ tokens, NULL, 1, 4 }, out, length, NULL) == LUNA_BAD_ARGUMENT,
+            !luna_seq2seq_stream_open(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, 1) &&
+            !luna_seq2seq_stream_open(&seq2seq, &(luna_input){ tokens, NULL, 1, 4, NULL }, 1) &&
+            luna_seq2seq_generate(NULL, &search, &(luna_input){ tokens, NULL, 1, 4, NULL }, out, length, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_seq2seq_generate(&seq2seq, &search, &(luna_input){ tokens, NULL, 1, 4, NULL }, out, length, NULL) == LUNA_BAD_ARGUMENT,
         "streams of zeroed models");
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 4, DIM, 0);

@@ -54,7 +54,7 @@ static const float *step_at(luna_stream *s, const int32_t *tokens, int64_t batch
 static const float *prefill_at(luna_stream *s, const int32_t *tokens, int64_t batch, int64_t n, int64_t from, int64_t count) {
   int32_t *part = (int32_t *)common_alloc((size_t)(batch * count) * sizeof(int32_t));
   for (int64_t i = 0; i < batch * count; i++) part[i] = tokens[i / count * n + from + i % count];
-  const float *logits = luna_stream_prefill(s, &(luna_input){ part, NULL, 0, count });
+  const float *logits = luna_stream_prefill(s, &(luna_input){ part, NULL, 0, count, NULL });
   free(part);
   return logits;
 }
@@ -71,7 +71,7 @@ static void check_training_form(int kind, luna_isa isa, int64_t batch) {
   int32_t *tokens = common_tokens(batch * n, 70, VOCAB);
   float *expected = common_floats(batch * n * VOCAB), *got = common_floats(batch * n * VOCAB), *row = common_floats(batch * VOCAB);
   luna_begin_inference(m.ctx);
-  luna_tensor *y = luna_lm_forward(&m.model, &(luna_input){ tokens, NULL, batch, n });
+  luna_tensor *y = luna_lm_forward(&m.model, &(luna_input){ tokens, NULL, batch, n, NULL });
   if (CHECK(y && luna_read(y, expected) == LUNA_OK, "luna_lm_forward: %s", luna_error(m.ctx))) {
     luna_stream *s = stream_open(&m, batch, 0, isa), *p = stream_open(&m, batch, kind == 1 ? 16 : 0, isa);
     for (int64_t t = 0; t < n; t++) {
@@ -112,7 +112,7 @@ static void check_long(luna_isa isa) {
   const size_t memory = luna_memory(m.ctx).current;
   int64_t done = 0;
   for (int64_t next = 1000; next <= n; next *= 10) {
-    const float *a = NULL, *b = luna_stream_prefill(p, &(luna_input){ tokens + done, NULL, 0, next - done });
+    const float *a = NULL, *b = luna_stream_prefill(p, &(luna_input){ tokens + done, NULL, 0, next - done, NULL });
     for (; done < next; done++) a = luna_stream_step(s, tokens + done);
     char what[64];
     snprintf(what, sizeof what, "steps against prefill after %lld tokens", (long long)next);
@@ -238,7 +238,7 @@ static void check_state(int kind) {
   CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a new one");
   for (int i = 0; i < BATCH; i++) { /* one sequence of a batch = alone */
     luna_stream_reset(single);
-    y = luna_stream_prefill(single, &(luna_input){ tokens + i * N, NULL, 0, 66 });
+    y = luna_stream_prefill(single, &(luna_input){ tokens + i * N, NULL, 0, 66, NULL });
     CHECK(same_logits(y, kept + i * VOCAB, VOCAB), "sequence %d of a batch has other bits than alone", i);
   }
 
@@ -250,9 +250,9 @@ static void check_state(int kind) {
       "a token out of range is taken");
   CHECK(!luna_stream_step(a, negative) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
       "a negative token is taken");
-  CHECK(!luna_stream_prefill(a, &(luna_input){ bad, NULL, 0, 1 }) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
+  CHECK(!luna_stream_prefill(a, &(luna_input){ bad, NULL, 0, 1, NULL }) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
       "prefill of a token out of range");
-  CHECK(!luna_stream_prefill(a, &(luna_input){ tokens, NULL, 0, -1 }) &&
+  CHECK(!luna_stream_prefill(a, &(luna_input){ tokens, NULL, 0, -1, NULL }) &&
       luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_TOKENS, "prefill of -1 tokens");
   CHECK(!luna_stream_step(a, NULL) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_TOKENS, "step of null");
   CHECK(luna_stream_reorder(a, outside) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_ORDER,

@@ -49,7 +49,7 @@ typedef struct trained {
 static luna_tensor *lm_loss(luna_lm *model, int step) {
   enum { BATCH = 1, N = 600 }; /* enough work for threads to share a sequence's chunks */
   int32_t *tokens = common_tokens(BATCH * (N + 1), 90 + (uint64_t)step, 40);
-  luna_tensor *loss = luna_cross_entropy(luna_lm_forward(model, &(luna_input){ tokens, NULL, BATCH, N }), tokens + 1);
+  luna_tensor *loss = luna_cross_entropy(luna_lm_forward(model, &(luna_input){ tokens, NULL, BATCH, N, NULL }), tokens + 1);
   free(tokens);
   return loss;
 }
@@ -195,9 +195,9 @@ static void *reader_stream(void *argument) { /* one stream steps while others op
   r->good = true;
   for (int round = 0; r->good && round < READER_ROUNDS; round++) {
     luna_stream *s = luna_stream_open(r->model, NULL), *copy = luna_stream_open(r->model, NULL);
-    const float *y = s && copy ? luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 100 }) : NULL;
+    const float *y = s && copy ? luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 100, NULL }) : NULL;
     for (int i = 100; y && i < 150; i++) y = luna_stream_step(s, tokens + i);
-    y = y && luna_stream_copy(copy, s) == LUNA_OK ? luna_stream_prefill(copy, &(luna_input){ tokens + 150, NULL, 0, 50 }) : NULL;
+    y = y && luna_stream_copy(copy, s) == LUNA_OK ? luna_stream_prefill(copy, &(luna_input){ tokens + 150, NULL, 0, 50, NULL }) : NULL;
     r->good = y != NULL;
     if (y) memcpy(r->out, y, 40 * sizeof(float));
     luna_stream_close(s), luna_stream_close(copy);
@@ -293,7 +293,7 @@ static float *forked_run(forked *f, int step) {
   float *out = (float *)realloc(common_parameters(f->params), (size_t)(count + 120) * sizeof(float));
   const float *logits = luna_stream_step(f->stream, tokens);
   luna_begin_inference(f->sharer);
-  if (!out || !logits || luna_read(luna_lm_forward(&f->shared, &(luna_input){ tokens, NULL, 1, 2 }), out + count + 40) != LUNA_OK) exit(2);
+  if (!out || !logits || luna_read(luna_lm_forward(&f->shared, &(luna_input){ tokens, NULL, 1, 2, NULL }), out + count + 40) != LUNA_OK) exit(2);
   memcpy(out + count, logits, 40 * sizeof(float));
   return out;
 }

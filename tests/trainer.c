@@ -440,7 +440,7 @@ static void check_lr(void) {
 static const int32_t frozen_tokens[16] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3};
 static const int32_t frozen_labels[2] = {2, 0};
 static luna_tensor *frozen_loss(int kind, luna_params *params, void *model, bool init) {
-  const luna_input input = {frozen_tokens, NULL, 2, 8};
+  const luna_input input = {frozen_tokens, NULL, 2, 8, NULL};
   luna_classifier_config classifier = {0};
   luna_seq2seq_config seq2seq = {0};
   luna_lm_config lm = {0};
@@ -950,7 +950,7 @@ static void check_accumulation(void) {
     for (int c = 0; c < 2; c++)
       for (int b = 0; b < (c ? BATCH : 1); b++) {
         luna_begin_step(ctx[c]);
-        luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model[c], &(luna_input){ tokens + b * N, NULL, c ? 1 : BATCH, N }), labels + b * N);
+        luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model[c], &(luna_input){ tokens + b * N, NULL, c ? 1 : BATCH, N, NULL }), labels + b * N);
         CHECK(luna_backward(c ? luna_scale(loss, 1.0f / BATCH) : loss) == LUNA_OK, "%s", luna_error(ctx[c]));
       }
     for (int c = 0; c < 2; c++) CHECK(luna_optimizer_step(optimizer[c]) == LUNA_OK, "%s", luna_error(ctx[c]));
