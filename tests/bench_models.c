@@ -1,4 +1,4 @@
-/* bench_models: a stream against the memory, a GPT's training step, Luna against a softmax Transformer whose scores are never stored, and a
+/* bench_models: a stream against the memory, a detector's steps a second, a GPT's training step, Luna against a softmax Transformer whose scores are never stored, and a
    million tokens. */
 #include "bench.h"
 
@@ -50,6 +50,36 @@ static void stream_row(void) {
   luna_stream_close(b.stream);
   luna_close(b.ctx);
   free(same);
+}
+
+/* --- a detector: measurements in, outputs for each --- */
+enum { FEATURES = 9, DETECTOR_DIM = 32, DETECTOR_LAYERS = 2 };
+static void detector_run(void *arg) {
+  static const float x[FEATURES] = {0.5f, -1, 1.5f, 0, 0.25f, -0.75f, 1, -0.5f, 2};
+  if (!luna_stream_step_features(((stream_bench *)arg)->stream, x)) exit(1);
+}
+static void detector_row(void) {
+  const int64_t d = DETECTOR_DIM, layer = 4 * 16 * d + 3 * d * d + 4 * d * d; /* multiplications, as above */
+  luna_options options = {.threads = 1};
+  luna_lm_config config = {.features = FEATURES, .outputs = 2, .layers = DETECTOR_LAYERS, .memory = 16,
+                           .layer = {.dim = DETECTOR_DIM, .heads = 4, .ffn = 2 * DETECTOR_DIM, .convolution = 4, .pre_norm = true}};
+  stream_bench b;
+  bench_case row;
+  memset(&row, 0, sizeof row);
+  b.ctx = luna_open(&options);
+  luna_lm_init(&b.model, luna_params_open(b.ctx), &config);
+  must(b.ctx);
+  b.stream = luna_stream_open(&b.model, NULL);
+  must(b.ctx);
+  snprintf(row.name, sizeof row.name, "a step of %d numbers", (int)FEATURES);
+  row.flops = 2.0 * (double)(FEATURES * d + DETECTOR_LAYERS * layer + 2 * d);
+  row.run = detector_run;
+  row.arg = &b;
+  row.ctx = b.ctx;
+  bench_cases(&row, 1);
+  if (row.seconds > 0) printf("    %.0f steps a second\n", 1 / row.seconds);
+  luna_stream_close(b.stream);
+  luna_close(b.ctx);
 }
 
 /* --- a GPT: the sizes that the C trainers of GPT-2 are timed with --- */
@@ -227,6 +257,8 @@ int main(int argc, char **argv) {
   bench_start(argc, argv);
   bench_title("streaming a 4-layer causal language model, d = 256, l = 16, share of a read-only pass over its weights");
   stream_row();
+  bench_title("streaming a detector: 9 numbers a step, 2 layers, d = 32, l = 16");
+  detector_row();
   bench_budget = 0.25;
   bench_title("a GPT's training step, causal softmax attention");
   gpt_rows(threads);
