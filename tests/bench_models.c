@@ -1,5 +1,5 @@
-/* bench_models: a stream against the memory, a detector's steps a second, a GPT's training step, Luna against a softmax Transformer whose scores are never stored, and a
-   million tokens. */
+/* bench_models: a stream against the memory, a detector's steps a second, a GPT's training step, Luna against a softmax
+   Transformer whose scores are never stored, and a million tokens. */
 #include "bench.h"
 
 #define DIM 256
@@ -62,7 +62,7 @@ static void detector_row(void) {
   const int64_t d = DETECTOR_DIM, layer = 4 * 16 * d + 3 * d * d + 4 * d * d; /* multiplications, as above */
   luna_options options = {.threads = 1};
   luna_lm_config config = {.features = FEATURES, .outputs = 2, .layers = DETECTOR_LAYERS, .memory = 16,
-                           .layer = {.dim = DETECTOR_DIM, .heads = 4, .ffn = 2 * DETECTOR_DIM, .convolution = 4, .pre_norm = true}};
+    .layer = {.dim = DETECTOR_DIM, .heads = 4, .ffn = 2 * DETECTOR_DIM, .convolution = 4, .pre_norm = true}};
   stream_bench b;
   bench_case row;
   memset(&row, 0, sizeof row);

@@ -1,5 +1,7 @@
 #!/bin/sh
-# size.sh: object sizes of luna.h (code and constants, bytes) by build switch; for Cortex-M4 where its compiler is there.
+# size.sh: object sizes of luna.h (code and constants, bytes) by build switch; for Cortex-M4 where its compiler is there. Then
+# a detector's program, 9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16: its weights, its stream's memory, and what it
+# takes of a Cortex-M4 with all of the C library that it calls.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 work=${BUILD:-build}/size
@@ -52,4 +54,67 @@ echo "$rows" | while read -r switches; do
   printf '%-58s %12s %12s' "$switches" "$(cat $number.Os)" "$(cat $number.O2)"
   [ -e "$number.m4Os" ] && printf ' %14s %12s' "$(cat $number.m4Os)" "$(cat $number.m4O2)"
   echo
+done
+
+# writes the detector, prints the bytes of its file and of its stream's memory: with this machine's pointers, a little more
+# than a Cortex-M4's takes
+cat >write.c <<'END'
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include <stdio.h>
+static union { double align; char at[1 << 18]; } file;
+int main(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  luna_lm_config config = {.features = 9, .outputs = 2, .layers = 2, .memory = 16,
+    .layer = {.dim = 32, .heads = 4, .ffn = 64, .convolution = 4, .pre_norm = true}};
+  const char *error = luna_error(ctx);
+  size_t size = 0, memory = 0;
+  if (luna_lm_init(&model, params, &config) == LUNA_OK && luna_save(params, "detector.safetensors") == LUNA_OK) {
+    FILE *from = fopen("detector.safetensors", "rb");
+    size = from ? fread(file.at, 1, sizeof file.at, from) : 0;
+    if (from) fclose(from);
+    luna_stream_config one = {.chunk = 1}; /* a step at a time, no prefill */
+    memory = luna_stream_size(file.at, size, &one, &error);
+  }
+  if (memory) printf("%lu %lu\n", (unsigned long)size, (unsigned long)memory);
+  else fprintf(stderr, "size.sh: %s\n", error);
+  luna_close(ctx);
+  return memory == 0;
+}
+END
+# reads the file in place, as a microcontroller does from its flash
+cat >detector.c <<'END'
+#define LUNA_ONLY_STREAM
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+__asm__(".section .rodata\n.balign 8\nweights: .incbin \"detector.safetensors\"\n.text\n");
+extern const unsigned char weights[WEIGHTS];
+static double memory[(MEMORY + 7) / 8];
+volatile float sensors[9], out;
+int main(void) {
+  float x[9];
+  const float *y;
+  const char *error;
+  luna_stream_config one = {.chunk = 1};
+  luna_stream *stream = luna_stream_open_bytes(weights, WEIGHTS, &one, memory, sizeof memory, &error);
+  do {
+    for (int i = 0; i < 9; i++) x[i] = sensors[i];
+    if ((y = luna_stream_step_features(stream, x)) != NULL) out = y[1] - y[0];
+  } while (y);
+  return 1;
+}
+END
+$cc -std=c99 -O0 -DLUNA_NO_SIMD -I"$root" write.c -o write -lm -lpthread && found=$(./write) || exit 1
+weights=${found% *} memory=${found#* }
+printf '\n%-58s %12s %12s\n' "a streaming detector, bytes" "weights" "stream"
+printf '%-58s %12s %12s\n' "9 numbers, 2 outputs, 2 layers, d = 32, l = 16" "$weights" "$memory"
+command -v $arm >/dev/null 2>&1 || exit 0
+printf '%-58s %12s %12s\n' "its program on a Cortex-M4, C library included" "code" "RAM"
+for level in Os O2; do
+  $arm $m4 -$level -std=gnu99 -ffunction-sections -fdata-sections -Wl,--gc-sections --specs=nosys.specs -I"$root" \
+    -DWEIGHTS="$weights" -DMEMORY="$memory" detector.c -o detector.elf -lm 2>detector.log || { cat detector.log; exit 1; }
+  arm-none-eabi-size detector.elf | awk -v level=$level -v weights="$weights" \
+    'NR == 2 { printf "%-58s %12d %12d\n", "-" level, $1 - weights, $2 + $3 }'
 done
