@@ -17,6 +17,8 @@
 
 #include "example.h"
 
+#include <ctype.h>
+
 #define CLASSES 1000                 /* at most */
 #define COLUMNS 4096                 /* of a file, at most */
 
@@ -67,6 +69,11 @@ static int64_t column_count;         /* of the model */
 static float *mean, *deviation, *change; /* [k] of each column, and of its changes from row to row; of the data that is learnt from */
 
 static bool is_word(struct word w, const char *text) { return (int64_t)strlen(text) == w.size && memcmp(w.at, text, (size_t)w.size) == 0; }
+static bool begins(struct word w, const char *text) { /* in capitals or small letters */
+  int64_t i = 0;
+  while (text[i] && i < w.size && tolower(w.at[i]) == tolower((unsigned char)text[i])) i++;
+  return text[i] == 0;
+}
 
 /* The number of a label, which is made when it is new and may be; -1 when not. */
 static int32_t label_of(struct word w, bool add) {
@@ -85,11 +92,11 @@ static struct word trimmed(const unsigned char *at, const unsigned char *end) {
   return (struct word){ at, end - at };
 }
 
-/* Reads a number; NaN: it is missing, as "", "?" and "NaN" say. False: it is none, or too large for a float. */
+/* Reads a number; NaN: it is missing, as "", "?", "NaN" and "NA" say. False: it is none, or too large for a float. */
 static bool number_of(struct word w, float *out) {
   char text[64], *end;
   *out = NAN;
-  if (w.size == 0 || is_word(w, "?") || is_word(w, "NaN") || is_word(w, "nan")) return true;
+  if (w.size == 0 || is_word(w, "?") || (w.size == 3 && begins(w, "nan")) || (w.size == 2 && begins(w, "na"))) return true;
   if (w.size >= (int64_t)sizeof text) return false;
   for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr("0123456789+-.eE", w.at[i])) return false;
   memcpy(text, w.at, (size_t)w.size);
@@ -163,10 +170,11 @@ static int read_ts(const char *path, bool learns) {
   const unsigned char *line;
   bool begun = false;
   while ((line = next_line(data.text, &at, &length)) != NULL) {
+    struct word w = trimmed(line, line + length);
     number++;
-    if (!begun && length >= 16 && memcmp(line, "@timeStamps true", 16) == 0) return fail("%s has time stamps, which are not read", path);
-    if (begun && length > 0 && read_case(path, line, length, number, learns)) return 2;
-    begun = begun || (length >= 5 && memcmp(line, "@data", 5) == 0);
+    if (!begun && begins(w, "@timeStamps true")) return fail("%s has time stamps, which are not read", path);
+    if (begun && w.size > 0 && *w.at != '#' && read_case(path, w.at, w.size, number, learns)) return 2;
+    begun = begun || begins(w, "@data");
   }
   return 0;
 }
@@ -254,7 +262,7 @@ static int read_data(const char *path, bool learns) {
   int64_t at = 0, length;
   const unsigned char *line;
   for (data.csv = true; data.csv && (line = next_line(data.text, &at, &length)) != NULL;)
-    data.csv = !(length >= 5 && memcmp(line, "@data", 5) == 0);
+    data.csv = !begins(trimmed(line, line + length), "@data");
   if (!learns && data.csv != (column_count > 0))
     return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) : fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
   if (data.csv ? read_csv(path, learns) : read_ts(path, learns)) return 2;
@@ -471,11 +479,11 @@ static void count_score(const series *s, int64_t row, const float *y) {
   if (own.per_step && label < 0 && data.csv) return;       /* a row whose class is not given */
   score.count++, score.right += label == best_of(y);
 }
-/* Measures the model on series first .. last - 1, and prints it, after `begin`. */
+/* Measures the model on series first .. last - 1, and prints it, after `begin`; after training there may be nothing to measure on. */
 static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin) {
   memset(&score, 0, sizeof score);
   if (find_all(ctx, first, last, count_score)) return 2;
-  if (score.count == 0) return fail("there is nothing to measure on");
+  if (score.count == 0) return *begin ? 0 : fail("there is nothing to measure on");
   double count = (double)score.count;
   if (own.forecast) printf("%smean absolute error %.6g, of the last value %.6g\n", begin, score.error / count, score.last / count);
   else printf("%saccuracy %.2f%%\n", begin, 100 * (double)score.right / count);

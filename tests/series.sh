@@ -32,6 +32,10 @@ check "the loss is drawn" drawn a.svg
 check "it is measured on other cases" run eval a.safetensors test.ts
 check "as one line" [ "$(grep -c '^accuracy [0-9]*\.[0-9][0-9]%$' out)" = 1 ]
 check "and does well" over 89
+awk '/:/ { n = split($0, part, ":"); for (d = 1; d < n; d++) { count = split(part[d], x, ","); line = ""
+  for (t = 0; t < 8 * count; t++) line = line (t ? "," : "") (t % 7 ? x[int(t / 8) + 1] : d % 2 ? "NaN" : "?"); printf "%s:", line } print part[n]; next } { print }' test.ts >long.ts
+check "cases eight times as long, with missing numbers" run eval a.safetensors long.ts
+check "are measured" grep -q '^accuracy [0-9]*\.[0-9][0-9]%$' out
 check "it predicts" run predict a.safetensors test.ts --svg cases.svg
 check "a line each" [ "$(grep -c '^\(up\|down\)	[01]\.[0-9]*$' out)" = 30 ]
 check "the first is drawn" [ "$(head -c 5 cases.svg)" = "<svg " ]
@@ -91,6 +95,7 @@ wrong "number 1 of dimension 1" '@data\n0x10:a\n1:b\n'
 wrong "number 1 of dimension 1" '@data\n\000:a\n1:b\n'
 wrong "has 1 classes" '@data\n1,2:a\n'
 wrong "time stamps" '@timeStamps true\n@data\n(1,2):a\n'
+wrong "time stamps" '@timestamps true\n@data\n(1,2):a\n'
 wrong "UTF-8" '@data\n1,2:\377\n1,3:b\n'
 awk 'BEGIN { printf "@data\n"; for (i = 0; i < 5000; i++) printf "1:"; print "a" }' >wrong.ts
 refuses "[a-z]" train wrong.ts --out a.safetensors
@@ -100,6 +105,14 @@ refuses "no column of numbers" train wrong.ts --forecast --out a.safetensors
 printf '@data\n?:a\n,,:b\n?,?:a\n1:b\n' >odd.ts
 check "missing numbers alone, and a series of one step" run train odd.ts --out o.safetensors --steps 3 $small
 check "are measured" run eval o.safetensors odd.ts
+printf ' @DATA \n?,NaN: a\n  \n# no case\nNA,nan,NAN:b\n 1:b \r\n' >odd.ts
+check "capitals, spaces, empty lines and comments" run eval o.safetensors odd.ts
+check "three cases" run predict o.safetensors odd.ts
+check "of which the blank is none" [ "$(grep -c '^[ab]	' out)" = 3 ]
+printf 'x,y\n1,2\nNA,4\n5,3\n' >short.csv
+check "a recording too short to hold a fifth back" run train short.csv --forecast --out n.safetensors --steps 3 $small
+check "with a missing number: two columns" run predict n.safetensors short.csv
+check "in the forecast" grep -q '^-*[0-9.e-]*,-*[0-9.e-]*$' out
 printf '@data\n1,2:other\n' >other.ts
 check "a class that the model does not know is an error of it" run eval o.safetensors other.ts
 refuses "2 dimensions, not 1" eval o.safetensors test.ts
