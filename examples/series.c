@@ -96,7 +96,7 @@ static struct word trimmed(const unsigned char *at, const unsigned char *end) {
 static bool number_of(struct word w, float *out) {
   char text[64], *end;
   *out = NAN;
-  if (w.size == 0 || is_word(w, "?") || (w.size == 3 && begins(w, "nan")) || (w.size == 2 && begins(w, "na"))) return true;
+  if (w.size == 0 || is_word(w, "?") || is_word(w, "NA") || (w.size == 3 && begins(w, "NaN"))) return true;
   if (w.size >= (int64_t)sizeof text) return false;
   for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr("0123456789+-.eE", w.at[i])) return false;
   memcpy(text, w.at, (size_t)w.size);
@@ -479,7 +479,7 @@ static void count_score(const series *s, int64_t row, const float *y) {
   if (own.per_step && label < 0 && data.csv) return;       /* a row whose class is not given */
   score.count++, score.right += label == best_of(y);
 }
-/* Measures the model on series first .. last - 1, and prints it, after `begin`; after training there may be nothing to measure on. */
+/* Measures the model on series first .. last - 1, and prints it, after `begin`; only without that must there be something to measure on. */
 static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin) {
   memset(&score, 0, sizeof score);
   if (find_all(ctx, first, last, count_score)) return 2;

@@ -185,22 +185,38 @@ static void ran(luna_ctx *ctx, const luna_tensor *result, int64_t rows, int64_t 
   HOLDS(result ? luna_count(result) == rows * columns : luna_error(ctx)[0] != 0, "a model that was loaded gives nothing and says nothing");
   luna_begin_inference(ctx);
 }
+/* of tokens, or of features */
+static luna_input input_of(int32_t *tokens, float **values, int64_t vocab, int64_t features, const int32_t *lengths, int64_t batch) {
+  const int64_t count = batch * TOKENS * features;
+  luna_input input = { NULL, lengths, batch, TOKENS, NULL };
+  *values = features ? common_floats(count) : NULL;
+  for (int64_t i = 0; i < count; i++) (*values)[i] = i % 5 == 4 ? NAN : (float)(i % 7) - 3;
+  if (features) input.features = *values;
+  else tokens_of(tokens, batch * TOKENS, vocab), input.tokens = tokens;
+  return input;
+}
 static void use_lm(luna_ctx *ctx, const luna_lm *model) {
   const luna_stream_config config = {1, 2, LUNA_ISA_BEST};
+  const int64_t features = model->config.features, outputs = model->config.outputs ? model->config.outputs : features ? features : model->config.vocab;
   int32_t tokens[TOKENS];
-  tokens_of(tokens, TOKENS, model->config.vocab);
-  ran(ctx, luna_lm_forward(model, &(luna_input){ tokens, NULL, 1, TOKENS, NULL }), TOKENS, model->config.vocab);
+  float *values;
+  const luna_input input = input_of(tokens, &values, model->config.vocab, features, NULL, 1);
+  ran(ctx, luna_lm_forward(model, &input), TOKENS, outputs);
   luna_stream *stream = luna_stream_open(model, &config);
   HOLDS(stream || luna_error(ctx)[0], "no stream, and no sentence");
-  if (stream && !luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, TOKENS, NULL })) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
+  if (stream && !luna_stream_prefill(stream, &input)) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
   luna_stream_close(stream);
+  free(values);
   luna_begin_inference(ctx);
 }
 static void use_classifier(luna_ctx *ctx, const luna_classifier *model) {
   int32_t tokens[2 * TOKENS];
+  float *values;
   const int32_t lengths[2] = {TOKENS, 2};
-  tokens_of(tokens, 2 * TOKENS, model->config.vocab);
-  ran(ctx, model->config.pair ? luna_classifier_forward_pair(model, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }) : luna_classifier_forward(model, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }), 2, model->config.classes);
+  const luna_input input = input_of(tokens, &values, model->config.vocab, model->config.features, lengths, 2);
+  ran(ctx, model->config.pair ? luna_classifier_forward_pair(model, &input, &input) : luna_classifier_forward(model, &input),
+      model->config.per_step ? 2 * TOKENS : 2, model->config.classes);
+  free(values);
 }
 static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
   int32_t tokens[2 * TOKENS];
@@ -263,17 +279,21 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
   HOLDS(stream ? !*wrong : *wrong != 0, "luna_stream_open_bytes: %s and \"%s\"", stream ? "a stream" : "no stream", wrong);
   HOLDS(!stream || is_lm, "a stream of what is refused as a language model");
   if (stream) {
-    const int64_t vocab = stream->sizes.vocab;
+    const int64_t vocab = stream->sizes.vocab, features = stream->sizes.features;
     int32_t tokens[2 * TOKENS];
     const int32_t swap[2] = {1, 0};
     luna_sampling sampling = {1, 2, 0, 1, 0};
-    tokens_of(tokens, 2 * TOKENS, vocab);
-    const float *logits = luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, TOKENS, NULL });
+    float *values;
+    const luna_input input = input_of(tokens, &values, vocab, features, NULL, 2);
+    const float *logits = luna_stream_prefill(stream, &input);
     HOLDS(logits || luna_stream_error(stream)[0], "no logits, and no sentence");
-    const int32_t token = luna_sample(logits, vocab, &sampling);
-    HOLDS(token >= -1 && token < vocab, "token %d of %d", (int)token, (int)vocab);
+    const int64_t outputs = features ? lunai_lm_outputs(&stream->sizes) : vocab;
+    const int32_t token = luna_sample(logits, outputs, &sampling);
+    HOLDS(token >= -1 && token < outputs, "token %d of %d", (int)token, (int)outputs);
     luna_stream_reorder(stream, swap);
-    luna_stream_step(stream, tokens);
+    if (features) luna_stream_step_features(stream, values);
+    else luna_stream_step(stream, tokens);
+    free(values);
   }
   free(memory);
 }
@@ -369,7 +389,7 @@ static luna_layer_config tiny_layer(void) {
   layer.dim = 2, layer.heads = 2, layer.ffn = 2;
   return layer;
 }
-enum { LM_LEARNED, LM_PLAIN, LM_SOFTMAX, LMS };
+enum { LM_LEARNED, LM_PLAIN, LM_SOFTMAX, LM_FEATURES, LMS };
 static buffer lm_file(int which) {
   luna_options options = {0};
   luna_lm model;
@@ -382,13 +402,14 @@ static buffer lm_file(int which) {
   if (which == LM_LEARNED) config.positions = LUNA_POSITIONS_LEARNED, config.layer.convolution = 2, config.layer.pre_norm = true, config.layer.sharing = LUNA_SHARING_FULL;
   if (which == LM_PLAIN) config.positions = LUNA_POSITIONS_SINUSOIDAL;
   if (which == LM_SOFTMAX) config.layer.attention = LUNA_ATTENTION_SOFTMAX;
+  if (which == LM_FEATURES) config.vocab = 0, config.features = 3, config.outputs = 2, config.layer.convolution = 2;
   if (luna_lm_init(&model, params, &config) != LUNA_OK) exit(2);
   luna_params_set(params, "who", "a \"seed\"\n");
   buffer file = saved(params, NULL);
   luna_close(ctx);
   return file;
 }
-enum { CLASSIFIER, CLASSIFIER_LINFORMER, CLASSIFIER_PAIR, MASKED_LM, SEQ2SEQ, SEQ2SEQ_SHARED, MODELS };
+enum { CLASSIFIER, CLASSIFIER_LINFORMER, CLASSIFIER_STEPS, CLASSIFIER_PAIR, MASKED_LM, SEQ2SEQ, SEQ2SEQ_SHARED, MODELS };
 static buffer model_file(int which) {
   luna_options options = {0};
   luna_encoder_config encoder;
@@ -408,6 +429,7 @@ static buffer model_file(int which) {
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = 3, classifier.classes = 2;
   if (which == CLASSIFIER_PAIR) classifier.pair = true, classifier.pre_logits = 2;
+  if (which == CLASSIFIER_STEPS) classifier.vocab = 0, classifier.features = 3, classifier.per_step = true;
   if (which == SEQ2SEQ) seq2seq.target_vocab = 4, seq2seq.separate_output = true;
   if (which == SEQ2SEQ_SHARED) seq2seq.share_embeddings = true;
   if (which <= CLASSIFIER_PAIR) status = luna_classifier_init(&model.classifier, params, &classifier);
@@ -551,6 +573,8 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
   SEED("lm_learned.safetensors", lm_file(LM_LEARNED))
   SEED("lm_plain.safetensors", lm_file(LM_PLAIN))
   SEED("lm_softmax.safetensors", lm_file(LM_SOFTMAX))
+  SEED("lm_features.safetensors", lm_file(LM_FEATURES))
+  SEED("classifier_steps.safetensors", model_file(CLASSIFIER_STEPS))
   SEED("classifier.safetensors", model_file(CLASSIFIER))
   SEED("classifier_linformer.safetensors", model_file(CLASSIFIER_LINFORMER))
   SEED("classifier_pair.safetensors", model_file(CLASSIFIER_PAIR))
@@ -586,6 +610,8 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
   SEED("lm_memory_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "F32", "2,2"), SHAPE("projected_embeddings", "F32", "1048576,0"))))
   SEED("lm_positions_claim.safetensors", edited(lm_file(LM_LEARNED), EDIT("\"luna.max_length\":\"8\"", "\"luna.max_length\":\"67108864\"", SHAPE("embed_positions.weight", "F32", "8,2"), SHAPE("embed_positions.weight", "F32", "67108864,0"))))
   SEED("lm_dim_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.vocab\":\"3\"", "\"luna.vocab\":\"1\"", "\"luna.dim\":\"2\"", "\"luna.dim\":\"1200\"", "\"luna.heads\":\"2\"", "\"luna.heads\":\"1200\"", "\"luna.memory\":\"2\"", "\"luna.memory\":\"1\"", "\"luna.ffn\":\"2\"", "\"luna.ffn\":\"1\"", SHAPE("embed_tokens.weight", "F32", "3,2"), SHAPE("embed_tokens.weight", "U8", "1,1200"), SHAPE("projected_embeddings", "F32", "2,2"), SHAPE("projected_embeddings", "U8", "1,1200"), SHAPE("fc1.weight", "F32", "2,2"), SHAPE("fc1.weight", "U8", "1,1200"))))
+  SEED("lm_features_claim.safetensors", edited(lm_file(LM_FEATURES), EDIT("\"luna.features\":\"3\"", "\"luna.features\":\"1048576\"", SHAPE("input_norm.mean", "F32", "3"), SHAPE("input_norm.mean", "F32", "0,1048576"), SHAPE("input_norm.scale", "F32", "3"), SHAPE("input_norm.scale", "F32", "1048576,0"), SHAPE("input_proj.weight", "F32", "2,3"), SHAPE("input_proj.weight", "F32", "0,1048576"))))
+  SEED("lm_no_outputs.safetensors", edited(lm_file(LM_FEATURES), EDIT("\"luna.outputs\":\"2\"", "\"luna.outputs\":\"0\"")))
   SEED("lm_omega.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.omega\":\"5\"", "\"luna.omega\":\"2\"")))
   SEED("training_step.safetensors", edited(training_file(0), EDIT("\"luna.step\":\"0000000000000002\"", "\"luna.step\":\"ffffffffffffffff\"")))
 #undef SEED

@@ -32,8 +32,14 @@ check "the loss is drawn" drawn a.svg
 check "it is measured on other cases" run eval a.safetensors test.ts
 check "as one line" [ "$(grep -c '^accuracy [0-9]*\.[0-9][0-9]%$' out)" = 1 ]
 check "and does well" over 89
-awk '/:/ { n = split($0, part, ":"); for (d = 1; d < n; d++) { count = split(part[d], x, ","); line = ""
-  for (t = 0; t < 8 * count; t++) line = line (t ? "," : "") (t % 7 ? x[int(t / 8) + 1] : d % 2 ? "NaN" : "?"); printf "%s:", line } print part[n]; next } { print }' test.ts >long.ts
+awk '!/:/ { print; next } {
+  n = split($0, part, ":")
+  for (d = 1; d < n; d++) {
+    count = split(part[d], x, ",")
+    for (t = 0; t < 8 * count; t++) printf "%s%s", t ? "," : "", t % 7 ? x[int(t / 8) + 1] : d % 2 ? "NaN" : "?"
+    printf ":"
+  }
+  print part[n] }' test.ts >long.ts
 check "cases eight times as long, with missing numbers" run eval a.safetensors long.ts
 check "are measured" grep -q '^accuracy [0-9]*\.[0-9][0-9]%$' out
 check "it predicts" run predict a.safetensors test.ts --svg cases.svg
