@@ -24,8 +24,8 @@
 
 static struct settings set = {
   .out = "series.safetensors",
-  .steps = 600, .batch = 16, .lr = 2e-3,
-  .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.1, .pooling = LUNA_POOLING_MEAN,
+  .steps = 1200, .batch = 16, .lr = 2e-3,
+  .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.2, .pooling = LUNA_POOLING_MEAN,
   .seed = 1
 };
 static struct { const char *label, *svg; int64_t per_step, causal, forecast, window, held; double noise, stretch, scale; } own = {
