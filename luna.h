@@ -1868,21 +1868,21 @@ LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
   lunai_parallel_call *c = (lunai_parallel_call *)call;
   c->task(c->work, index, c->threads);
 }
-LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
+LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
 #ifdef LUNA_ONLY_STREAM
   (void)parallel;
-  task(work, 0, 1);
+  return 1;
 #else
+  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+#endif
+}
+LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
   lunai_parallel_call call;
   call.task = task;
   call.work = work;
-  call.threads = parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+  call.threads = lunai_threads(parallel);
   if (call.threads == 1) task(work, 0, 1);
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
-#endif
-}
-LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
-  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
 /* thread's contiguous share of `count` items */
 LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads) {
@@ -3173,27 +3173,28 @@ LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
 LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC), mr = kernels->mr,
                 nr = kernels->nr;
-  const int64_t tiles = lunai_max(lunai_divide_up(g->m, mr), 1), panels = lunai_max(lunai_divide_up(g->n, nr), 1);
-  const int64_t parts = batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
+  const int64_t parts = threads == 1 || batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
   const bool dense = g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC;
   lunai_gemm_plan p;
   memset(&p, 0, sizeof p);
   p.kernels = kernels;
   p.g = g;
-  if (g->m >= g->n) {
-    p.row_parts = lunai_min(parts, tiles);
-    p.column_parts = lunai_min(parts / p.row_parts, panels);
-  } else {
-    p.column_parts = lunai_min(parts, panels);
+  p.row_parts = p.column_parts = 1;
+  if (parts > 1) {
+    const int64_t tiles = lunai_max(lunai_divide_up(g->m, mr), 1), panels = lunai_max(lunai_divide_up(g->n, nr), 1);
+    if (g->m < g->n) p.column_parts = lunai_min(parts, panels);
     p.row_parts = lunai_min(parts / p.column_parts, tiles);
+    if (g->m >= g->n) p.column_parts = lunai_min(parts / p.row_parts, panels);
   }
   p.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
   p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
+  p.columns = g->n;
+  if (p.dots) return p;              /* no panels, no partial sums */
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
-  p.columns = lunai_min(p.columns, panels * nr);
-  p.b_size = g->b_panels || p.dots ? 0 : p.columns * block_k;
-  if (!p.dots && g->n > 2 * nr && g->m > 1 && !dense)
+  p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
+  p.b_size = g->b_panels ? 0 : p.columns * block_k;
+  if (g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
@@ -3267,11 +3268,11 @@ LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *t
   } while (p < g->k);
 }
 
-/* rows [row, row_end) by columns [column, column_end) of one batch item */
-LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t item, int64_t row,
+/* rows [row, row_end) by columns [column, column_end) of batch item x, y */
+LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t x, int64_t y, int64_t row,
                               int64_t row_end, int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
-  const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
+  const int64_t step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
   lunai_target t;
   int64_t j;
@@ -3294,37 +3295,53 @@ LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *th
                        a + row * g->a_row, b + j * g->b_column, &t);
     }
 }
+LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thread) {
+  char *scratch = p->scratch + thread * lunai_gemm_plan_bytes(p);
+  lunai_gemm_thread own;
+  memset(&own, 0, sizeof own);
+  own.a = lunai_take(&scratch, p->a_size);
+  own.b = lunai_take(&scratch, p->b_size);
+  own.sum = lunai_take(&scratch, p->sum_size);
+  return own;
+}
 LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
   const lunai_gemm_plan *p = (const lunai_gemm_plan *)work;
   const lunai_gemm *g = p->g;
   const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
   const int64_t mr = p->kernels->mr, nr = p->kernels->nr, tiles = lunai_divide_up(g->m, mr),
                 panels = lunai_divide_up(g->n, nr);
-  char *scratch = p->scratch + thread * lunai_gemm_plan_bytes(p);
-  lunai_gemm_thread own;
+  lunai_gemm_thread own = lunai_gemm_own(p, thread);
   int64_t unit, end = lunai_share(units, thread + 1, threads);
-  memset(&own, 0, sizeof own);
-  own.a = lunai_take(&scratch, p->a_size);
-  own.b = lunai_take(&scratch, p->b_size);
-  own.sum = lunai_take(&scratch, p->sum_size);
   for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
     const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
     const int64_t row = lunai_share(tiles, r, p->row_parts) * mr, row_end = lunai_share(tiles, r + 1,
                                                                                         p->row_parts) * mr;
     const int64_t column = lunai_share(panels, c, p->column_parts) * nr,
                   column_end = lunai_share(panels, c + 1, p->column_parts) * nr;
-    lunai_gemm_part(p, &own, unit / parts, row, lunai_min(g->m, row_end), column, lunai_min(g->n, column_end));
+    lunai_gemm_part(p, &own, unit / parts / g->batch[1], unit / parts % g->batch[1], row, lunai_min(g->m, row_end),
+                    column, lunai_min(g->n, column_end));
   }
 }
 LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
-  const lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, lunai_max(threads, 1));
-  return (size_t)(lunai_gemm_plan_bytes(&p) * lunai_max(threads, 1));
+  const int64_t count = lunai_max(threads, 1);
+  const lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
+  return (size_t)(lunai_gemm_plan_bytes(&p) * count);
 }
 LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                              void *scratch) {
-  lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, parallel && parallel->run ? lunai_max(parallel->threads, 1) : 1);
+  const int64_t threads = lunai_threads(parallel);
+  lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, threads);
+  lunai_gemm_thread own;
+  int64_t x, y;
   p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
-  if (g->m > 0 && g->n > 0) lunai_run(parallel, lunai_gemm_task, &p);
+  if (g->m <= 0 || g->n <= 0) return;
+  if (threads > 1) {
+    lunai_run(parallel, lunai_gemm_task, &p);
+    return;
+  }
+  own = lunai_gemm_own(&p, 0);       /* one part, without a division */
+  for (x = 0; x < g->batch[0]; x++)
+    for (y = 0; y < g->batch[1]; y++) lunai_gemm_part(&p, &own, x, y, 0, g->m, 0, g->n);
 }
 #endif
 
@@ -8737,7 +8754,7 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
 }
 
 LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
-  const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) / align * align;
+  const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
   *out = NULL;
   if (size < bytes || size > b->size[data] - b->used[data]) return false;
   if (b->start[data]) *out = b->start[data] + b->used[data];
@@ -10612,9 +10629,8 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
-/* a tensor of the step, values not set; null without a sentence when there is no memory */
-LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
-  const int64_t count = lunai_shape_count(rank, shape);
+/* a tensor of the step, values not set; null without a sentence when there is no memory; count: lunai_shape_count */
+LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, int64_t count) {
   luna_tensor *t;
   void *memory;
   if (count < 0 || !lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
@@ -10767,7 +10783,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   if (count < 0) return lunai_fail_shape(ctx, "luna_tensor_new", rank, shape);
   mark = lunai_step_mark(ctx);
   bytes = (size_t)count * sizeof(float);
-  t = lunai_tensor_make(ctx, rank, shape);
+  t = lunai_tensor_make(ctx, rank, shape, count);
   if (!t) {
     lunai_step_rewind(ctx, mark);
     return lunai_fail_op_memory(ctx, "luna_tensor_new", bytes);
@@ -10989,7 +11005,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, i
   s->op.in[1] = inputs > 1 ? b : NULL;
   s->op.in[2] = inputs > 2 ? c : NULL;
   for (i = 0; i < inputs; i++)
-    if (lunai_is_released(s->op.in[i], name)) return false;
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
     else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
@@ -11063,13 +11079,6 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   lunai_mark mark;
   bool good;
   *status = LUNA_OK;
-  if (LUNAI_BUMPS(ctx)) {
-    const size_t used = ctx->bump->used[1];
-    good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
-    ctx->bump->used[1] = used;
-    if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
-    return good && *status == LUNA_OK;
-  }
   if (op->kept_size > 0 && !op->kept_piece) {
     if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
     op->kept = op->kept_piece->at;
@@ -11085,6 +11094,28 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   return good && *status == LUNA_OK;
 }
 
+/* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
+LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape, int64_t count) {
+  luna_op *op = &s->op;
+  luna_ctx *ctx = op->ctx;
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
+  luna_status status = LUNA_OK;
+  size_t used;
+  op->dropout = op->last_dropout = 0;
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
+    return lunai_op_no_memory(s, (size_t)count * sizeof(float));
+  if (count == 0) return op->out[0];
+  functions->query(op);
+  used = ctx->bump->used[1];
+  if (!lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
+    return lunai_op_no_memory(s, op->workspace_size);
+  ctx->bump->used[1] = used;
+  if (lunai_computes(ctx)) status = functions->forward(op);
+  if (status == LUNA_OK) return op->out[0];
+  lunai_fail_backend(ctx, false, s->name, status);
+  return lunai_abandon(s);
+}
+
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra, int extra_rank, const int64_t *extra_shape) {
   luna_ctx *ctx = s->op.ctx;
@@ -11092,8 +11123,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_status status;
   bool wanted = false, record;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
   void *memory;
-  size_t result;
+  const int64_t count = lunai_shape_count(rank, shape);
+  const size_t result = (size_t)count * sizeof(float);
   int i;
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape, count);
   if (!ctx->backend->op[op->kind].forward) {
     lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(op->kind));
     return lunai_abandon(s);
@@ -11108,11 +11141,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
   record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
-  if (lunai_shape_count(rank, shape) < 0) {
+  if (count < 0) {
     lunai_fail_shape(ctx, s->name, rank, shape);
     return lunai_abandon(s);
   }
-  result = (size_t)lunai_shape_count(rank, shape) * sizeof(float);
   if (record) {
     if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
     op = (luna_op *)memory;
@@ -11123,9 +11155,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape)) == NULL)
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
-  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape)) == NULL)
+  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
+                                                           lunai_shape_count(extra_rank, extra_shape))) == NULL)
     return lunai_op_no_memory(s, result);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
@@ -12458,13 +12491,15 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   int64_t shape[LUNA_MAX_RANK];
   const int rank = lunai_broadcast(&s->op, shape);
-  luna_op pair = s->op;
   int k;
   if (rank >= 0) return lunai_finish(s, rank, shape);
   for (k = 0; k < 2; k++) {          /* which two do not fit: all but k */
-    pair.in[k] = NULL;
-    if (lunai_broadcast(&pair, shape) < 0) break;
-    pair.in[k] = s->op.in[k];
+    luna_tensor *left_out = s->op.in[k];
+    bool fits;
+    s->op.in[k] = NULL;
+    fits = lunai_broadcast(&s->op, shape) >= 0;
+    s->op.in[k] = left_out;
+    if (!fits) break;
   }
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
