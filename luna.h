@@ -1795,6 +1795,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_ONCE LUNAI_CALL         /* small: one copy */
+#else
+#define LUNAI_ONCE LUNAI_INLINE
+#endif
 
 #ifndef LUNA_ASSERT
 #define LUNA_ASSERT(condition) ((void)0)
@@ -2618,7 +2623,7 @@ LUNAI_INLINE vf LUNAI_K(tanh)(vf x) { return tanh(x); }
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
 /* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
-LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
+LUNAI_ONCE vf LUNAI_K(exp_of)(vf r, vf n) {
   vf p = vf_fma(vf_set(1.381422187e-03f), r, vf_set(8.368898669e-03f));
   p = vf_fma(p, r, vf_set(4.166840572e-02f));
   p = vf_fma(p, r, vf_set(1.666651913e-01f));
@@ -2626,7 +2631,7 @@ LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
   p = vf_fma(p, vf_mul(r, r), r);
   return LUNAI_K(scale2)(vf_add(p, vf_set(1.0f)), n);
 }
-LUNAI_INLINE vf vf_exp(vf x) {
+LUNAI_ONCE vf vf_exp(vf x) {
   const vf n = LUNAI_K(nearest)(vf_mul(x, vf_set(1.44269504f)));
   const vf r = vf_fnma(n, vf_set(-2.12194440e-4f), vf_fnma(n, vf_set(0.693359375f), x));
   const vf y = vf_select(vf_lt(x, vf_set(-87.3365402f)), vf_zero(), LUNAI_K(exp_of)(r, n));
@@ -2638,7 +2643,7 @@ LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
   return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
 }
 /* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
-LUNAI_INLINE vf LUNAI_K(log_of)(vf x) {
+LUNAI_ONCE vf LUNAI_K(log_of)(vf x) {
   vf e, p;
   const vf f = vf_sub(LUNAI_K(split)(x, &e), vf_set(1.0f)), square = vf_mul(f, f);
   p = vf_fma(vf_set(-7.634496512e-02f), f, vf_set(1.276157704e-01f));
@@ -2717,13 +2722,12 @@ LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of
 #define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
 /* of a layer: what a product's epilogue applies */
-#ifdef LUNA_ONLY_STREAM /* small: one copy, of these alone */
-LUNAI_CALL vf LUNAI_K(activation1)(int kind, vf x) { switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; } }
-LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
-#else
-LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+LUNAI_ONCE vf LUNAI_K(activation1)(int kind, vf x) {
   switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; }
 }
+#ifdef LUNA_ONLY_STREAM              /* small: of these alone */
+LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
+#else
 LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_VALUE) default: return x; } }
 #endif
 LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) {
@@ -2801,6 +2805,9 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #elif LUNAI_PASS == LUNAI_ISA_NEON
 #define LUNAI_MR 8
 #define LUNAI_NV 3
+#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* small: a tile of one height */
+#define LUNAI_MR 1
+#define LUNAI_NV 4
 #elif LUNAI_PASS == LUNAI_ISA_SCALAR
 #define LUNAI_MR 4
 #define LUNAI_NV 4
@@ -2965,7 +2972,7 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
 /* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
    Below four rows a tile waits for its own sums. */
 LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
-  if (left == LUNAI_MR || left > LUNAI_MR + 2) return LUNAI_MR;
+  if (left == LUNAI_MR || left > LUNAI_MR + 2 || LUNAI_MR == 1) return LUNAI_MR;
   return LUNAI_MR > 8 && left >= 8 ? 8 : LUNAI_MR > 4 && left >= 4 ? 4 : lunai_min(left, 3);
 }
 LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
@@ -2973,8 +2980,8 @@ LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_r
   if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, k, a, a_row, a_column, b, b_row, e);
   else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, k, a, a_row, a_column, b, b_row, e);
   else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, k, a, a_row, a_column, b, b_row, e);
-  else if (rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
-  else if (rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
   else LUNAI_K(tile_rows)(1, k, a, a_row, a_column, b, b_row, e);
 }
 
@@ -6201,7 +6208,7 @@ LUNAI_FN size_t lunai_sweep_plan(lunai_sweep *s, int64_t threads, void *memory) 
   s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
   s->window = 1;
   /* else whole items keep the threads busy */
-  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads)
+  if (s->chunks > 1 && s->items > 0 && threads > 1 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
   states = s->window > 1 ? s->items : threads;
   records = s->window > 1 ? s->items * s->window : threads;
@@ -6313,8 +6320,8 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
   int64_t item;
   parallel = lunai_worth(parallel, work);
-  (void)lunai_sweep_plan(s, parallel && parallel->run ? lunai_max(1, parallel->threads) : 1, scratch);
-  if (s->window == 1) {
+  (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
+  if (lunai_threads(parallel) == 1 || s->window == 1) {
     lunai_run(parallel, lunai_sweep_items, s);
     return;
   }
