@@ -1840,7 +1840,12 @@ LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
-LUNAI_CALL void lunai_clear(void *at, size_t bytes) { memset(at, 0, bytes); }
+LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
+#if defined(__GNUC__) && !defined(LUNA_ONLY_STREAM)
+  __asm__("" : "+r"(bytes));         /* hides the sizes it is called with, for which gcc takes rep stos */
+#endif
+  memset(at, 0, bytes);
+}
 
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
