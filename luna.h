@@ -3176,7 +3176,7 @@ typedef struct lunai_gemm_plan {
   char *scratch;
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
-  bool late, dots;
+  bool late;
 } lunai_gemm_plan;
 
 LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
@@ -3199,9 +3199,6 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
     if (g->m >= g->n) p.column_parts = lunai_min(parts / p.row_parts, panels);
   }
   p.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
-  p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
-  p.columns = g->n;
-  if (p.dots) return p;              /* no panels, no partial sums */
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
   p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
@@ -3256,11 +3253,6 @@ LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *t
   if (g->accumulate && !plan->late) {
     t->from = t->sum;
     t->from_row = t->sum_row;
-  }
-  if (plan->dots) {
-    t->finish = t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late;
-    kernels->dot_rows(m, n, g->k, a, g->a_row, b, g->b_column, t);
-    return;
   }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
@@ -3334,19 +3326,57 @@ LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
                     column, lunai_min(g->n, column_end));
   }
 }
+/* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
+LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
+typedef struct lunai_dots_work { const lunai_kernels *kernels; const lunai_gemm *g; } lunai_dots_work;
+LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_dots_work *w = (const lunai_dots_work *)work;
+  const lunai_gemm *g = w->g;
+  const int64_t nr = w->kernels->nr, panels = threads > 1 ? lunai_divide_up(g->n, nr) : 0;
+  const int64_t column = lunai_share(panels, thread, threads) * nr;
+  const int64_t end = threads > 1 ? lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) : g->n;
+  lunai_target t;
+  int64_t x, y;
+  memset(&t, 0, sizeof t);
+  t.sum_row = t.from_row = t.c_row = g->c_row;
+  t.bias = g->bias ? g->bias + column : NULL;
+  t.alpha = g->alpha;
+  t.activation = g->activation;
+  t.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
+  t.finish = g->bias || g->pre || g->activation != LUNA_ACTIVATION_NONE;
+  for (x = 0; x < g->batch[0]; x++)
+    for (y = 0; y < g->batch[1] && column < end; y++) {
+      const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
+      t.c = t.sum = g->c + at;
+      t.pre = g->pre ? g->pre + at : NULL;
+      t.from = g->accumulate && !t.late ? t.c : g->residual ? g->residual + at : NULL;
+      w->kernels->dot_rows(g->m, end - column, g->k, g->a + x * g->a_batch[0] + y * g->a_batch[1], g->a_row,
+                           g->b + x * g->b_batch[0] + y * g->b_batch[1] + column * g->b_column, g->b_column, &t);
+    }
+}
 LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t count = lunai_max(threads, 1);
-  const lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
+  lunai_gemm_plan p;
+  if (lunai_gemm_dots(g)) return 0;
+  p = lunai_gemm_plan_of(kernels, g, count);
   return (size_t)(lunai_gemm_plan_bytes(&p) * count);
 }
 LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                              void *scratch) {
   const int64_t threads = lunai_threads(parallel);
-  lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, threads);
+  lunai_gemm_plan p;
   lunai_gemm_thread own;
+  lunai_dots_work dots;
   int64_t x, y;
-  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (g->m <= 0 || g->n <= 0) return;
+  if (lunai_gemm_dots(g)) {
+    dots.kernels = kernels;
+    dots.g = g;
+    lunai_run(parallel, lunai_dots_task, &dots);
+    return;
+  }
+  p = lunai_gemm_plan_of(kernels, g, threads);
+  p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (threads > 1) {
     lunai_run(parallel, lunai_gemm_task, &p);
     return;
@@ -10644,15 +10674,19 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
 /* a tensor of the step, values not set; null without a sentence when there is no memory; count: lunai_shape_count */
 LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, int64_t count) {
   luna_tensor *t;
-  void *memory;
-  if (count < 0 || !lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
-  lunai_tensor_set(t, ctx, rank, shape);
+  void *memory, *data;
+  if (count < 0) return NULL;
   if (LUNAI_BUMPS(ctx)) {
-    if (!lunai_step(ctx, (size_t)count * sizeof(float), true, &memory)) return NULL;
-    t->data = (float *)memory;
+    if (!lunai_bump_take(ctx->bump, false, sizeof(luna_tensor), &memory) ||
+        !lunai_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
+    t = (luna_tensor *)memory;
+    lunai_tensor_set(t, ctx, rank, shape);
+    t->data = (float *)data;
     return t;
   }
+  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
+  t = (luna_tensor *)memory;
+  lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
@@ -11119,7 +11153,7 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
   if (count == 0) return op->out[0];
   functions->query(op);
   used = ctx->bump->used[1];
-  if (!lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
+  if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
   ctx->bump->used[1] = used;
   if (lunai_computes(ctx)) status = functions->forward(op);
