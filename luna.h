@@ -6737,7 +6737,7 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
 }
 
 LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
-  memset(s, 0, sizeof *s);
+  lunai_clear(s, sizeof *s);
   s->kernels = kernels;
   s->items = a->batch * a->heads;
   s->heads = a->heads;
@@ -9257,16 +9257,14 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
-/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides */
+/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
+   which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK, a, k;
   bool joins;
   for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
-  for (a = 0; a < LUNA_MAX_RANK; a++) {
-    op->arg.elementwise.shape[a] = 1;
-    for (k = 0; k < 3; k++) op->arg.elementwise.stride[k][a] = 0;
-  }
+  for (a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (a = rank - 1; a >= 0; a--) {
     for (shape[a] = 1, k = 0; k < 3; k++) {
       const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
@@ -9550,7 +9548,7 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) { lunai_split(op, lunai_r
 /* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
-  memset(g, 0, sizeof *g);
+  lunai_clear(g, sizeof *g);
   g->a = a; g->b = b; g->c = c;
   g->m = m; g->n = n; g->k = k;
   g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
@@ -10361,7 +10359,7 @@ LUNAI_KERNEL_OP(causal, 0)
    kept: W --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   const luna_tensor *q = op->in[0];
-  memset(c, 0, sizeof *c);
+  lunai_clear(c, sizeof *c);
   c->q = q->data; c->k = op->in[1]->data; c->v = op->in[2]->data; c->s = op->in[3]->data;
   c->out = op->out[0]->data;
   c->w = (float *)op->kept;
