@@ -8361,7 +8361,7 @@ typedef struct lunai_bump {
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
 } lunai_bump;
 #ifdef LUNA_ONLY_STREAM
-#define LUNAI_BUMPS(ctx) true
+#define LUNAI_BUMPS(ctx) ((void)(ctx), true)
 #else
 #define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
 #endif
@@ -11224,6 +11224,13 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   return op->out[0];
 }
 LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) { return lunai_finish_two(s, rank, shape, NULL, 0, NULL); }
+/* in[0]'s shape but for the last axis */
+LUNAI_FN luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
+  int64_t shape[LUNA_MAX_RANK];
+  memcpy(shape, s->op.in[0]->shape, sizeof shape);
+  shape[s->op.in[0]->rank - 1] = last;
+  return lunai_finish(s, s->op.in[0]->rank, shape);
+}
 LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
 
 /* --- backward --- */
@@ -12418,6 +12425,9 @@ typedef struct lunai_past {
   const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
 } lunai_past;
 
+/* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
+LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory;
@@ -12536,7 +12546,7 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   int64_t shape[LUNA_MAX_RANK];
   const int rank = lunai_broadcast(&s->op, shape);
   int k;
-  if (rank >= 0) return lunai_finish(s, rank, shape);
+  if (rank >= 0 || lunai_is_checked(s->op.ctx)) return lunai_finish(s, rank, shape);
   for (k = 0; k < 2; k++) {          /* which two do not fit: all but k */
     luna_tensor *left_out = s->op.in[k];
     bool fits;
@@ -12610,7 +12620,7 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
 }
 
 LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
-  if (probability >= 0 && probability < 1) return false;
+  if (lunai_is_checked(s->op.ctx) || (probability >= 0 && probability < 1)) return false;
   lunai_fail(s->op.ctx, LUNA_ERROR_PROBABILITY, s->name, "dropout", (double)probability);
   return true;
 }
@@ -12663,8 +12673,8 @@ LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool trans
   bool good;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
-  good = a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank;
-  for (i = 3; good && i <= b->rank; i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
+  good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
+  for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
   if (!good) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_AXES, a, b);
   m = a->shape[a->rank - (transpose_a ? 1 : 2)];
   k = a->shape[a->rank - (transpose_a ? 2 : 1)];
@@ -12692,15 +12702,15 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
 
 /* whether a vector, where it is there, has that size; a weight [out, in] */
 LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (!t || (t->rank == 1 && t->shape[0] == size)) return true;
+  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
   return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
 }
 LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (t->rank == 2 && t->shape[1] == in) return true;
+  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
   return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
 }
 LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
+  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
 }
 
 /* whether x, weight and bias go together; false: the failure is reported */
@@ -12713,52 +12723,57 @@ LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
-  int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
   lunai_input(&s, bias);
-  memcpy(shape, x->shape, sizeof shape);
-  shape[x->rank - 1] = weight->shape[0];
   s.op.activation = activation;
   s.op.last_dropout = dropout;
   lunai_input(&s, residual);
-  return lunai_finish(&s, x->rank, shape);
+  return lunai_finish_rows(&s, weight->shape[0]);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
   return lunai_linear_with(x, weight, bias, activation, NULL, 0);
 }
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
 
+/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is reported */
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
+                                      const luna_tensor *b2, luna_activation activation,
+                                      const luna_feed_forward_config *c) {
+  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
+  luna_ctx *ctx = x->ctx;
+  luna_tensor want;
+  if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
+  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
+  if (lunai_is_checked(ctx)) return true;
+  if (!lunai_is_activation(activation))
+    return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
+  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
+      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
+      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
+      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
+  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
+    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
+  lunai_tensor_set(&want, ctx, x->rank, x->shape);
+  want.shape[x->rank - 1] = w2->shape[0];
+  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
+    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
+  if (!c->gate) return true;
+  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
+      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
+  return c->gate->shape[0] == w1->shape[0] ||
+         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+}
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
-  int64_t shape[LUNA_MAX_RANK];
-  luna_tensor want;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
-  if (!w2) return lunai_fail_null(x->ctx, "luna_feed_forward", "w2");
-  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation,
-      LUNA_ACTIVATION_TANH);
-  if (!lunai_has_rank("luna_feed_forward", x, 1) ||
-      !lunai_is_weight(x->ctx, "luna_feed_forward", "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(x->ctx, "luna_feed_forward", "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(x->ctx, "luna_feed_forward", "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(x->ctx, "luna_feed_forward", "b2", b2, w2->shape[0])) return NULL;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(x->ctx, LUNA_ERROR_TOO_LARGE, "luna_feed_forward", lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT);
-  memcpy(shape, x->shape, sizeof shape);
-  shape[x->rank - 1] = w2->shape[0];
-  lunai_tensor_set(&want, x->ctx, x->rank, shape);
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(x->ctx, LUNA_ERROR_RESIDUAL_SHAPE, "luna_feed_forward", c->residual, &want);
-  if (c->gate && (!lunai_is_weight(x->ctx, s.name, "gate", c->gate, lunai_last(x)) ||
-                  !lunai_is_vector(x->ctx, s.name, "gate_bias", c->gate_bias, w1->shape[0]))) return NULL;
-  if (c->gate && c->gate->shape[0] != w1->shape[0]) return lunai_fail(x->ctx, LUNA_ERROR_BROADCAST, s.name, w1,
-      c->gate);
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
+      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -12774,7 +12789,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
   s.op.arg.feed_forward.recompute = c->recompute;
-  return lunai_finish(&s, x->rank, shape);
+  return lunai_finish_rows(&s, w2->shape[0]);
 }
 
 /* --- rows --- */
@@ -13178,7 +13193,8 @@ LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weigh
                                               const lunai_past *past) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1)
+  if (!lunai_is_checked(x->ctx) &&
+      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
     return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
   if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
   lunai_input(&s, bias);
@@ -13287,10 +13303,12 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
   if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && (s->shape[2] > 0 || LUNAI_BUMPS(q->ctx)) && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && (LUNAI_BUMPS(q->ctx) || lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads)); /* a source may have no slots */
-  if (!good) return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
-  if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
+  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
+  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
+  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
+    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
+      !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
