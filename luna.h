@@ -2810,7 +2810,7 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #elif LUNAI_PASS == LUNAI_ISA_NEON
 #define LUNAI_MR 8
 #define LUNAI_NV 3
-#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* small: a tile of one height */
+#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* small: single rows, which are neither gathered nor prefetched */
 #define LUNAI_MR 1
 #define LUNAI_NV 4
 #elif LUNAI_PASS == LUNAI_ISA_SCALAR
@@ -2830,7 +2830,7 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
     for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
     return;
   }
-  if (b_row == 1)
+  if (LUNAI_MR > 1 && b_row == 1)
     for (; j + 4 <= columns; j += 4) {
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
       for (p = 0; p + 4 <= k; p += 4) {
@@ -2850,7 +2850,7 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
 LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
                                    float *panels) {
   int64_t j = 0, p, i;
-  if (b_column == 1) /* four panels at a time: longer contiguous reads */
+  if (LUNAI_MR > 1 && b_column == 1) /* four panels at a time: longer contiguous reads */
     for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
       for (p = 0; p < k; p++)
         for (i = 0; i < 4; i++)
@@ -3033,7 +3033,7 @@ LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, i
                                           const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
   const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
-  if (!a_gathered) return at;
+  if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
     if (tile == 0)
       LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
@@ -3070,7 +3070,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     coming = lunai_min(rows, m - row - rows);
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
-      if (a_column == 1)
+      if (LUNAI_MR > 1 && a_column == 1)
         for (p = j / LUNAI_NR; p < coming; p += all)
           for (x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
       e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
@@ -3116,7 +3116,7 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
         for (r = 0; r < rows; r++) {
           const int64_t count = lunai_min(columns - l, group);
           float *to = edge + r * LUNAI_NR + l;
-          if (k % (4 * VF) == 0) LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+          if (VF > 1 && k % (4 * VF) == 0) LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
           else LUNAI_K(dots)(false, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
         }
       LUNAI_K(finish_tile)(t, i, j, rows, columns, edge);
@@ -3203,7 +3203,7 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
   p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
-  if (g->n > 2 * nr && g->m > 1 && !dense)
+  if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
