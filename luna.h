@@ -10762,17 +10762,20 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
   char *start = b->start[0] + scope.used[0];
+  const size_t bytes = (size_t)luna_count(x) * sizeof(float);
+  const float *data;
   luna_tensor *moved;
   void *memory;
   if (!x || lunai_on_device(scope.ctx)) return x;
+  data = x->data;
   b->used[0] = scope.used[0];
   b->used[1] = scope.used[1];
   if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x; /* from outside */
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
-  (void)lunai_bump_take(b, true, (size_t)luna_count(moved) * sizeof(float), &memory);
-  if (memory) memmove(memory, moved->data, (size_t)luna_count(moved) * sizeof(float));
+  (void)lunai_bump_take(b, true, bytes, &memory);
+  if (memory) memmove(memory, data, bytes);
   moved->data = (float *)memory;
   moved->base = NULL;
   return moved;
