@@ -8610,7 +8610,11 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
 }
 
 /* values are in memory that the host cannot read */
+#ifdef LUNA_ONLY_STREAM
+#define lunai_on_device(ctx) ((void)(ctx), false)
+#else
 LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
+#endif
 /* false: data pointers may be null, only sizes are used */
 LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
@@ -12413,6 +12417,14 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* ----------------------------------------------------------------------------------------------------------------------
    >>ops: shape checks, then a call of the backend
    ---------------------------------------------------------------------------------------------------------------------- */
+/* of a stream or its layer: memories, and whether each is of a source, as in a decoder */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_SOURCES(s) ((int64_t)1)
+#define LUNAI_CROSS(s) false
+#else
+#define LUNAI_SOURCES(s) ((s)->sources)
+#define LUNAI_CROSS(s) ((s)->cross)
+#endif
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
@@ -13835,7 +13847,7 @@ LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *lay
 /* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias stays, for omega is
    no softmax. */
 LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
-  const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
+  const int64_t h = layer->config.heads, n = LUNAI_SOURCES(past), rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
   const bool split = n > 1 || x->shape[0] > 1;
   luna_tensor *s = split ? lunai_reshape(x, 3, n, rows / n, x->shape[2], 1) : x;
@@ -16805,13 +16817,13 @@ LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queri
 /* what the scores need of a layer's memory [sources, slots, dim], once: on a device of all sources at a time */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const luna_causal_attention_layer *attention = s->cross ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
+  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
-  const int64_t each = device ? s->sources : 1, beam = s->sources > 1 ? s->batch / s->sources : 1, hl = z->heads * z->memory;
+  const int64_t each = device ? LUNAI_SOURCES(s) : 1, beam = LUNAI_SOURCES(s) > 1 ? s->batch / LUNAI_SOURCES(s) : 1, hl = z->heads * z->memory;
   luna_tensor p, *queries, *scores, *bias = NULL;
   int64_t b;
   s->bump.single = false;
-  for (b = 0; b < s->sources; b += each) {
+  for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
     s->bump.used[0] = s->bump.used[1] = 0;
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory, z->dim, 1);
@@ -16893,7 +16905,7 @@ LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
   lunai_lm_sizes *z = &s->sizes;
   lunai_stream_layer *layer = &s->layers[index];
-  const int64_t n = s->sources, hl = z->heads * z->memory, d = z->dim;
+  const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
   const lunai_slot *slots = lunai_causal_slots;
   int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
   luna_lm_config config;
@@ -16929,8 +16941,10 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
   layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
                             n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) : lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
-  layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
-  layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+  if (LUNAI_CROSS(s)) {
+    layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
+    layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+  }
   layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
   layer->past.sources = n;
   layer->past.slots = s->slots;
@@ -17013,7 +17027,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
   const int64_t means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
-  const int64_t beams = s->sources > 1 ? s->batch : 1, cross = s->cross ? s->sources * z->memory * z->dim : 0;
+  const int64_t beams = LUNAI_SOURCES(s) > 1 ? s->batch : 1, cross = LUNAI_CROSS(s) ? LUNAI_SOURCES(s) * z->memory * z->dim : 0;
   const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
   size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
   int64_t i;
@@ -17040,14 +17054,14 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->state_size = used - state;
   for (i = 0; i < z->layers; i++) {
     if (base) layer = &s->layers[i];
-    layer->past.scores.data = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
+    layer->past.scores.data = (float *)lunai_stream_take(base, &used, LUNAI_SOURCES(s) * lunai_stream_fold_size(z), sizeof(float));
     layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
     layer->past.keys.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
     layer->past.values.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
   }
-  s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
-  s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
-  if (!s->cross) s->slots = s->source_slots = NULL;
+  s->slots = (int32_t *)lunai_stream_take(base, &used, LUNAI_CROSS(s) ? s->batch : 0, sizeof(int32_t));
+  s->source_slots = (int32_t *)lunai_stream_take(base, &used, LUNAI_CROSS(s) ? LUNAI_SOURCES(s) : 0, sizeof(int32_t));
+  if (!LUNAI_CROSS(s)) s->slots = s->source_slots = NULL;
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
   for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
