@@ -1841,7 +1841,7 @@ LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
-#if defined(__GNUC__) && !defined(LUNA_ONLY_STREAM)
+#if defined(__GNUC__)
   __asm__("" : "+r"(bytes));         /* hides the sizes it is called with, for which gcc takes rep stos */
 #endif
   memset(at, 0, bytes);
