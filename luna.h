@@ -459,7 +459,8 @@ typedef struct luna_input {
   const int32_t *tokens;             /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  const float *features;             /* [batch,n,features]; NaN is a missing number; the padding may hold anything */
+  const float *features;             /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it
+                                        spoils all later steps; the padding may hold anything */
 } luna_input;
 
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
@@ -620,8 +621,8 @@ typedef struct luna_options {
    luna_error(NULL) lists what can be. A backend whose device cannot be opened gives a context in which every call fails
    with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-/* Frees everything made from it; null is fine. Contexts close in any order: what reads a closed one's parameters
-   (sets that share them, streams on the CPU) can afterwards only be closed. */
+/* Frees everything made from it but streams (luna_stream_close); null is fine. Contexts close in any order: what reads a
+   closed one's parameters (sets that share them, streams on the CPU) can afterwards only be closed. */
 LUNA_API void luna_close(luna_ctx *ctx);
 
 #ifndef LUNA_NO_TRAIN
@@ -630,7 +631,8 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It fails with the first failed init, load of a model, luna_params_open,
+/* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
+   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model, luna_params_open,
    luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or name, in that set
    or one opened since. To try a file or a config whose failure is to have no effect, use a context of its own and close
    it. */
@@ -727,7 +729,8 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);                    /* t, whose data stay until the next begin: call it before the scope ends */
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a tensor as one whose gradient is wanted, and stays until the next begin */
-LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor; NaN on failure */
+LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor, before the next
+                                                                       begin; NaN on failure */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values; fails when they were released: luna_keep */
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
 #ifndef LUNA_ONLY_STREAM
@@ -831,7 +834,8 @@ LUNA_API luna_tensor *luna_ratio(luna_tensor *x);                   /* [...,d+1]
 LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient
                                                                        flows */
 /* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
-   (e / 8, i, step) under key seed is below round(65536 p). */
+   (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that two have other masks: check
+   gradients by differences without dropout. */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 /* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight);
@@ -855,7 +859,7 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
    than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config);
 
-/* Losses of numbers: values of any shape and a target for each, in the same order -> [1], the mean over the targets that
+/* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the targets that
    are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
    delta (|x - t| - delta / 2) beyond; and -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic
    function and t is in 0..1. */
@@ -983,6 +987,8 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
+/* Into a set whose parameters have the file's names and shapes. What is in neither, as heads, pooling, activation or
+   positions, is not compared: luna_load_model takes it from the file. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -1218,8 +1224,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 /* Logits [batch,n,vocab], or [batch,n,outputs]. No place reads a later one, so lengths have no effect: leave them null
    (with features they say what is padding, which then counts as missing). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
-/* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts); negative labels
-   are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
+/* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts) or, with
+   .outputs, its class; negative labels are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
    stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
@@ -1350,7 +1356,8 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
-   checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. */
+   checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
+   kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
 typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
 typedef struct luna_model {
   luna_model_kind kind;              /* which of the members below is initialised */
@@ -1452,7 +1459,7 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global g
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
    goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
    caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
-   saved. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
+   saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
