@@ -1802,6 +1802,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_ONCE LUNAI_CALL         /* small: one copy */
+#else
+#define LUNAI_ONCE LUNAI_INLINE
+#endif
 
 #ifndef LUNA_ASSERT
 #define LUNA_ASSERT(condition) ((void)0)
@@ -1842,7 +1847,12 @@ LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
-LUNAI_CALL void lunai_clear(void *at, size_t bytes) { memset(at, 0, bytes); }
+LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
+#if defined(__GNUC__)
+  __asm__("" : "+r"(bytes));         /* hides the sizes it is called with, for which gcc takes rep stos */
+#endif
+  memset(at, 0, bytes);
+}
 
 /* memcpy that allows null pointers for 0 bytes */
 LUNAI_INLINE void lunai_copy(void *to, const void *from, size_t bytes) { if (bytes) memcpy(to, from, bytes); }
@@ -1875,21 +1885,21 @@ LUNAI_FN void lunai_parallel_one(void *call, int64_t index) {
   lunai_parallel_call *c = (lunai_parallel_call *)call;
   c->task(c->work, index, c->threads);
 }
-LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
+LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
 #ifdef LUNA_ONLY_STREAM
   (void)parallel;
-  task(work, 0, 1);
+  return 1;
 #else
+  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+#endif
+}
+LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
   lunai_parallel_call call;
   call.task = task;
   call.work = work;
-  call.threads = parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
+  call.threads = lunai_threads(parallel);
   if (call.threads == 1) task(work, 0, 1);
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
-#endif
-}
-LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
-  return parallel && parallel->run && parallel->threads > 1 ? parallel->threads : 1;
 }
 /* thread's contiguous share of `count` items */
 LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads) {
@@ -2625,7 +2635,7 @@ LUNAI_INLINE vf LUNAI_K(tanh)(vf x) { return tanh(x); }
 LUNAI_INLINE vf LUNAI_K(normal_cdf)(vf x, vf e) { (void)e; return 0.5 * erfc(-0.70710678118654752440 * x); }
 #else
 /* e^r 2^n for |r| <= ln(2)/2: 1 + r + r^2 P(r) */
-LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
+LUNAI_ONCE vf LUNAI_K(exp_of)(vf r, vf n) {
   vf p = vf_fma(vf_set(1.381422187e-03f), r, vf_set(8.368898669e-03f));
   p = vf_fma(p, r, vf_set(4.166840572e-02f));
   p = vf_fma(p, r, vf_set(1.666651913e-01f));
@@ -2633,7 +2643,7 @@ LUNAI_INLINE vf LUNAI_K(exp_of)(vf r, vf n) {
   p = vf_fma(p, vf_mul(r, r), r);
   return LUNAI_K(scale2)(vf_add(p, vf_set(1.0f)), n);
 }
-LUNAI_INLINE vf vf_exp(vf x) {
+LUNAI_ONCE vf vf_exp(vf x) {
   const vf n = LUNAI_K(nearest)(vf_mul(x, vf_set(1.44269504f)));
   const vf r = vf_fnma(n, vf_set(-2.12194440e-4f), vf_fnma(n, vf_set(0.693359375f), x));
   const vf y = vf_select(vf_lt(x, vf_set(-87.3365402f)), vf_zero(), LUNAI_K(exp_of)(r, n));
@@ -2645,7 +2655,7 @@ LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
   return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
 }
 /* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
-LUNAI_INLINE vf LUNAI_K(log_of)(vf x) {
+LUNAI_ONCE vf LUNAI_K(log_of)(vf x) {
   vf e, p;
   const vf f = vf_sub(LUNAI_K(split)(x, &e), vf_set(1.0f)), square = vf_mul(f, f);
   p = vf_fma(vf_set(-7.634496512e-02f), f, vf_set(1.276157704e-01f));
@@ -2724,13 +2734,12 @@ LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of
 #define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
 /* of a layer: what a product's epilogue applies */
-#ifdef LUNA_ONLY_STREAM /* small: one copy, of these alone */
-LUNAI_CALL vf LUNAI_K(activation1)(int kind, vf x) { switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; } }
-LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
-#else
-LUNAI_INLINE vf LUNAI_K(activation1)(int kind, vf x) {
+LUNAI_ONCE vf LUNAI_K(activation1)(int kind, vf x) {
   switch (kind) { LUNA_ACTIVATIONS(LUNAI_VALUE) default: return x; }
 }
+#ifdef LUNA_ONLY_STREAM              /* small: of these alone */
+LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { return LUNAI_K(activation1)(kind, x); }
+#else
 LUNAI_INLINE vf LUNAI_K(map1)(int kind, vf x) { switch (kind) { LUNA_MAPS(LUNAI_VALUE) default: return x; } }
 #endif
 LUNAI_INLINE vf LUNAI_K(map1_slope)(int kind, vf x) {
@@ -2808,6 +2817,9 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #elif LUNAI_PASS == LUNAI_ISA_NEON
 #define LUNAI_MR 8
 #define LUNAI_NV 3
+#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* small: single rows, which are neither gathered nor prefetched */
+#define LUNAI_MR 1
+#define LUNAI_NV 4
 #elif LUNAI_PASS == LUNAI_ISA_SCALAR
 #define LUNAI_MR 4
 #define LUNAI_NV 4
@@ -2825,7 +2837,7 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
     for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
     return;
   }
-  if (b_row == 1)
+  if (LUNAI_MR > 1 && b_row == 1)
     for (; j + 4 <= columns; j += 4) {
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
       for (p = 0; p + 4 <= k; p += 4) {
@@ -2845,7 +2857,7 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
 LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
                                    float *panels) {
   int64_t j = 0, p, i;
-  if (b_column == 1) /* four panels at a time: longer contiguous reads */
+  if (LUNAI_MR > 1 && b_column == 1) /* four panels at a time: longer contiguous reads */
     for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
       for (p = 0; p < k; p++)
         for (i = 0; i < 4; i++)
@@ -2972,7 +2984,7 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
 /* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
    Below four rows a tile waits for its own sums. */
 LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
-  if (left == LUNAI_MR || left > LUNAI_MR + 2) return LUNAI_MR;
+  if (left == LUNAI_MR || left > LUNAI_MR + 2 || LUNAI_MR == 1) return LUNAI_MR;
   return LUNAI_MR > 8 && left >= 8 ? 8 : LUNAI_MR > 4 && left >= 4 ? 4 : lunai_min(left, 3);
 }
 LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
@@ -2980,8 +2992,8 @@ LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_r
   if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, k, a, a_row, a_column, b, b_row, e);
   else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, k, a, a_row, a_column, b, b_row, e);
   else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, k, a, a_row, a_column, b, b_row, e);
-  else if (rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
-  else if (rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
   else LUNAI_K(tile_rows)(1, k, a, a_row, a_column, b, b_row, e);
 }
 
@@ -3028,7 +3040,7 @@ LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, i
                                           const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
   const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
-  if (!a_gathered) return at;
+  if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
     if (tile == 0)
       LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
@@ -3065,7 +3077,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
     coming = lunai_min(rows, m - row - rows);
     for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
-      if (a_column == 1)
+      if (LUNAI_MR > 1 && a_column == 1)
         for (p = j / LUNAI_NR; p < coming; p += all)
           for (x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
       e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
@@ -3111,7 +3123,7 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
         for (r = 0; r < rows; r++) {
           const int64_t count = lunai_min(columns - l, group);
           float *to = edge + r * LUNAI_NR + l;
-          if (k % (4 * VF) == 0) LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+          if (VF > 1 && k % (4 * VF) == 0) LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
           else LUNAI_K(dots)(false, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
         }
       LUNAI_K(finish_tile)(t, i, j, rows, columns, edge);
@@ -3171,7 +3183,7 @@ typedef struct lunai_gemm_plan {
   char *scratch;
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
-  bool late, dots;
+  bool late;
 } lunai_gemm_plan;
 
 LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
@@ -3180,27 +3192,25 @@ LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
 LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t batch = g->batch[0] * g->batch[1], block_k = lunai_min(g->k, LUNAI_KC), mr = kernels->mr,
                 nr = kernels->nr;
-  const int64_t tiles = lunai_max(lunai_divide_up(g->m, mr), 1), panels = lunai_max(lunai_divide_up(g->n, nr), 1);
-  const int64_t parts = batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
+  const int64_t parts = threads == 1 || batch % threads == 0 || batch >= 4 * threads ? 1 : threads;
   const bool dense = g->a_column == 1 && g->a_row == g->k && g->k <= LUNAI_KC;
   lunai_gemm_plan p;
   memset(&p, 0, sizeof p);
   p.kernels = kernels;
   p.g = g;
-  if (g->m >= g->n) {
-    p.row_parts = lunai_min(parts, tiles);
-    p.column_parts = lunai_min(parts / p.row_parts, panels);
-  } else {
-    p.column_parts = lunai_min(parts, panels);
+  p.row_parts = p.column_parts = 1;
+  if (parts > 1) {
+    const int64_t tiles = lunai_max(lunai_divide_up(g->m, mr), 1), panels = lunai_max(lunai_divide_up(g->n, nr), 1);
+    if (g->m < g->n) p.column_parts = lunai_min(parts, panels);
     p.row_parts = lunai_min(parts / p.column_parts, tiles);
+    if (g->m >= g->n) p.column_parts = lunai_min(parts / p.row_parts, panels);
   }
   p.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
-  p.dots = g->dots && g->a_column == 1 && g->b_row == 1;
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
-  p.columns = lunai_min(p.columns, panels * nr);
-  p.b_size = g->b_panels || p.dots ? 0 : p.columns * block_k;
-  if (!p.dots && g->n > 2 * nr && g->m > 1 && !dense)
+  p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
+  p.b_size = g->b_panels ? 0 : p.columns * block_k;
+  if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
@@ -3251,11 +3261,6 @@ LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *t
     t->from = t->sum;
     t->from_row = t->sum_row;
   }
-  if (plan->dots) {
-    t->finish = t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late;
-    kernels->dot_rows(m, n, g->k, a, g->a_row, b, g->b_column, t);
-    return;
-  }
   do {
     const int64_t k = lunai_min(g->k - p, LUNAI_KC);
     const float *from = b + p * g->b_row;
@@ -3274,11 +3279,11 @@ LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *t
   } while (p < g->k);
 }
 
-/* rows [row, row_end) by columns [column, column_end) of one batch item */
-LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t item, int64_t row,
+/* rows [row, row_end) by columns [column, column_end) of batch item x, y */
+LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *thread, int64_t x, int64_t y, int64_t row,
                               int64_t row_end, int64_t column, int64_t column_end) {
   const lunai_gemm *g = plan->g;
-  const int64_t x = item / g->batch[1], y = item % g->batch[1], step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
+  const int64_t step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
   lunai_target t;
   int64_t j;
@@ -3301,37 +3306,91 @@ LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *th
                        a + row * g->a_row, b + j * g->b_column, &t);
     }
 }
+LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thread) {
+  char *scratch = p->scratch + thread * lunai_gemm_plan_bytes(p);
+  lunai_gemm_thread own;
+  memset(&own, 0, sizeof own);
+  own.a = lunai_take(&scratch, p->a_size);
+  own.b = lunai_take(&scratch, p->b_size);
+  own.sum = lunai_take(&scratch, p->sum_size);
+  return own;
+}
 LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
   const lunai_gemm_plan *p = (const lunai_gemm_plan *)work;
   const lunai_gemm *g = p->g;
   const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
   const int64_t mr = p->kernels->mr, nr = p->kernels->nr, tiles = lunai_divide_up(g->m, mr),
                 panels = lunai_divide_up(g->n, nr);
-  char *scratch = p->scratch + thread * lunai_gemm_plan_bytes(p);
-  lunai_gemm_thread own;
+  lunai_gemm_thread own = lunai_gemm_own(p, thread);
   int64_t unit, end = lunai_share(units, thread + 1, threads);
-  memset(&own, 0, sizeof own);
-  own.a = lunai_take(&scratch, p->a_size);
-  own.b = lunai_take(&scratch, p->b_size);
-  own.sum = lunai_take(&scratch, p->sum_size);
   for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
     const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
     const int64_t row = lunai_share(tiles, r, p->row_parts) * mr, row_end = lunai_share(tiles, r + 1,
                                                                                         p->row_parts) * mr;
     const int64_t column = lunai_share(panels, c, p->column_parts) * nr,
                   column_end = lunai_share(panels, c + 1, p->column_parts) * nr;
-    lunai_gemm_part(p, &own, unit / parts, row, lunai_min(g->m, row_end), column, lunai_min(g->n, column_end));
+    lunai_gemm_part(p, &own, unit / parts / g->batch[1], unit / parts % g->batch[1], row, lunai_min(g->m, row_end),
+                    column, lunai_min(g->n, column_end));
   }
 }
+/* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
+LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
+typedef struct lunai_dots_work { const lunai_kernels *kernels; const lunai_gemm *g; } lunai_dots_work;
+LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_dots_work *w = (const lunai_dots_work *)work;
+  const lunai_gemm *g = w->g;
+  const int64_t nr = w->kernels->nr, panels = threads > 1 ? lunai_divide_up(g->n, nr) : 0;
+  const int64_t column = lunai_share(panels, thread, threads) * nr;
+  const int64_t end = threads > 1 ? lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) : g->n;
+  lunai_target t;
+  int64_t x, y;
+  memset(&t, 0, sizeof t);
+  t.sum_row = t.from_row = t.c_row = g->c_row;
+  t.bias = g->bias ? g->bias + column : NULL;
+  t.alpha = g->alpha;
+  t.activation = g->activation;
+  t.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
+  t.finish = g->bias || g->pre || g->activation != LUNA_ACTIVATION_NONE;
+  for (x = 0; x < g->batch[0]; x++)
+    for (y = 0; y < g->batch[1] && column < end; y++) {
+      const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
+      t.c = t.sum = g->c + at;
+      t.pre = g->pre ? g->pre + at : NULL;
+      t.from = g->accumulate && !t.late ? t.c : g->residual ? g->residual + at : NULL;
+      w->kernels->dot_rows(g->m, end - column, g->k, g->a + x * g->a_batch[0] + y * g->a_batch[1], g->a_row,
+                           g->b + x * g->b_batch[0] + y * g->b_batch[1] + column * g->b_column, g->b_column, &t);
+    }
+}
 LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
-  const lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, lunai_max(threads, 1));
-  return (size_t)(lunai_gemm_plan_bytes(&p) * lunai_max(threads, 1));
+  const int64_t count = lunai_max(threads, 1);
+  lunai_gemm_plan p;
+  if (lunai_gemm_dots(g)) return 0;
+  p = lunai_gemm_plan_of(kernels, g, count);
+  return (size_t)(lunai_gemm_plan_bytes(&p) * count);
 }
 LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                              void *scratch) {
-  lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, parallel && parallel->run ? lunai_max(parallel->threads, 1) : 1);
+  const int64_t threads = lunai_threads(parallel);
+  lunai_gemm_plan p;
+  lunai_gemm_thread own;
+  lunai_dots_work dots;
+  int64_t x, y;
+  if (g->m <= 0 || g->n <= 0) return;
+  if (lunai_gemm_dots(g)) {
+    dots.kernels = kernels;
+    dots.g = g;
+    lunai_run(parallel, lunai_dots_task, &dots);
+    return;
+  }
+  p = lunai_gemm_plan_of(kernels, g, threads);
   p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
-  if (g->m > 0 && g->n > 0) lunai_run(parallel, lunai_gemm_task, &p);
+  if (threads > 1) {
+    lunai_run(parallel, lunai_gemm_task, &p);
+    return;
+  }
+  own = lunai_gemm_own(&p, 0);       /* one part, without a division */
+  for (x = 0; x < g->batch[0]; x++)
+    for (y = 0; y < g->batch[1]; y++) lunai_gemm_part(&p, &own, x, y, 0, g->m, 0, g->n);
 }
 #endif
 
@@ -6191,7 +6250,7 @@ LUNAI_FN size_t lunai_sweep_plan(lunai_sweep *s, int64_t threads, void *memory) 
   s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
   s->window = 1;
   /* else whole items keep the threads busy */
-  if (s->chunks > 1 && s->items > 0 && s->items % threads != 0 && s->items < 8 * threads)
+  if (s->chunks > 1 && s->items > 0 && threads > 1 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
   states = s->window > 1 ? s->items : threads;
   records = s->window > 1 ? s->items * s->window : threads;
@@ -6303,8 +6362,8 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
   int64_t item;
   parallel = lunai_worth(parallel, work);
-  (void)lunai_sweep_plan(s, parallel && parallel->run ? lunai_max(1, parallel->threads) : 1, scratch);
-  if (s->window == 1) {
+  (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
+  if (lunai_threads(parallel) == 1 || s->window == 1) {
     lunai_run(parallel, lunai_sweep_items, s);
     return;
   }
@@ -6685,7 +6744,7 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
 }
 
 LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
-  memset(s, 0, sizeof *s);
+  lunai_clear(s, sizeof *s);
   s->kernels = kernels;
   s->items = a->batch * a->heads;
   s->heads = a->heads;
@@ -8309,7 +8368,7 @@ typedef struct lunai_bump {
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
 } lunai_bump;
 #ifdef LUNA_ONLY_STREAM
-#define LUNAI_BUMPS(ctx) true
+#define LUNAI_BUMPS(ctx) ((void)(ctx), true)
 #else
 #define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
 #endif
@@ -8558,7 +8617,11 @@ LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes)
 }
 
 /* values are in memory that the host cannot read */
+#ifdef LUNA_ONLY_STREAM
+#define lunai_on_device(ctx) ((void)(ctx), false)
+#else
 LUNAI_FN bool lunai_on_device(const luna_ctx *ctx) { return ctx->backend->allocate && !ctx->options.measure; }
+#endif
 /* false: data pointers may be null, only sizes are used */
 LUNAI_FN bool lunai_computes(const luna_ctx *ctx) { return !ctx->options.measure && !ctx->reserving; }
 LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
@@ -8744,7 +8807,7 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
 }
 
 LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
-  const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) / align * align;
+  const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
   *out = NULL;
   if (size < bytes || size > b->size[data] - b->used[data]) return false;
   if (b->start[data]) *out = b->start[data] + b->used[data];
@@ -9205,16 +9268,14 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
-/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides */
+/* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
+   which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK, a, k;
   bool joins;
   for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
-  for (a = 0; a < LUNA_MAX_RANK; a++) {
-    op->arg.elementwise.shape[a] = 1;
-    for (k = 0; k < 3; k++) op->arg.elementwise.stride[k][a] = 0;
-  }
+  for (a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (a = rank - 1; a >= 0; a--) {
     for (shape[a] = 1, k = 0; k < 3; k++) {
       const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
@@ -9498,7 +9559,7 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) { lunai_split(op, lunai_r
 /* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
-  memset(g, 0, sizeof *g);
+  lunai_clear(g, sizeof *g);
   g->a = a; g->b = b; g->c = c;
   g->m = m; g->n = n; g->k = k;
   g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
@@ -10309,7 +10370,7 @@ LUNAI_KERNEL_OP(causal, 0)
    kept: W --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   const luna_tensor *q = op->in[0];
-  memset(c, 0, sizeof *c);
+  lunai_clear(c, sizeof *c);
   c->q = q->data; c->k = op->in[1]->data; c->v = op->in[2]->data; c->s = op->in[3]->data;
   c->out = op->out[0]->data;
   c->w = (float *)op->kept;
@@ -10619,19 +10680,22 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
-/* a tensor of the step, values not set; null without a sentence when there is no memory */
-LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
-  const int64_t count = lunai_shape_count(rank, shape);
+/* a tensor of the step, values not set; null without a sentence when there is no memory; count: lunai_shape_count */
+LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, int64_t count) {
   luna_tensor *t;
-  void *memory;
-  if (count < 0 || !lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
-  lunai_tensor_set(t, ctx, rank, shape);
+  void *memory, *data;
+  if (count < 0) return NULL;
   if (LUNAI_BUMPS(ctx)) {
-    if (!lunai_step(ctx, (size_t)count * sizeof(float), true, &memory)) return NULL;
-    t->data = (float *)memory;
+    if (!lunai_bump_take(ctx->bump, false, sizeof(luna_tensor), &memory) ||
+        !lunai_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
+    t = (luna_tensor *)memory;
+    lunai_tensor_set(t, ctx, rank, shape);
+    t->data = (float *)data;
     return t;
   }
+  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
+  t = (luna_tensor *)memory;
+  lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
@@ -10709,17 +10773,20 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
   char *start = b->start[0] + scope.used[0];
+  const size_t bytes = (size_t)luna_count(x) * sizeof(float);
+  const float *data;
   luna_tensor *moved;
   void *memory;
   if (!x || lunai_on_device(scope.ctx)) return x;
+  data = x->data;
   b->used[0] = scope.used[0];
   b->used[1] = scope.used[1];
   if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x; /* from outside */
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
-  (void)lunai_bump_take(b, true, (size_t)luna_count(moved) * sizeof(float), &memory);
-  if (memory) memmove(memory, moved->data, (size_t)luna_count(moved) * sizeof(float));
+  (void)lunai_bump_take(b, true, bytes, &memory);
+  if (memory) memmove(memory, data, bytes);
   moved->data = (float *)memory;
   moved->base = NULL;
   return moved;
@@ -10774,7 +10841,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   if (count < 0) return lunai_fail_shape(ctx, "luna_tensor_new", rank, shape);
   mark = lunai_step_mark(ctx);
   bytes = (size_t)count * sizeof(float);
-  t = lunai_tensor_make(ctx, rank, shape);
+  t = lunai_tensor_make(ctx, rank, shape, count);
   if (!t) {
     lunai_step_rewind(ctx, mark);
     return lunai_fail_op_memory(ctx, "luna_tensor_new", bytes);
@@ -10996,7 +11063,7 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, i
   s->op.in[1] = inputs > 1 ? b : NULL;
   s->op.in[2] = inputs > 2 ? c : NULL;
   for (i = 0; i < inputs; i++)
-    if (lunai_is_released(s->op.in[i], name)) return false;
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
     else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
   return true;
 }
@@ -11070,13 +11137,6 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   lunai_mark mark;
   bool good;
   *status = LUNA_OK;
-  if (LUNAI_BUMPS(ctx)) {
-    const size_t used = ctx->bump->used[1];
-    good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
-    ctx->bump->used[1] = used;
-    if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
-    return good && *status == LUNA_OK;
-  }
   if (op->kept_size > 0 && !op->kept_piece) {
     if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
     op->kept = op->kept_piece->at;
@@ -11092,6 +11152,28 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   return good && *status == LUNA_OK;
 }
 
+/* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
+LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape, int64_t count) {
+  luna_op *op = &s->op;
+  luna_ctx *ctx = op->ctx;
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
+  luna_status status = LUNA_OK;
+  size_t used;
+  op->dropout = op->last_dropout = 0;
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
+    return lunai_op_no_memory(s, (size_t)count * sizeof(float));
+  if (count == 0) return op->out[0];
+  functions->query(op);
+  used = ctx->bump->used[1];
+  if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
+    return lunai_op_no_memory(s, op->workspace_size);
+  ctx->bump->used[1] = used;
+  if (lunai_computes(ctx)) status = functions->forward(op);
+  if (status == LUNA_OK) return op->out[0];
+  lunai_fail_backend(ctx, false, s->name, status);
+  return lunai_abandon(s);
+}
+
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra, int extra_rank, const int64_t *extra_shape) {
   luna_ctx *ctx = s->op.ctx;
@@ -11099,8 +11181,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_status status;
   bool wanted = false, record;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
   void *memory;
-  size_t result;
+  const int64_t count = lunai_shape_count(rank, shape);
+  const size_t result = (size_t)count * sizeof(float);
   int i;
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape, count);
   if (!ctx->backend->op[op->kind].forward) {
     lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(op->kind));
     return lunai_abandon(s);
@@ -11115,11 +11199,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
   record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
-  if (lunai_shape_count(rank, shape) < 0) {
+  if (count < 0) {
     lunai_fail_shape(ctx, s->name, rank, shape);
     return lunai_abandon(s);
   }
-  result = (size_t)lunai_shape_count(rank, shape) * sizeof(float);
   if (record) {
     if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
     op = (luna_op *)memory;
@@ -11130,9 +11213,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape)) == NULL)
+  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
-  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape)) == NULL)
+  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
+                                                           lunai_shape_count(extra_rank, extra_shape))) == NULL)
     return lunai_op_no_memory(s, result);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
@@ -11154,6 +11238,13 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   return op->out[0];
 }
 LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) { return lunai_finish_two(s, rank, shape, NULL, 0, NULL); }
+/* in[0]'s shape but for the last axis */
+LUNAI_FN luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
+  int64_t shape[LUNA_MAX_RANK];
+  memcpy(shape, s->op.in[0]->shape, sizeof shape);
+  shape[s->op.in[0]->rank - 1] = last;
+  return lunai_finish(s, s->op.in[0]->rank, shape);
+}
 LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
 
 /* --- backward --- */
@@ -12333,6 +12424,14 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* ----------------------------------------------------------------------------------------------------------------------
    >>ops: shape checks, then a call of the backend
    ---------------------------------------------------------------------------------------------------------------------- */
+/* of a stream or its layer: memories, and whether each is of a source, as in a decoder */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_SOURCES(s) ((int64_t)1)
+#define LUNAI_CROSS(s) false
+#else
+#define LUNAI_SOURCES(s) ((s)->sources)
+#define LUNAI_CROSS(s) ((s)->cross)
+#endif
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
@@ -12347,6 +12446,9 @@ typedef struct lunai_past {
   luna_tensor keys, values;          /* a decoder's, of the packed context: [sources, slots, dim] */
   const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
 } lunai_past;
+
+/* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
+LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
@@ -12465,13 +12567,15 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
 LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   int64_t shape[LUNA_MAX_RANK];
   const int rank = lunai_broadcast(&s->op, shape);
-  luna_op pair = s->op;
   int k;
-  if (rank >= 0) return lunai_finish(s, rank, shape);
+  if (rank >= 0 || lunai_is_checked(s->op.ctx)) return lunai_finish(s, rank, shape);
   for (k = 0; k < 2; k++) {          /* which two do not fit: all but k */
-    pair.in[k] = NULL;
-    if (lunai_broadcast(&pair, shape) < 0) break;
-    pair.in[k] = s->op.in[k];
+    luna_tensor *left_out = s->op.in[k];
+    bool fits;
+    s->op.in[k] = NULL;
+    fits = lunai_broadcast(&s->op, shape) >= 0;
+    s->op.in[k] = left_out;
+    if (!fits) break;
   }
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
@@ -12538,7 +12642,7 @@ LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) 
 }
 
 LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
-  if (probability >= 0 && probability < 1) return false;
+  if (lunai_is_checked(s->op.ctx) || (probability >= 0 && probability < 1)) return false;
   lunai_fail(s->op.ctx, LUNA_ERROR_PROBABILITY, s->name, "dropout", (double)probability);
   return true;
 }
@@ -12591,8 +12695,8 @@ LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool trans
   bool good;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
-  good = a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank;
-  for (i = 3; good && i <= b->rank; i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
+  good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
+  for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
   if (!good) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_AXES, a, b);
   m = a->shape[a->rank - (transpose_a ? 1 : 2)];
   k = a->shape[a->rank - (transpose_a ? 2 : 1)];
@@ -12620,15 +12724,15 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
 
 /* whether a vector, where it is there, has that size; a weight [out, in] */
 LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (!t || (t->rank == 1 && t->shape[0] == size)) return true;
+  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
   return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
 }
 LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (t->rank == 2 && t->shape[1] == in) return true;
+  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
   return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
 }
 LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
+  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
 }
 
 /* whether x, weight and bias go together; false: the failure is reported */
@@ -12641,52 +12745,57 @@ LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
-  int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
   lunai_input(&s, bias);
-  memcpy(shape, x->shape, sizeof shape);
-  shape[x->rank - 1] = weight->shape[0];
   s.op.activation = activation;
   s.op.last_dropout = dropout;
   lunai_input(&s, residual);
-  return lunai_finish(&s, x->rank, shape);
+  return lunai_finish_rows(&s, weight->shape[0]);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
   return lunai_linear_with(x, weight, bias, activation, NULL, 0);
 }
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
 
+/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is reported */
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
+                                      const luna_tensor *b2, luna_activation activation,
+                                      const luna_feed_forward_config *c) {
+  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
+  luna_ctx *ctx = x->ctx;
+  luna_tensor want;
+  if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
+  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
+  if (lunai_is_checked(ctx)) return true;
+  if (!lunai_is_activation(activation))
+    return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
+  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
+      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
+      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
+      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
+  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
+    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
+  lunai_tensor_set(&want, ctx, x->rank, x->shape);
+  want.shape[x->rank - 1] = w2->shape[0];
+  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
+    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
+  if (!c->gate) return true;
+  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
+      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
+  return c->gate->shape[0] == w1->shape[0] ||
+         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+}
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
-  int64_t shape[LUNA_MAX_RANK];
-  luna_tensor want;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) || lunai_dropout_wrong(&s, c->dropout) || lunai_dropout_wrong(&s, c->activation_dropout)) return NULL;
-  if (!w2) return lunai_fail_null(x->ctx, "luna_feed_forward", "w2");
-  if (!lunai_is_activation(activation)) return lunai_fail_activation(x->ctx, "luna_feed_forward", activation,
-      LUNA_ACTIVATION_TANH);
-  if (!lunai_has_rank("luna_feed_forward", x, 1) ||
-      !lunai_is_weight(x->ctx, "luna_feed_forward", "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(x->ctx, "luna_feed_forward", "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(x->ctx, "luna_feed_forward", "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(x->ctx, "luna_feed_forward", "b2", b2, w2->shape[0])) return NULL;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(x->ctx, LUNA_ERROR_TOO_LARGE, "luna_feed_forward", lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT);
-  memcpy(shape, x->shape, sizeof shape);
-  shape[x->rank - 1] = w2->shape[0];
-  lunai_tensor_set(&want, x->ctx, x->rank, shape);
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(x->ctx, LUNA_ERROR_RESIDUAL_SHAPE, "luna_feed_forward", c->residual, &want);
-  if (c->gate && (!lunai_is_weight(x->ctx, s.name, "gate", c->gate, lunai_last(x)) ||
-                  !lunai_is_vector(x->ctx, s.name, "gate_bias", c->gate_bias, w1->shape[0]))) return NULL;
-  if (c->gate && c->gate->shape[0] != w1->shape[0]) return lunai_fail(x->ctx, LUNA_ERROR_BROADCAST, s.name, w1,
-      c->gate);
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
+      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -12702,7 +12811,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
   s.op.arg.feed_forward.recompute = c->recompute;
-  return lunai_finish(&s, x->rank, shape);
+  return lunai_finish_rows(&s, w2->shape[0]);
 }
 
 /* --- rows --- */
@@ -13106,7 +13215,8 @@ LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weigh
                                               const lunai_past *past) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1)
+  if (!lunai_is_checked(x->ctx) &&
+      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
     return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
   if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
   lunai_input(&s, bias);
@@ -13215,10 +13325,12 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
   if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
   good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && (s->shape[2] > 0 || LUNAI_BUMPS(q->ctx)) && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && (LUNAI_BUMPS(q->ctx) || lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads)); /* a source may have no slots */
-  if (!good) return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
-  if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1)
+  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
+  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
+  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
+    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
+      !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
@@ -13742,7 +13854,7 @@ LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *lay
 /* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias stays, for omega is
    no softmax. */
 LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
-  const int64_t h = layer->config.heads, n = past->sources, rows = x->shape[0] * x->shape[1];
+  const int64_t h = layer->config.heads, n = LUNAI_SOURCES(past), rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
   const bool split = n > 1 || x->shape[0] > 1;
   luna_tensor *s = split ? lunai_reshape(x, 3, n, rows / n, x->shape[2], 1) : x;
@@ -16712,13 +16824,13 @@ LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queri
 /* what the scores need of a layer's memory [sources, slots, dim], once: on a device of all sources at a time */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const luna_causal_attention_layer *attention = s->cross ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
+  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
-  const int64_t each = device ? s->sources : 1, beam = s->sources > 1 ? s->batch / s->sources : 1, hl = z->heads * z->memory;
+  const int64_t each = device ? LUNAI_SOURCES(s) : 1, beam = LUNAI_SOURCES(s) > 1 ? s->batch / LUNAI_SOURCES(s) : 1, hl = z->heads * z->memory;
   luna_tensor p, *queries, *scores, *bias = NULL;
   int64_t b;
   s->bump.single = false;
-  for (b = 0; b < s->sources; b += each) {
+  for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
     s->bump.used[0] = s->bump.used[1] = 0;
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory, z->dim, 1);
@@ -16800,7 +16912,7 @@ LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
   lunai_lm_sizes *z = &s->sizes;
   lunai_stream_layer *layer = &s->layers[index];
-  const int64_t n = s->sources, hl = z->heads * z->memory, d = z->dim;
+  const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
   const lunai_slot *slots = lunai_causal_slots;
   int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
   luna_lm_config config;
@@ -16836,8 +16948,10 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
   layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
                             n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) : lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
-  layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
-  layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+  if (LUNAI_CROSS(s)) {
+    layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
+    layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+  }
   layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
   layer->past.sources = n;
   layer->past.slots = s->slots;
@@ -16920,7 +17034,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
   const int64_t means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
-  const int64_t beams = s->sources > 1 ? s->batch : 1, cross = s->cross ? s->sources * z->memory * z->dim : 0;
+  const int64_t beams = LUNAI_SOURCES(s) > 1 ? s->batch : 1, cross = LUNAI_CROSS(s) ? LUNAI_SOURCES(s) * z->memory * z->dim : 0;
   const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
   size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
   int64_t i;
@@ -16947,14 +17061,14 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->state_size = used - state;
   for (i = 0; i < z->layers; i++) {
     if (base) layer = &s->layers[i];
-    layer->past.scores.data = (float *)lunai_stream_take(base, &used, s->sources * lunai_stream_fold_size(z), sizeof(float));
+    layer->past.scores.data = (float *)lunai_stream_take(base, &used, LUNAI_SOURCES(s) * lunai_stream_fold_size(z), sizeof(float));
     layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
     layer->past.keys.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
     layer->past.values.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
   }
-  s->slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->batch : 0, sizeof(int32_t));
-  s->source_slots = (int32_t *)lunai_stream_take(base, &used, s->cross ? s->sources : 0, sizeof(int32_t));
-  if (!s->cross) s->slots = s->source_slots = NULL;
+  s->slots = (int32_t *)lunai_stream_take(base, &used, LUNAI_CROSS(s) ? s->batch : 0, sizeof(int32_t));
+  s->source_slots = (int32_t *)lunai_stream_take(base, &used, LUNAI_CROSS(s) ? LUNAI_SOURCES(s) : 0, sizeof(int32_t));
+  if (!LUNAI_CROSS(s)) s->slots = s->source_slots = NULL;
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
   for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
