@@ -74,10 +74,11 @@
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
-     allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
-     calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
-     the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     empties: a steady step allocates nothing, and a loop without begin takes more in each round. `options.block` gives
+     a context one block for everything; then no allocator is called. A context opened with `options.measure` computes
+     nothing, and after one dry run of the same calls at the largest sizes, with the same threads and isa and the files
+     that it loads, luna_memory(ctx).peak is the exact size of that block. Streams have memory of their own: with a
+     block, luna_stream_open_bytes.
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
@@ -282,8 +283,10 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
-    "or called twice)") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
+    "made after luna_begin_step") \
+  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
   X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
@@ -644,8 +647,9 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
-   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model,
+/* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
+   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
    luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
    name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
    its own and close it. */
@@ -8669,6 +8673,18 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
+/* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
+   places: what a begin has ended is still a tensor in the step after it, one whose data were released. */
+#define LUNAI_SLAB 16
+typedef struct lunai_slab {
+  struct lunai_slab *next;
+  luna_tensor of_step[2][LUNAI_SLAB];
+} lunai_slab;
+typedef struct lunai_slabs {
+  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
+  int used;                          /* of that */
+  size_t end;                        /* of the newest, in bytes that persist */
+} lunai_slabs;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 struct luna_ctx {
@@ -8687,6 +8703,8 @@ struct luna_ctx {
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
+  lunai_slabs slabs;
+  bool odd;                          /* which half of the slabs this step has */
   char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
@@ -9008,6 +9026,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i])
@@ -9021,6 +9040,8 @@ typedef struct lunai_mark {
   size_t used[2], bytes[2], gaps[2];
   int64_t pieces_made;
   luna_tensor *made;
+  lunai_slab *slab;
+  int slab_used;
   char *small, *small_end;
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
@@ -9040,6 +9061,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
+  mark.slab = ctx->slabs.now;
+  mark.slab_used = ctx->slabs.used;
   mark.small = ctx->small;
   mark.small_end = ctx->small_end;
   return mark;
@@ -9054,7 +9077,12 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     ctx->bump->used[1] = mark.bytes[1];
     return;
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
+  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
+    lunai_release(ctx->made);
+    ctx->made->grad = NULL;
+  }
+  ctx->slabs.now = mark.slab;
+  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
@@ -9148,6 +9176,23 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
+/* room for a tensor of the step */
+LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
+  lunai_slabs *slabs = &ctx->slabs;
+  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+  void *memory;
+  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+    if (!*next) {
+      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
+      *next = (lunai_slab *)memory;
+      slabs->end = ctx->arena[0].persistent_bytes;
+    }
+    slabs->now = *next;
+    slabs->used = 0;
+  }
+  return &slabs->now->of_step[ctx->odd][slabs->used++];
+}
+
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
    bytes from the step's start, alike in every mode, and so do all decisions. */
@@ -9236,6 +9281,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
+  ctx->odd = !ctx->odd;
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
@@ -11096,13 +11142,12 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
     t->data = (float *)data;
     return t;
   }
-  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
+  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory;
+  if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   t->older = ctx->made;
   return ctx->made = t;
 }
@@ -11981,6 +12026,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
+  if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+  if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
@@ -12890,9 +12937,11 @@ LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory;
+  void *memory = NULL;
   luna_tensor *t;
-  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
+  else memory = lunai_slab_take(x->ctx);
+  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;

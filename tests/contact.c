@@ -1,0 +1,139 @@
+/* First contact: mistakes that a newcomer makes. Each must end in a sentence that names the call, the argument and the remedy, and in
+   nothing else. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+
+enum { BATCH = 2, N = 12, VOCAB = 11 };
+
+static bool says(const luna_ctx *ctx, const char *text) { return strstr(luna_error(ctx), text) != NULL; }
+/* one check: the sentence has these words */
+#define SAYS(ctx, ...) says_all(__LINE__, ctx, (const char *const[]){ __VA_ARGS__, NULL })
+static void says_all(int line, const luna_ctx *ctx, const char *const *words) {
+  for (; *words; words++) CHECK(says(ctx, *words), "line %d: \"%s\" is not in: %s", line, *words, luna_error(ctx));
+}
+
+/* ---- tensors of a step that is over ---- */
+static luna_tensor *loss_of(const luna_lm *model, int64_t n) {
+  static int32_t tokens[600], labels[600];
+  for (int i = 0; i < 600; i++) tokens[i] = i * i % VOCAB, labels[i] = (i * i + 1) % VOCAB;
+  return luna_lm_loss(model, &(luna_input){ .tokens = tokens, .batch = 1, .n = n }, labels);
+}
+static void check_stale(luna_options options) {
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  float values[64];
+  CHECK(luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 }) == LUNA_OK, "%s", luna_error(ctx));
+  for (int way = 0; way < 8; way++) {
+    luna_begin_step(ctx);
+    const int64_t shape[2] = {4, 4}, flat[1] = {16};
+    luna_tensor *x = luna_require_grad(luna_scale(luna_tensor_new(ctx, NULL, 2, shape), 2)), *view = luna_reshape(x, 1, flat);
+    luna_tensor *loss = luna_add(loss_of(&model, 600), luna_sum(luna_mul(view, view), 0));
+    CHECK(luna_backward(loss) == LUNA_OK && isfinite(luna_item(loss)), "%s", luna_error(ctx));
+    if (way % 2) luna_begin_inference(ctx);
+    else luna_begin_step(ctx);
+    luna_tensor *now = way % 4 < 2 ? NULL : loss_of(&model, 30); /* at once, and after as much work again */
+    switch (way / 4) {
+      case 0:
+        CHECK(isnan(luna_item(loss)) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "a loss of the last step is read: %s", luna_error(ctx));
+        SAYS(ctx, "luna_item", "a new step began");
+        CHECK(luna_read(x, values) != LUNA_OK && luna_read(view, values) != LUNA_OK && luna_read_grad(x, values) != LUNA_OK,
+              "a tensor of the last step is read");
+        CHECK(!x->data && !luna_keep(x), "a tensor of the last step is kept");
+        break;
+      default:
+        if (way % 2 == 0) CHECK(luna_backward(loss) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "%s", luna_error(ctx));
+        luna_begin_step(ctx);
+        luna_begin_inference(ctx); /* two steps later it may be another tensor, and is never another thing */
+        (void)luna_item(loss);
+        (void)luna_read(x, values);
+        luna_begin_step(ctx);
+        CHECK(!luna_add(now ? now : loss, loss) || true, "never");
+    }
+    luna_begin_step(ctx);
+    loss = loss_of(&model, 600);
+    luna_begin_step(ctx);
+    CHECK(!luna_scale(loss, 2) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "an op takes a tensor of the last step: %s", luna_error(ctx));
+    luna_params_zero_grad(params);
+  }
+  luna_close(ctx);
+}
+
+/* an init whose hook makes tensors, and fails */
+static void *hook_init(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
+  luna_ctx *ctx = (luna_ctx *)user;
+  const int64_t shape[1] = {3};
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
+  (void)params, (void)prefix, (void)config;
+  for (int i = 0; i < 100; i++) x = luna_add_scalar(x, 1);
+  return NULL;
+}
+static luna_tensor *hook_forward(void *layer, luna_attention_call *call) { return layer ? call->x : NULL; }
+static void check_hook_init(luna_options options) {
+  luna_ctx *ctx = luna_open(&options);
+  const luna_attention_hook hook = {hook_init, hook_forward, ctx};
+  luna_causal_layer layer;
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  for (int i = 0; i < 3; i++) {
+    if (i) luna_begin_step(ctx);
+    CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &hook }) != LUNA_OK, "a null hook");
+    CHECK(luna_params_tensor_count(params) == 0, "a failed init leaves parameters");
+  }
+  luna_close(ctx);
+  ctx = luna_open(&options);
+  params = luna_params_open(ctx);
+  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 });
+  luna_begin_step(ctx);
+  const int64_t shape[1] = {3};
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
+  const luna_attention_hook again = {hook_init, hook_forward, ctx};
+  CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &again }) != LUNA_OK, "a null hook");
+  CHECK(x && !luna_add_scalar(x, 1) == (luna_ctx_status(ctx) != LUNA_OK), "%s", luna_error(ctx));
+  luna_close(ctx);
+}
+
+/* ---- begin, backward, step in another order ---- */
+static void check_order(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 });
+  luna_optimizer *adam = luna_adamw(params, NULL);
+  luna_tensor *loss = loss_of(&model, 20);
+  CHECK(luna_backward(loss) != LUNA_OK, "luna_backward without luna_begin_step");
+  SAYS(ctx, "luna_backward", "luna_begin_step");
+  luna_begin_step(ctx);
+  size_t bytes = 0;
+  for (int step = 0; step < 3; step++) {                         /* a loop whose begin was forgotten */
+    const luna_status status = luna_backward(loss_of(&model, 20));
+    CHECK((status == LUNA_OK) == (step == 0), "round %d without luna_begin_step: %s", step, luna_error(ctx));
+    CHECK((luna_optimizer_step(adam) == LUNA_OK) == (step == 0), "round %d: a step", step);
+    if (step == 1) bytes = luna_memory(ctx).current;
+    if (step == 1) CHECK(luna_ctx_error_id(ctx) == LUNA_ERROR_SECOND_BACKWARD, "%s", luna_error(ctx));
+  }
+  SAYS(ctx, "luna_backward", "luna_begin_step", "in the loop");
+  CHECK(bytes > 0, "no memory is counted");
+  for (int step = 0; step < 3; step++) {
+    luna_begin_step(ctx);
+    CHECK(luna_backward(loss_of(&model, 20)) == LUNA_OK, "%s", luna_error(ctx));
+  }
+  CHECK(luna_optimizer_step(adam) == LUNA_OK, "accumulated: %s", luna_error(ctx));
+  luna_close(ctx);
+}
+
+int main(void) {
+  static double block[1 << 20];
+  luna_options options = {0};
+  options.threads = 1;
+  check_stale(options);
+  options.block = block, options.block_size = sizeof block;
+  check_stale(options);
+  check_hook_init(options);
+  options.block = NULL, options.block_size = 0;
+  check_hook_init(options);
+  check_order();
+  return test_report("contact");
+}
