@@ -1066,8 +1066,11 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
 /* likewise: weight [dim], ones; bias [dim], zeros */
-typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
+/* RMS: x / rms(x) weight, without mean and bias [arXiv 1910.07467] */
+typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
+typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
 /* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
@@ -1218,6 +1221,7 @@ struct luna_layer_config {
                                         with LUNA_ACTIVATION_SILU */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
+  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
   float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
                                         models also of embeddings and of a classifier's features */
@@ -2243,7 +2247,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
                        float *y, float *mean, float *rstd)) \
-  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
+  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
       float *mean, float *rstd)) \
   T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
       const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
@@ -13945,11 +13949,13 @@ LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, c
   return layer->bias != NULL;
 }
 LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name,
-                              int64_t dim) {
+                              const luna_layer_config *c) {
   char full[LUNAI_MAX_NAME];
   if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_INIT_ONES, 0));
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
+  layer->weight = lunai_named(params, full, ".weight", 1, c->dim, 1, lunai_init(LUNA_INIT_ONES, 0));
+  layer->bias = NULL;
+  if (!layer->weight || c->norm == LUNA_NORM_RMS) return layer->weight != NULL;
+  layer->bias = lunai_named(params, full, ".bias", 1, c->dim, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   return layer->bias != NULL;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
@@ -13981,16 +13987,21 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
   return luna_linear(x, layer->weight, layer->bias);
 }
 
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix,
-                                          int64_t dim) {
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind) {
   char name[LUNAI_MAX_NAME];
+  luna_layer_config c;
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
+  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
+  memset(&c, 0, sizeof c);
+  c.dim = dim;
+  c.norm = kind;
+  good = good && lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
+  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", &c));
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
-  return luna_layer_norm(x, layer->weight, layer->bias);
+  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
 }
 
 /* --- features --- */
@@ -14710,7 +14721,8 @@ static const lunai_field lunai_layer_fields[] = {
   LUNAI_FRACTION_OF(luna_layer_config, activation_dropout)
 #define LUNAI_LAYER_FIELD(name, min, max) LUNAI_FIELD_OF(luna_layer_config, name, name, min, max)
   LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
-  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
+  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
+  LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
   LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
 #undef LUNAI_LAYER_FIELD
 };
@@ -14861,12 +14873,12 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config,
                                        false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   if (is_luna)
     good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm",
-                                   layer->config.dim);
+                                   &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -14944,14 +14956,14 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   cross = lunai_nested_config(&layer->config);
   self = lunai_causal_config(&layer->config);
   good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   good = good && lunai_name(params, name, prefix, "encoder_attn.");
   good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", &layer->config);
   good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm",
-                                 layer->config.dim);
+                                 &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15014,9 +15026,9 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   }
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15059,7 +15071,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(activation, layer.activation, 1, LUNA_ACTIVATION_TANH) F(gated, layer.gated, 0, 1) \
   F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
-  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24)
+  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
@@ -15129,9 +15141,10 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
-  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t norm = s->norm == LUNA_NORM_RMS ? 1 : 2;
+  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 2 * norm;
   if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
-                              s->layers * layer + (s->pre_norm ? 2 : 0))
+                              s->layers * layer + (s->pre_norm ? norm : 0))
     return "its tensors are not those of luna.layers layers";
   if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
                     !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
@@ -15276,7 +15289,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
-  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
+  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", &c.layer);
   if (good && c.outputs)
     good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
@@ -15359,7 +15372,7 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LUNAI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
   LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
   LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
-  LUNAI_F(per_step, classifier.per_step, 0, 1)
+  LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
 #undef LUNAI_F
 };
 LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
@@ -15423,8 +15436,8 @@ LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, con
       lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) ==
           NULL) return false;
   if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) &&
-      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
+  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", &c->layer) &&
+      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", &c->layer));
 }
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
@@ -15469,9 +15482,9 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   e->params = params;
   good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
   if (good && c.layer.pre_norm) {
-    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
+    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", &c.layer);
     if (lunai_is_luna(&c.layer))
-      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
+      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", &c.layer);
   }
   return lunai_setup_end(&setup, good);
 }
@@ -15694,7 +15707,7 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim,
                                    lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
+  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", &c.encoder.layer);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   if (good) model->output = !c.features ? model->encoder.embedding :
                             lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
@@ -15816,8 +15829,8 @@ LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
     if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) &&
-      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
+  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", &c->encoder.layer) &&
+      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", &c->encoder.layer))) return false;
   model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab,
                                                    d, init) : model->embedding;
   return model->output != NULL;
@@ -17209,7 +17222,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
     LUNAI_SLOT_MATRIX };
 /* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
+   [rows], an RMS norm has no bias; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
 typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
 #define LUNAI_SLOT(type, field, name, rows, columns, when) \
@@ -17554,7 +17567,7 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
         (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
         (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix ? 1 : 2); part++) {
+    for (part = 0; part < (matrix || (norm && z->norm == LUNA_NORM_RMS) ? 1 : 2); part++) {
       luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
       const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] :
           NULL;
@@ -17609,12 +17622,12 @@ LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st)
   if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "",
       "embed_positions", ".weight", 2, z->max_length, z->dim))
     return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
-                                              1) ||
-                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim,
-                                              1))) return "layer_norm is missing or of another shape";
   s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
+  s->norm.bias = z->pre_norm && z->norm != LUNA_NORM_RMS ? &s->norm_bias : NULL;
+  if ((s->norm.weight && !lunai_stream_parameter(s, s->norm.weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
+                                                 1)) ||
+      (s->norm.bias && !lunai_stream_parameter(s, s->norm.bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1)))
+    return "layer_norm is missing or of another shape";
   return NULL;
 }
 
@@ -17841,11 +17854,10 @@ LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, 
   if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
   (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
   if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  if (!norm->weight) return;
-  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
-  s->norm.weight = &s->norm_weight;
-  s->norm.bias = &s->norm_bias;
+  s->norm.weight = norm->weight ? &s->norm_weight : NULL;
+  s->norm.bias = norm->bias ? &s->norm_bias : NULL;
+  if (norm->weight) (void)lunai_stream_parameter(s, s->norm.weight, norm->weight, NULL, "", "", "", 1, 1, 1);
+  if (norm->bias) (void)lunai_stream_parameter(s, s->norm.bias, norm->bias, NULL, "", "", "", 1, 1, 1);
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
@@ -17940,6 +17952,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.norm = c->encoder.layer.norm;
   first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
   first.sizes.max_length = c->max_target_length;
