@@ -124,6 +124,76 @@ static void check_order(void) {
   luna_close(ctx);
 }
 
+/* ---- files of another model ---- */
+typedef struct buffer { unsigned char at[1 << 17]; size_t size; } buffer;
+static bool put(void *user, const void *bytes, size_t size) {
+  buffer *b = (buffer *)user;
+  if (size > sizeof b->at - b->size) return false;
+  memcpy(b->at + b->size, bytes, size);
+  b->size += size;
+  return true;
+}
+static void save_to(buffer *b, const luna_params *params) {
+  luna_io io = {0};
+  io.write = put, io.user = b, b->size = 0;
+  CHECK(luna_save_io(params, &io) == LUNA_OK, "a file cannot be made");
+}
+static luna_classifier_config classifier_config(int change) {
+  luna_classifier_config c = { .vocab = VOCAB, .classes = 3, .pooling = LUNA_POOLING_MEAN,
+                               .encoder = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .layer = { .dropout = 0.1f } } };
+  switch (change) {
+    case 1: c.encoder.heads = 4; break;
+    case 2: c.pooling = LUNA_POOLING_CLS; break;
+    case 3: c.encoder.positions = LUNA_POSITIONS_NONE; break;
+    case 4: c.encoder.layer.activation = LUNA_ACTIVATION_GELU; break;
+    case 5: c.encoder.layer.pre_norm = true; break;
+    case 6: c.encoder.layer.attention = LUNA_ATTENTION_SOFTMAX; break;
+    case 7: c.encoder.layers = 2; break;
+    case 8: c.encoder.layer.norm = LUNA_NORM_RMS; break;
+    case 9: c.per_step = true; break;
+    case 10: c.encoder.layer.pack_heads = 1; break;
+    case 11: c.encoder.layer.dropout = 0.3f, c.encoder.max_length = 100; break; /* this is the same model */
+    default: break;
+  }
+  return c;
+}
+static void check_load(void) {
+  static const char *const field[11][3] = {{"", "", ""}, {"luna.heads", "is 2 in", "and 4 in"}, {"luna.pooling", "is 2 in", "and 1 in"},
+    {"luna.positions", "is 2 in", "and 1 in"}, {"luna.activation", "is 1 in", "and 2 in"}, {"luna.pre_norm", "is 0 in", "and 1 in"},
+    {"luna.attention", "is 0 in", "and 1 in"}, {"luna.layers", "is 1 in", "and 2 in"}, {"luna.norm", "is 0 in", "and 1 in"},
+    {"luna.per_step", "is 0 in", "and 1 in"}, {"luna.pack_heads", "is 2 in", "and 1 in"}};
+  static buffer file, before, after;
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_classifier model;
+  luna_lm lm;
+  luna_classifier_config config = classifier_config(0);
+  CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  save_to(&file, params);
+  for (int change = 0; change <= 12; change++) {
+    luna_ctx *other = luna_open(NULL);
+    luna_params *set = luna_params_open(other);
+    config = classifier_config(change);
+    const luna_status made = change < 12 ? luna_classifier_init(&model, set, &config) : luna_lm_init(&lm, set, NULL);
+    CHECK(made == LUNA_OK, "%d: %s", change, luna_error(other));
+    if (change < 12) save_to(&before, set);
+    const luna_status status = luna_load_bytes(set, file.at, file.size);
+    if (change == 0 || change == 11) {
+      CHECK(status == LUNA_OK, "the same model is not loaded: %s", luna_error(other));
+    } else {
+      CHECK(status == LUNA_MISMATCH && luna_ctx_error_id(other) == LUNA_ERROR_FILE_CONFIG, "change %d is loaded: %s", change, luna_error(other));
+      if (change == 12) SAYS(other, "luna_load_bytes", "luna.kind", "classifier", "causal_lm", "luna_load_model");
+      else SAYS(other, "luna_load_bytes", field[change][0], field[change][1], field[change][2], "luna_load_model");
+      if (change < 12) save_to(&after, set);
+      CHECK(change == 12 || (after.size == before.size && memcmp(after.at, before.at, after.size) == 0), "%d: a failed load changes something", change);
+      if (common_little_endian())
+        CHECK(luna_load_borrowed(set, file.at, file.size) == LUNA_MISMATCH, "change %d is borrowed: %s", change, luna_error(other));
+    }
+    luna_close(other);
+  }
+  luna_close(ctx);
+}
+
 int main(void) {
   static double block[1 << 20];
   luna_options options = {0};
@@ -135,5 +205,6 @@ int main(void) {
   options.block = NULL, options.block_size = 0;
   check_hook_init(options);
   check_order();
+  check_load();
   return test_report("contact");
 }
