@@ -399,6 +399,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
@@ -1506,7 +1507,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
-   kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
+   kind opens by luna_load_model; the others are for those who know which it is. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1519,9 +1520,17 @@ typedef struct luna_model {
 } luna_model;
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
+LUNA_API luna_status luna_classifier_load_bytes(luna_classifier *model, luna_params *params, const void *bytes,
+                                                size_t size);
+LUNA_API luna_status luna_masked_lm_load_bytes(luna_masked_lm *model, luna_params *params, const void *bytes,
+                                               size_t size);
+LUNA_API luna_status luna_seq2seq_load_bytes(luna_seq2seq *model, luna_params *params, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_classifier_load(luna_classifier *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_masked_lm_load(luna_masked_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_seq2seq_load(luna_seq2seq *model, luna_params *params, const char *path);
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -17139,17 +17148,6 @@ LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
 }
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_lm_load_bytes", params, NULL, model, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_lm_load_bytes") == LUNA_OK;
-  if (good) {
-    good = lunai_lm_load_st(model, &s, &file.st);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
-}
 
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -17158,8 +17156,9 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
-  static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
+/* wanted: the kind that the file must have; 0: any */
+LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+  static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
   luna_params *params = s->params;
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
@@ -17171,11 +17170,14 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
   if (!lunai_st_meta(st, "luna.kind", &kind))
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, LUNAI_NO_KIND) == LUNA_OK;
-  model->kind = LUNA_MODEL_LM;
-  if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
-  while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 3)
+  while (k < 4 && !lunai_st_equal(kind, kinds[k])) k++;
+  if (k == 4)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
+  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (wanted && wanted != model->kind)
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, file, kinds[k], kinds[wanted - LUNA_MODEL_LM]) ==
+           LUNA_OK;
+  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
   memset(&m, 0, sizeof m);
   wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m);
   if (!wrong) wrong = lunai_dropouts_read(st, &m.encoder.layer);
@@ -17184,22 +17186,47 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   if ((!m.encoder.tied_layers && m.encoder.layers > count) || m.seq2seq.decoder_layers > count)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
                              "its tensors are not those of luna.layers layers") == LUNA_OK;
-  model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   lunai_fill_begin(params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, params, &m));
 }
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+/* into `model`, `size` bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load { const char *name; luna_model_kind kind; void *model; size_t at, size; } lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
+  const lunai_kind_load *k = (const lunai_kind_load *)load;
+  luna_model any;
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_load_model_bytes", params, NULL, model, sizeof *model);
-  if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_load_model_bytes") == LUNA_OK;
+  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
+              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
+  memset(&any, 0, sizeof any);
   if (good) {
-    good = lunai_model_load_st(model, &s, &file.st);
+    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
+    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
     lunai_file_close(&file, LUNA_OK);
   }
   return lunai_setup_end(&s, good);
 }
+#define LUNAI_KIND_LOADS(F) \
+  F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
+  F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
+  F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
+  F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
+LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
+  lunai_kind_load k;
+  k.name = name;
+  k.kind = (luna_model_kind)kind;
+  k.model = model;
+  k.at = at;
+  k.size = size;
+  return k;
+}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
+    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
+    return lunai_load_kind_bytes(&k, params, bytes, size); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
@@ -17393,12 +17420,6 @@ typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void 
 LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
   (void)into;
   return luna_load_bytes(params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_lm_load_bytes((luna_lm *)model, params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_load_model_bytes((luna_model *)model, params, bytes, size);
 }
 typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
 LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
@@ -17724,18 +17745,16 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
   return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
 }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_lm_load", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_lm_load", lunai_load_lm, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_load_model", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
+    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
+    lunai_setup s; \
+    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
+    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
+    return lunai_setup_end(&s, good); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);

@@ -194,6 +194,59 @@ static void check_load(void) {
   luna_close(ctx);
 }
 
+/* each kind by its own call, and by the others' */
+static luna_status load_kind(int kind, luna_model *m, luna_params *params, const buffer *b) {
+  switch (kind) {
+    case 0: return luna_load_model_bytes(m, params, b->at, b->size);
+    case LUNA_MODEL_LM: return luna_lm_load_bytes(&m->lm, params, b->at, b->size);
+    case LUNA_MODEL_CLASSIFIER: return luna_classifier_load_bytes(&m->classifier, params, b->at, b->size);
+    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_load_bytes(&m->masked_lm, params, b->at, b->size);
+    default: return luna_seq2seq_load_bytes(&m->seq2seq, params, b->at, b->size);
+  }
+}
+static luna_tensor *kind_logits(int kind, const luna_model *m) {
+  static const int32_t tokens[6] = {1, 2, 3, 4, 5, 6};
+  const luna_input in = { .tokens = tokens, .batch = 1, .n = 6 };
+  return kind == LUNA_MODEL_LM ? luna_lm_forward(&m->lm, &in) : kind == LUNA_MODEL_CLASSIFIER ? luna_classifier_forward(&m->classifier, &in) :
+         kind == LUNA_MODEL_MASKED_LM ? luna_masked_lm_forward(&m->masked_lm, &in) : luna_seq2seq_forward(&m->seq2seq, &in, &in);
+}
+static void check_kinds(void) {
+  static const char *const names[] = {"", "causal_lm", "classifier", "masked_lm", "seq2seq"};
+  static buffer file;
+  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4 };
+  for (int kind = 1; kind <= 4; kind++) {
+    luna_ctx *ctx = luna_open(NULL);
+    luna_params *params = luna_params_open(ctx);
+    luna_model m = {0}, loaded;
+    float want[6 * 256], got[6 * 256];
+    if (kind == LUNA_MODEL_LM) luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+    if (kind == LUNA_MODEL_CLASSIFIER) luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
+    if (kind == LUNA_MODEL_MASKED_LM) luna_masked_lm_init(&m.masked_lm, params, &(luna_masked_lm_config){ .vocab = VOCAB, .encoder = e });
+    if (kind == LUNA_MODEL_SEQ2SEQ) luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e });
+    save_to(&file, params);
+    luna_begin_inference(ctx);
+    const luna_tensor *logits = kind_logits(kind, &m);
+    const size_t bytes = (size_t)luna_count(logits) * sizeof(float);
+    CHECK(luna_read(logits, want) == LUNA_OK, "%s", luna_error(ctx));
+    for (int call = 0; call <= 4; call++) {
+      luna_ctx *other = luna_open(NULL);
+      luna_params *set = luna_params_open(other);
+      const luna_status status = load_kind(call, &loaded, set, &file);
+      if (call == 0 || call == kind) {
+        luna_begin_inference(other);
+        CHECK(status == LUNA_OK && luna_read(kind_logits(kind, &loaded), got) == LUNA_OK && memcmp(got, want, bytes) == 0, "%s by call %d: %s",
+              names[kind], call, luna_error(other));
+      } else {
+        CHECK(status == LUNA_BAD_FILE && luna_ctx_error_id(other) == LUNA_ERROR_FILE_KIND && luna_params_tensor_count(set) == 0, "%s by call %d: %s",
+              names[kind], call, luna_error(other));
+        SAYS(other, names[kind], names[call], "luna_load_model");
+      }
+      luna_close(other);
+    }
+    luna_close(ctx);
+  }
+}
+
 int main(void) {
   static double block[1 << 20];
   luna_options options = {0};
@@ -206,5 +259,6 @@ int main(void) {
   check_hook_init(options);
   check_order();
   check_load();
+  check_kinds();
   return test_report("contact");
 }
