@@ -240,8 +240,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
-    "no tokens or, of a model of features, no features") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
+    "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
+  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, which " \
+    "this stream's model reads in place of tokens") \
+  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large for " \
+    "its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -276,6 +280,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
   X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
+  X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
   X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
@@ -362,7 +368,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "its e and f first") \
   X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
   X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
-  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds max_length %d") \
+  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds the config's max_length %d") \
   X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
   X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
   X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
@@ -377,6 +383,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
     "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
+  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the number " \
+    "of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
     "max_rank %d (0 = any)") \
@@ -480,7 +488,7 @@ typedef struct luna_input {
   const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it spoils all later steps; the
+  /* [batch,n,features]; NaN is a missing number, Inf an error, for it would spoil all later steps of a causal model; the
      padding may hold anything */
   const float *features;
 } luna_input;
@@ -1121,6 +1129,7 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
    counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
    luna_input_layer_fit, or luna_write. */
 typedef struct luna_input_layer {
+  luna_params *params;               /* of a model of tokens there is nothing else */
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
   luna_linear_layer projection;      /* "input_proj" [dim,features] */
 } luna_input_layer;
@@ -11574,6 +11583,8 @@ LUNAI_FN luna_tensor lunai_like(luna_ctx *ctx, int rank, const int64_t *shape) {
 }
 LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank, const int64_t *shape) {
   const luna_tensor like = lunai_like(ctx, rank, shape);
+  if (rank < 0 || rank > LUNA_MAX_RANK)
+    return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "rank", (int64_t)rank, (int64_t)0, (int64_t)LUNA_MAX_RANK);
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
@@ -14526,6 +14537,7 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
 LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
                                int64_t dim, luna_init init) {
   const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
+  layer->params = params;
   return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
          (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
          lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
@@ -14536,8 +14548,13 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
   const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
   return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
 }
-/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
-   that returns a status. */
+LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
+  return !input->lengths || step % input->n < input->lengths[step / input->n];
+}
+/* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
+typedef struct lunai_reader { luna_ctx *ctx; int64_t vocab, features, longest; } lunai_reader;
+/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and features
+   must not be Inf */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -14545,39 +14562,60 @@ LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_end(values);
   return false;
 }
-LUNAI_FN bool lunai_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
-  luna_ctx *ctx = layer && layer->mean ? layer->mean->ctx : NULL;
-  int64_t shape[3], b;
+LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, bool op, const char *name,
+                               const char *what) {
+  const int64_t k = r->vocab ? 1 : r->features;
+  char field[100];
+  int64_t shape[3], count, i;
   luna_tensor like;
-  if (!ctx) return false;
-  if (!input) return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "the input");
+  if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
   shape[0] = input->batch;
   shape[1] = input->n;
-  shape[2] = layer->mean->shape[0];
-  like = lunai_like(ctx, 3, shape);
-  if (lunai_shape_count(3, shape) < 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)3, LUNAI_MAX_COUNT);
-  if (!input->features && lunai_shape_count(3, shape) > 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "input.features");
-  for (b = 0; input->lengths && b < input->batch; b++)
-    if (input->lengths[b] < 0 || input->lengths[b] > input->n)
-      return lunai_input_wrong(ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)input->lengths[b],
+  shape[2] = k;
+  like = lunai_like(r->ctx, 3, shape);
+  if ((count = lunai_shape_count(3, shape)) < 0)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LUNAI_MAX_COUNT);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
+                                              "%s.features, which it reads in place of tokens,", what);
+  if (count > 0 && (r->vocab ? !input->tokens : !input->features))
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, field);
+  if (r->longest && input->n > r->longest)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
+  lunai_print(field, sizeof field, "%s.lengths", what);
+  for (i = 0; input->lengths && i < input->batch; i++)
+    if (input->lengths[i] < 0 || input->lengths[i] > input->n)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                                (int64_t)0, input->n);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
+  for (i = 0; i < count && r->vocab; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
+                               (int64_t)0, r->vocab - 1);
+  for (i = 0; i < count && !r->vocab && op; i++)
+    if (!lunai_is_finite(input->features[i]) && input->features[i] == input->features[i] && lunai_is_real(input, i / k))
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
 }
-LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
-  return !input->lengths || step % input->n < input->lengths[step / input->n];
+/* of an input layer; false without a sentence where its init failed or was not called */
+LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
+  lunai_reader r;
+  memset(&r, 0, sizeof r);
+  r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  if (!r.ctx) return false;
+  if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
+  r.features = layer->mean->shape[0];
+  return lunai_input_fits(&r, input, op, name, "input");
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
-  const int64_t k = layer && layer->mean ? layer->mean->shape[0] : 0;
-  luna_ctx *ctx = k ? layer->mean->ctx : NULL;
+  luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
   luna_status status;
   lunai_mark mark;
   void *memory;
   float *mean;
-  int64_t i, f;
+  int64_t i, f, k;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!lunai_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  k = layer->mean->shape[0];
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
     return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
@@ -14632,7 +14670,7 @@ LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, 
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
   luna_scope scope;
   luna_tensor *x, *present;
-  if (!lunai_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
   scope = luna_scope_begin(layer->mean->ctx);
   x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
   present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -15795,6 +15833,7 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
   projection = lunai_projection_init(c.layer.bert_init, true);
   memset(model, 0, sizeof *model);
+  model->input.params = params;
   if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
   else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim,
                                               lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
@@ -15817,18 +15856,22 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   return lunai_setup_end(&s, good);
 }
 
-/* the context of a model whose init succeeded, where there is an input; else null */
-LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *input, const char *name) {
-  luna_ctx *ctx = lunai_ctx_of(params);
-  if (ctx && !input) lunai_fail_null(ctx, name, "the input");
-  return input ? ctx : NULL;
+/* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
+LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table, const luna_input_layer *input,
+                                      const luna_tensor *positions, int64_t first) {
+  lunai_reader r;
+  r.ctx = lunai_ctx_of(params);
+  r.vocab = table ? table->shape[0] : 0;
+  r.features = input && input->mean ? input->mean->shape[0] : 0;
+  r.longest = positions ? positions->shape[0] - first : 0;
+  return r;
 }
-LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b,
-                                  const char *name) {
-  luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
-  if (!ctx || a->batch == b->batch) return ctx;
-  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
-  return NULL;
+LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
+  return lunai_reader_of(m ? m->params : NULL, m ? m->embedding : NULL, m ? &m->input : NULL, m ? m->positions : NULL, 0);
+}
+/* the context of a model whose init succeeded and whose input fits; else null */
+LUNAI_FN luna_ctx *lunai_model_ctx(lunai_reader r, const luna_input *input, const char *name, const char *what) {
+  return r.ctx && lunai_input_fits(&r, input, true, name, what) ? r.ctx : NULL;
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
@@ -15846,17 +15889,22 @@ LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of t
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_forward", "input");
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
   return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_loss", "input");
   const luna_scope scope = luna_scope_begin(ctx);
+  const int64_t classes = ctx ? lunai_lm_output(model)->shape[0] : 0;
   luna_tensor *x;
+  int64_t i;
   if (!ctx) return NULL;
   if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  for (i = 0; i < input->batch * input->n; i++)
+    if (labels[i] >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_lm_loss", i, (int64_t)labels[i], classes);
   x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
@@ -15948,6 +15996,7 @@ LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, con
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
   if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory =
       lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
+  e->input.params = params;
   if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
                                       lunai_projection_init(c->layer.bert_init, true)) :
       (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
@@ -16025,6 +16074,14 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
+LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
+  lunai_reader r;
+  if (!e) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
+  if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
+    r.longest = e->config.max_length;
+  return r;
+}
 LUNAI_FN int64_t lunai_longest(const luna_input *input) {
   int64_t longest = input->lengths ? 1 : input->n, b;
   for (b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
@@ -16032,7 +16089,7 @@ LUNAI_FN int64_t lunai_longest(const luna_input *input) {
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_embed", "input");
   const luna_encoder_config *c;
   luna_tensor *memory;
   luna_scope scope;
@@ -16061,7 +16118,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
    null where its result is not wanted, and what only that needs is not computed. */
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
   const luna_encoder_config *c;
   luna_tensor *x;
   luna_scope scope;
@@ -16186,15 +16243,26 @@ LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_classifier_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_classifier_forward", "input");
   if (!ctx) return NULL;
   if (model->config.pair)
     return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
+/* ctx: null when the first input does not fit */
+LUNAI_FN luna_ctx *lunai_pair_ctx(luna_ctx *ctx, const luna_input *first, lunai_reader r, const luna_input *second,
+                                  const char *name, const char *what) {
+  if (!ctx || !lunai_model_ctx(r, second, name, what)) return NULL;
+  if (first->batch == second->batch) return ctx;
+  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch);
+  return NULL;
+}
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, first, second, "luna_classifier_forward_pair");
+  const char *name = "luna_classifier_forward_pair";
+  const lunai_reader r = lunai_encoder_reader(model ? &model->encoder : NULL);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(r, first, name, "first"), first, r, second, name, "second");
   luna_tensor *part[4];
   if (!ctx) return NULL;
   if (!model->config.pair)
@@ -16243,11 +16311,14 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
                                                                       LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_forward", "input");
+  luna_tensor *x = ctx ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
   return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_loss", "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
@@ -16376,7 +16447,11 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
+  const char *name = "luna_seq2seq_forward";
+  const lunai_reader to = lunai_reader_of(model ? model->params : NULL, model ? model->embedding : NULL, NULL,
+      model ? model->positions : NULL, model ? model->config.encoder.first_position : 0);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
+                                                 "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
   luna_encoder_config c;
   luna_scope scope, inner;
@@ -16510,7 +16585,7 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
          lunai_in(ctx, name, "schedule.decay", (int64_t)s->decay, 0, LUNA_DECAY_MILESTONES) &&
-         (!total || lunai_in(ctx, name, "schedule.total", s->total, 1, INT64_MAX));
+         (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
 }
 
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
@@ -17907,6 +17982,10 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
   in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
+/* a feature standardised, as luna_input_layer_forward does */
+LUNAI_FN float lunai_stream_feature(const luna_stream *s, float x, int64_t f) {
+  return x == x ? (x - s->standard[f]) * s->standard[s->sizes.features + f] : 0;
+}
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
@@ -17916,10 +17995,8 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
   for (i = 0; i < s->batch * rows; i++) {
     const int64_t row = i / rows * from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
-    for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
-      const float x = from->features[row * k + f];
-      in.features[i * k + f] = x == x ? (x - s->standard[f]) * s->standard[k + f] : 0;
-    }
+    for (f = 0; f < k; f++)
+      in.features[i * k + f] = lunai_stream_feature(s, from->features[row * k + f], f);
   }
   for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
   for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
@@ -18564,15 +18641,18 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = input->n;
+  const int64_t n = input->n, k = s ? s->sizes.features : 0;
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  if (n < 1 || (k ? !input->features : !input->tokens))
+    s->error = k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
   else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
+  for (i = 0; !s->error && i < n * s->batch * k; i++)
+    if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) s->error = LUNA_ERROR_STREAM_FEATURE;
   if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     s->error = LUNA_ERROR_STREAM_POSITIONS;
   if (s->error) return NULL;
