@@ -1236,14 +1236,20 @@ struct luna_layer_config {
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
 };
 
+/* the second half of each layer: fc2 act(fc1 x), or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm" */
+typedef struct luna_feed_forward_layer {
+  luna_linear_layer fc1, fc2, fc3;
+  luna_norm_layer norm;
+} luna_feed_forward_layer;
+
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear, Linformer */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
-  luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
+  luna_feed_forward_layer feed_forward;
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
@@ -1256,8 +1262,8 @@ typedef struct luna_decoder_layer {
   luna_layer_config config;
   luna_causal_attention_layer self_attention;
   luna_nested_attention_layer cross_attention;
-  luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer self_norm, cross_norm, memory_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_decoder_layer;
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
@@ -1276,8 +1282,8 @@ typedef struct luna_causal_layer {
   luna_causal_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear */
   void *hook_state;                  /* the hook's */
-  luna_norm_layer attention_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_causal_layer;
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             int64_t memory, const luna_layer_config *config);
@@ -12773,6 +12779,12 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   if (params->ctx->open_status != LUNA_OK) return false;
   return lunai_is_given(params->ctx, name, "the layer or model", made != NULL);
 }
+/* zeroes the struct but for its config, its first member */
+LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_t size) {
+  memset(s->made, 0, s->size);
+  memcpy(s->made, config, size);
+  return true;
+}
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
@@ -13930,33 +13942,41 @@ LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
   init.scale = scale;
   return init;
 }
-LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a,
-                                  int64_t b, luna_init init) {
-  char full[LUNAI_MAX_NAME];
+/* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
+   ".weight", and beside it is ".bias" [rows], zeros. */
+#define LUNAI_VECTOR INT32_MIN          /* columns of a vector */
+#define LUNAI_MAX_PARTS 16
+typedef struct lunai_part {
+  bool has;                          /* whether this layer has it */
+  luna_tensor **weight, **bias;      /* where they go; bias may be null */
+  const char *name;
+  int64_t rows, columns;
+  luna_init init;
+} lunai_part;
+#define LUNAI_BOTH(layer) &(layer).weight, &(layer).bias
+#define LUNAI_ALONE(tensor) &(tensor), NULL
+LUNAI_FN lunai_part lunai_norm_part(bool has, luna_norm_layer *norm, const char *name, const luna_layer_config *c) {
+  luna_tensor **bias = c->norm == LUNA_NORM_RMS ? NULL : &norm->bias;
+  const lunai_part part = { has, &norm->weight, bias, name, c->dim, LUNAI_VECTOR, lunai_init(LUNA_INIT_ONES, 0) };
+  return part;
+}
+LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lunai_part *parts, int count) {
+  char name[LUNAI_MAX_NAME];
+  const lunai_part *p;
   int64_t shape[2];
-  shape[0] = a;
-  shape[1] = b;
-  return lunai_name(params, full, prefix, name) ? luna_param(params, full, rank, shape, init) : NULL;
-}
-
-/* "prefix" + "name" + ".weight" and ".bias" */
-LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name,
-                                int64_t in, int64_t out, luna_init init) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 2, out, in, init);
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-  return layer->bias != NULL;
-}
-LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name,
-                              const luna_layer_config *c) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, c->dim, 1, lunai_init(LUNA_INIT_ONES, 0));
-  layer->bias = NULL;
-  if (!layer->weight || c->norm == LUNA_NORM_RMS) return layer->weight != NULL;
-  layer->bias = lunai_named(params, full, ".bias", 1, c->dim, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  return layer->bias != NULL;
+  for (p = parts; p < parts + count; p++) {
+    if (!p->has) continue;
+    if (!lunai_name(params, name, prefix, p->name)) return false;
+    shape[0] = p->rows;
+    shape[1] = p->columns;
+    *p->weight = luna_param(params, name, p->columns == LUNAI_VECTOR ? 1 : 2, shape, p->init);
+    if (!*p->weight) return false;
+    if (!p->bias) continue;
+    memcpy(strrchr(name, '.'), ".bias", sizeof ".bias");
+    *p->bias = luna_param(params, name, 1, shape, lunai_init(LUNA_INIT_ZEROS, 0));
+    if (!*p->bias) return false;
+  }
+  return true;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
 LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]) {
@@ -13979,8 +13999,12 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                                             int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
+  bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
+  if (good) {
+    const lunai_part part = { true, LUNAI_BOTH(*layer), ".weight", out, in, init };
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward")) return NULL;
@@ -13992,31 +14016,40 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
   char name[LUNAI_MAX_NAME];
   luna_layer_config c;
   lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
-  memset(&c, 0, sizeof c);
-  c.dim = dim;
-  c.norm = kind;
-  good = good && lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
-  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", &c));
+  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
+              lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
+  if (good) {
+    lunai_part part;
+    memset(layer, 0, sizeof *layer);
+    c.dim = dim;
+    c.norm = kind;
+    part = lunai_norm_part(true, layer, ".weight", &c);
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
   return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
 }
 
-/* --- features --- */
-LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
-                               int64_t dim, luna_init init) {
+LUNAI_FN int lunai_input_parts(luna_input_layer *layer, int64_t features, int64_t dim, luna_init init,
+                               lunai_part *parts) {
   const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
-  return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
-         (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
-         lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+  const lunai_part all[] = {
+    { features != 0, LUNAI_ALONE(layer->mean), "input_norm.mean", features, LUNAI_VECTOR, zeros },
+    { features != 0, LUNAI_ALONE(layer->scale), "input_norm.scale", features, LUNAI_VECTOR, ones },
+    { features != 0, LUNAI_BOTH(layer->projection), "input_proj.weight", dim, features, init } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init) {
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
+  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_parts_init(params, prefix, parts, lunai_input_parts(layer, features, dim, init, parts));
+  return lunai_setup_end(&s, good);
 }
 /* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
    that returns a status. */
@@ -14129,6 +14162,12 @@ LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
   if (*heads == 0) *heads = 4;
 }
 
+/* a caller's config, or zeros for the defaults */
+LUNAI_FN void lunai_config_of(void *own, const void *config, size_t size) {
+  if (config) memcpy(own, config, size);
+  else memset(own, 0, size);
+}
+
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
@@ -14149,41 +14188,40 @@ LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
+LUNAI_FN bool lunai_nested_attention_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_nested_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL, tied = c->sharing == LUNA_SHARING_TIED;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->pk), "pk_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pv), tied ? "pc_proj.weight" : "pv_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), tied ? "c_proj.weight" : "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (tied) { layer->pk = layer->pv; layer->k = layer->v; }
+  if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
+  return true;
+}
+LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_attention_layer_config *config,
+                                              luna_nested_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->pack_heads == 0) c->pack_heads = c->heads;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
+}
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_nested_attention_layer_config *config) {
   luna_nested_attention_layer_config c;
-  const luna_linear_layer none = { NULL, NULL };
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.pack_heads == 0) c.pack_heads = c.heads;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_divides(params->ctx, "pack_heads", c.pack_heads, c.dim) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_QK))
-    return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  layer->pk = layer->k = none;
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_SHARING_TIED ? "pc_proj" : "pv_proj",
-                                   c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
-                                   c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  if (c.sharing == LUNA_SHARING_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
-  if (c.sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_nested_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_nested_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -14368,35 +14406,40 @@ LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
   return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
          lunai_fail_status(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a) == LUNA_OK;
 }
+LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lunai_part *parts) {
+  const luna_causal_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pc), "pc_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), full ? "v_proj.weight" : "c_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
+}
+LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_attention_layer_config *config,
+                                              luna_causal_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
+         lunai_is_omega(ctx, c->omega);
+}
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config) {
   luna_causal_attention_layer_config c;
-  luna_init init;
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
-    return lunai_setup_end(&s, false);
-  if (!lunai_is_omega(params->ctx, c.omega)) return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
-                                   c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_causal_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts));
+  if (good && c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
   return lunai_setup_end(&s, good);
 }
 
@@ -14487,19 +14530,17 @@ LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t cou
 LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { return lunai_divide_up(c->max_length, k); }
 
 /* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one
-   kernel [1, w] that starts as the mean; false when it could not be made. No projection to learn: null, true */
-LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name,
-                                   const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
+   kernel [1, w] that starts as the mean. Other projections have no parameters. */
+LUNAI_FN lunai_part lunai_linformer_part(bool has, luna_tensor **e, const char *name, const luna_linformer_config *c,
+                                         int64_t last_layer) {
+  const bool linear = c->projection == LUNA_LINFORMER_PROJECTION_LINEAR;
+  const bool learned = linear || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION;
   const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
-  const int64_t max = lunai_max(c->k, lunai_max(head, layer)),
-      widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
-  *e = NULL;
-  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR)
-    *e = lunai_named(params, prefix, name, 2, max, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
-  else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION)
-    *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
-  else return true;
-  return *e != NULL;
+  const int64_t max = lunai_max(c->k, lunai_max(head, layer)), min = lunai_min(c->k, lunai_min(head, layer));
+  const int64_t rows = linear ? max : 1, columns = linear ? c->max_length : has ? lunai_window(c, min) : 1;
+  const luna_init init = linear ? lunai_init(LUNA_INIT_XAVIER, 1) : lunai_init(LUNA_INIT_ONES, 1.0f / (float)columns);
+  const lunai_part part = { has && learned, e, NULL, name, rows, columns, init };
+  return part;
 }
 LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
   if (c->max_length == 0) c->max_length = 512;
@@ -14513,42 +14554,41 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
                   LUNA_LINFORMER_PROJECTION_CONVOLUTION);
 }
 
+LUNAI_FN bool lunai_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_attention_layer_config *c = &layer->config;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const bool e = c->kind == LUNA_ATTENTION_LINFORMER && c->linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE;
+  const bool f = e && c->linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE;
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
+    lunai_linformer_part(e, &layer->e, "e_proj", &c->linformer, 0),
+    lunai_linformer_part(f, &layer->f, "f_proj", &c->linformer, 0) };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (!f) layer->f = layer->e;
+  return true;
+}
+LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer_config *config,
+                                       luna_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  if (!config) c->kind = LUNA_ATTENTION_SOFTMAX;
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (!lunai_attention_good(ctx, c->dim, c->heads, c->dropout) ||
+      !lunai_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
+    return false;
+  if (c->kind != LUNA_ATTENTION_LINFORMER) return true;
+  if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
+  return lunai_linformer_config(ctx, &c->linformer);
+}
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
-                                               const luna_attention_layer_config *config) {
+    const luna_attention_layer_config *config) {
   luna_attention_layer_config c;
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(&c, 0, sizeof c);
-  c.kind = LUNA_ATTENTION_SOFTMAX;
-  if (config) c = *config;
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)c.kind, LUNA_ATTENTION_SOFTMAX,
-                LUNA_ATTENTION_LINFORMER))
-    return lunai_setup_end(&s, false);
-  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LINFORMER_CAUSAL, params->ctx->call);
-    return lunai_setup_end(&s, false);
-  }
-  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE) {
-    good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, 0, &layer->e);
-    layer->f = layer->e;
-    if (c.linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE)
-      good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
-  }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_attention_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -14761,13 +14801,15 @@ LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3,
-    luna_params *params, const char *prefix, const luna_layer_config *c) {
+LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
   const luna_init init = lunai_projection_init(c->bert_init, true);
-  memset(fc3, 0, sizeof *fc3);
-  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix,
-      "fc2", c->ffn, c->dim, init) &&
-         (!c->gated || lunai_linear_init(fc3, params, prefix, "fc3", c->dim, c->ffn, init));
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->fc1), "fc1.weight", c->ffn, c->dim, init },
+    { true, LUNAI_BOTH(layer->fc2), "fc2.weight", c->dim, c->ffn, init },
+    { c->gated, LUNAI_BOTH(layer->fc3), "fc3.weight", c->ffn, c->dim, init },
+    lunai_norm_part(true, &layer->norm, "final_layer_norm.weight", c) };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 
 /* the end of a half-layer: its sum, normed when post-norm */
@@ -14784,20 +14826,19 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
   return c->pre_norm && x ? luna_norm_layer_forward(norm, x) : x;
 }
 
-/* x + FFN(x) */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1,
-    const luna_linear_layer *fc2, const luna_linear_layer *fc3,
-                                const luna_norm_layer *norm) {
+/* x + FFN(x), not normed when post-norm */
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
   luna_feed_forward_config f;
   f.activation = c->activation;
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
-  f.gate = fc3->weight;
-  f.gate_bias = fc3->bias;
+  f.gate = layer->fc3.weight;
+  f.gate_bias = layer->fc3.bias;
   /* of a layer that is computed again as well: it need not hold a hidden layer then either */
   f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
-  return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
+  return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
+                           layer->fc2.bias, &f);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -14850,35 +14891,34 @@ LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx)
 }
 
 /* a learned P */
-LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix, int64_t slots, int64_t dim) {
-  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim,
-                     lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))));
+LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
+  const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
+                            lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))) };
+  return part;
 }
-
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
-                                             const luna_layer_config *config) {
+LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config attention = lunai_nested_config(c);
+  const bool is_luna = lunai_is_luna(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config attention;
+  int count = 0;
+  parts[count++] = lunai_memory_part(is_luna && c->own_memory, &layer->memory, c->own_memory, c->dim);
+  parts[count++] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 1) &&
+         (is_luna ? luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                    lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  is_luna = lunai_is_luna(&layer->config);
-  if (good && is_luna && layer->config.own_memory)
-    good = (layer->memory = lunai_memory_init(params, prefix, layer->config.own_memory, layer->config.dim)) != NULL;
-  attention = lunai_nested_config(&layer->config);
-  if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config,
-                                       false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
-  if (is_luna)
-    good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm",
-                                   &layer->config);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
+  const bool good = lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_encoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -14905,7 +14945,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   luna_tensor *y;
   luna_scope scope;
   bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
   c = &layer->config;
   is_luna = lunai_is_luna(c);
   if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
@@ -14925,8 +14965,8 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   if (!next_p) p = NULL;
   if (next_x) {
     x = lunai_results(scope, x, p);
-    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+    x = lunai_results(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
     if (x) *next_x = x;
   } else (void)lunai_result(scope, p);
   if (x && p) *next_p = p;
@@ -14938,32 +14978,34 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
   return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
-                                             const luna_layer_config *config) {
+LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
+  return lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, what) == LUNA_OK;
+}
+LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config cross = lunai_nested_config(c);
+  const luna_causal_attention_layer_config self = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config cross;
-  luna_causal_attention_layer_config self;
+  int count = 0;
+  parts[count++] = lunai_norm_part(true, &layer->self_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->cross_norm, "encoder_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->memory_norm, "encoder_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") &&
+         luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts, 1) && lunai_name(params, name, prefix, "encoder_attn.") &&
+         luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config && !lunai_is_luna(config)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LUNA_ONLY, params->ctx->call, "a decoder layer");
-    return lunai_setup_end(&s, false);
-  }
-  good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  cross = lunai_nested_config(&layer->config);
-  self = lunai_causal_config(&layer->config);
-  good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", &layer->config);
-  good = good && lunai_name(params, name, prefix, "encoder_attn.");
-  good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", &layer->config);
-  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm",
-                                 &layer->config);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
+  const bool good = lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_decoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -14975,7 +15017,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx);
@@ -14990,8 +15032,8 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
   x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+  x = lunai_results(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
   if (x && p) *next_p = p;
   return x;
 }
@@ -15000,35 +15042,38 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
   return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
 }
 
+/* its own parameters, in front of the attention's memory and kernel */
+LUNAI_FN int lunai_causal_layer_parts(luna_causal_layer *layer, int64_t memory, lunai_part *parts) {
+  const luna_layer_config *c = &layer->config;
+  const lunai_part kernel = { c->convolution != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", c->dim,
+                              c->convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f) };
+  parts[0] = lunai_memory_part(lunai_is_luna(c), &layer->memory, memory, c->dim);
+  parts[1] = kernel;
+  parts[2] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  return 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
+}
+LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                      int64_t memory) {
+  const luna_layer_config *c = &layer->config;
+  const luna_causal_attention_layer_config attention = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_causal_layer_parts(layer, memory, parts);
+  char name[LUNAI_MAX_NAME];
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 2) &&
+         (lunai_is_luna(c) ? luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                             lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, true)) &&
+         lunai_parts_init(params, prefix, parts + 2, count - 2);
+}
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             int64_t memory, const luna_layer_config *config) {
-  char name[LUNAI_MAX_NAME];
-  luna_causal_attention_layer_config attention;
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  is_luna = !config || lunai_is_luna(config);
-  if (memory == 0) memory = 16;
-  if (is_luna && !lunai_in(params->ctx, params->ctx->call, "memory", memory, 1, LUNAI_MAX_COUNT))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  attention = lunai_causal_config(&layer->config);
-  if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, layer->config.dim)) != NULL;
-  if (good && layer->config.convolution) {
-    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, layer->config.dim, layer->config.convolution,
-                                lunai_init(LUNA_INIT_IDENTITY, 0.1f));
-    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, layer->config.dim, 1,
-                                                     lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-    good = layer->kernel_bias != NULL;
-  }
-  if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
+  const int64_t slots = memory == 0 ? 16 : memory;
+  const bool good = lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer) &&
+                    ((config && !lunai_is_luna(config)) ||
+                     lunai_in(params->ctx, params->ctx->call, "memory", slots, 1, LUNAI_MAX_COUNT)) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_causal_layer_init(layer, params, prefix, slots);
   return lunai_setup_end(&s, good);
 }
 
@@ -15036,7 +15081,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   const luna_layer_config *c;
   luna_tensor *y, *p = NULL;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx);
   y = lunai_normed(c, x, &layer->attention_norm);
@@ -15049,8 +15094,8 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result(scope, y);
-  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
-  return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
+  y = lunai_result(scope, lunai_ffn(c, y, &layer->feed_forward));
+  return lunai_result(scope, lunai_sum_normed(c, y, &layer->feed_forward.norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   return lunai_causal_layer(layer, x, NULL);
@@ -15073,8 +15118,29 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
+  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
+}
+#define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
+LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
+  const luna_lm_config *c = &model->config;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED;
+  const int64_t d = c->layer.dim;
+  const luna_init init = lunai_embedding_init(d, c->layer.bert_init);
+  const luna_init projection = lunai_projection_init(c->layer.bert_init, true);
+  const int inputs = lunai_input_parts(&model->input, c->features, d, projection, parts);
+  const lunai_part all[] = {
+    { !c->features, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", c->max_length, d, init },
+    lunai_norm_part(c->layer.pre_norm, &model->norm, "layer_norm.weight", &c->layer),
+    { c->outputs != 0, LUNAI_BOTH(model->output), "output_projection.weight", c->outputs, d, projection } };
+  memcpy(parts + inputs, all, sizeof all);
+  return inputs + LUNAI_LENGTH(all);
+}
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
+#define LUNAI_NO_LM "it holds no causal language model of luna.h"
 typedef struct lunai_lm_sizes {
 #define LUNAI_LM_SIZE(name, field, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_LM_SIZE)
@@ -15168,11 +15234,11 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   luna_lm_config config;
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return LUNAI_NO_LM;
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
   lunai_lm_to_sizes(&config, sizes);
-  return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
+  return sizes->dim % sizes->heads ? LUNAI_NO_HEADS : lunai_lm_claims(st, sizes);
 }
 
 /* one row of sinusoidal positions */
@@ -15211,9 +15277,6 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
 }
 
 /* --- what all models' inits have in common --- */
-LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
-  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
-}
 
 LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
@@ -15232,13 +15295,11 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
   return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
          lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer);
 }
-LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *layer) {
-  return lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
-}
-/* memory for a model's layers, zeroed */
-LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
-  return lunai_persist(params->ctx, (size_t)count * size, false, out) ||
-         lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size) == LUNA_OK;
+/* memory for a model's layers, zeroed; null with a sentence */
+LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
+  void *memory;
+  if (lunai_persist(params->ctx, (size_t)count * size, false, &memory)) return memory;
+  return lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size), (void *)NULL;
 }
 
 /* --- the causal language model --- */
@@ -15264,38 +15325,30 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
 }
 
-LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
+  const luna_lm_config *c = &model->config;
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_lm_parts(model, parts);
   char prefix[48];
-  lunai_setup s;
-  luna_lm_config c;
-  luna_init projection;
-  void *memory = NULL;
   int64_t i;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&s, false);
-  if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
-  projection = lunai_projection_init(c.layer.bert_init, true);
-  memset(model, 0, sizeof *model);
-  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
-  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim,
-                                              lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  if (good && c.positions == LUNA_POSITIONS_LEARNED)
-    good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim,
-                                           lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
-  model->layers = (luna_causal_layer *)memory;
-  for (i = 0; i < c.layers && good; i++) {
-    lunai_print(prefix, sizeof prefix, "layers.%d.", i);
-    good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
-  }
-  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", &c.layer);
-  if (good && c.outputs)
-    good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
-  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
-                                       &c);
-  model->config = c;
   model->params = params;
+  if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
+  model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
+  if (!model->layers) return false;
+  for (i = 0; i < c->layers; i++) {
+    lunai_print(prefix, sizeof prefix, "layers.%d.", i);
+    if (luna_causal_layer_init(&model->layers[i], params, prefix, c->memory, &c->layer) != LUNA_OK) return false;
+  }
+  return lunai_parts_init(params, "", parts + LUNAI_LM_BEFORE, count - LUNAI_LM_BEFORE);
+}
+LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+  luna_lm_config c;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_lm_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_lm_init(model, params) &&
+                    lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields,
+                                          LUNAI_LENGTH(lunai_lm_fields), &c);
   return lunai_setup_end(&s, good);
 }
 
@@ -15352,9 +15405,9 @@ typedef struct lunai_model_config {
 } lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
-  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.dim, 1, 1 << 20)
-  LUNAI_F(heads, encoder.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
-  LUNAI_F(ffn, encoder.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
+  LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
+  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
   LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
   LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
   LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
@@ -15423,70 +15476,60 @@ LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encode
   return true;
 }
 
-/* the learned embeddings and their norms */
-LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
-  const luna_encoder_config *c = &e->config;
-  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
-  if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory =
-      lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
-                                      lunai_projection_init(c->layer.bert_init, true)) :
-      (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
-  if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions =
-      lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) ==
-          NULL) return false;
-  if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", &c->layer) &&
-      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", &c->layer));
-}
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
+  const luna_linformer_config *l = &c->layer.linformer;
   const int64_t count = c->tied_layers ? 1 : c->layers;
   const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook &&
-      c->layer.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
+                         l->sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
   luna_layer_config layer = c->layer;
   luna_tensor *shared = NULL;
+  const lunai_part part = lunai_linformer_part(layerwise, &shared, "e_proj", l, l->k_last_layer);
   char name[LUNAI_MAX_NAME], number[32];
-  void *memory;
   int64_t i;
-  if (!lunai_layers_memory(params, count, sizeof(luna_encoder_layer), &memory)) return false;
-  e->layers = (luna_encoder_layer *)memory;
-  if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer,
-                                         &shared)) return false;
+  e->layers = (luna_encoder_layer *)lunai_layers_memory(params, count, sizeof(luna_encoder_layer));
+  if (!e->layers || !lunai_parts_init(params, prefix, &part, 1)) return false;
   for (i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
-    layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
-    if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name,
-        &layer) != LUNA_OK) return false;
+    layer.linformer.k = lunai_taper(l->k, l->k_last_layer, i, count);
+    if (!lunai_name(params, name, prefix, number) ||
+        luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
     if (layerwise) e->layers[i].other_attention.e = e->layers[i].other_attention.f = shared;
   }
   return true;
 }
-
+LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
+  const luna_encoder_config *c = &e->config;
+  const bool is_luna = lunai_is_luna(&c->layer), memory = is_luna && !c->own_memory;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED, normed = c->norm_embedding;
+  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
+  const lunai_part parts[] = {
+    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->dim, init },
+    { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->dim, init },
+    { learned, LUNAI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->dim, init },
+    lunai_norm_part(normed, &e->embedding_norm, "emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(normed && memory, &e->memory_embedding_norm, "proj_emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm && is_luna, &e->memory_norm, "proj_layer_norm.weight", &c->layer) };
+  lunai_part input[LUNAI_MAX_PARTS];
+  const int inputs = lunai_input_parts(&e->input, c->features, c->dim,
+                                       lunai_projection_init(c->layer.bert_init, true), input);
+  e->params = params;
+  return lunai_parts_init(params, prefix, parts, 1) && lunai_parts_init(params, prefix, input, inputs) &&
+         lunai_parts_init(params, prefix, parts + 1, 4) && lunai_encoder_layers(e, params, prefix) &&
+         lunai_parts_init(params, prefix, parts + 5, 2);
+}
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
     const luna_encoder_config *config) {
-  lunai_setup setup;
+  lunai_setup s;
   lunai_model_config m;
-  luna_encoder_config c;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
-    return lunai_setup_end(&setup, false);
+  bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e);
   memset(&m, 0, sizeof m);
   if (config) m.encoder = *config;
-  if (vocab == 0) vocab = 256;
-  if (!lunai_encoder_defaults(params->ctx, &m.encoder) || !lunai_model_good(params->ctx, &m, vocab, &m.encoder))
-    return lunai_setup_end(&setup, false);
-  c = m.encoder;
-  memset(e, 0, sizeof *e);
-  e->config = c;
-  e->params = params;
-  good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
-  if (good && c.layer.pre_norm) {
-    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", &c.layer);
-    if (lunai_is_luna(&c.layer))
-      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", &c.layer);
-  }
-  return lunai_setup_end(&setup, good);
+  good = good && lunai_encoder_defaults(params->ctx, &m.encoder) &&
+         lunai_model_good(params->ctx, &m, vocab ? vocab : 256, &m.encoder) &&
+         lunai_setup_config(&s, &m.encoder, sizeof m.encoder) && lunai_encoder_init(e, params, prefix, m.vocab);
+  return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
@@ -15579,45 +15622,40 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
-LUNAI_FN bool lunai_classifier_config(luna_ctx *ctx, lunai_model_config *m) {
+LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_config *config, lunai_model_config *m) {
   luna_classifier_config *c = &m->classifier;
-  const bool is_luna = lunai_is_luna(&c->encoder.layer);
+  bool is_luna;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  is_luna = lunai_is_luna(&c->encoder.layer);
   if (c->vocab == 0) c->vocab = 256;
   if (c->classes == 0) c->classes = 2;
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && lunai_pools_memory(c->pooling))
-    return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
+  if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
   return lunai_model_features(ctx, &c->features, &c->encoder) &&
          (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
          lunai_encoder_defaults(ctx, &c->encoder) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
+LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params) {
+  const luna_classifier_config *c = &model->config;
+  const int64_t pooled = c->encoder.dim * (c->pair ? 4 : 1), features = c->pre_logits ? c->pre_logits : pooled;
+  const luna_init init = lunai_projection_init(c->encoder.layer.bert_init, true);
+  const lunai_part parts[] = {
+    { c->pre_logits != 0, LUNAI_BOTH(model->pre_logits), "pre_logits.0.weight", c->pre_logits, pooled, init },
+    { true, LUNAI_ALONE(model->projection), "sentence_projection_layer.weight", c->classes, features, init } };
+  model->params = params;
+  return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
+         lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
+}
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config) {
-  luna_classifier_config c;
   lunai_model_config m;
-  lunai_setup setup;
-  int64_t features;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_classifier_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  memset(&m, 0, sizeof m);
-  if (config) m.classifier = *config;
-  if (!lunai_classifier_config(params->ctx, &m)) return lunai_setup_end(&setup, false);
-  c = m.classifier;
-  memset(model, 0, sizeof *model);
-  features = c.encoder.dim * (c.pair ? 4 : 1);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  if (good && c.pre_logits)
-    good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits,
-                             lunai_projection_init(c.encoder.layer.bert_init, true));
-  if (good)
-    model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes,
-                                    c.pre_logits ? c.pre_logits : features,
-                                    lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && model->projection && lunai_model_describe(params, "classifier", &m);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_classifier_init", params, NULL, model, sizeof *model) &&
+                    lunai_classifier_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.classifier, sizeof m.classifier) &&
+                    lunai_classifier_init(model, params) && lunai_model_describe(params, "classifier", &m);
+  return lunai_setup_end(&s, good);
 }
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
@@ -15687,35 +15725,38 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
   return lunai_classifier_logits(model, luna_concat(part, 4, 1));
 }
 
-/* --- masked language model --- */
+LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, const luna_masked_lm_config *config, lunai_model_config *m) {
+  luna_masked_lm_config *c = &m->masked_lm;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  if (c->vocab == 0) c->vocab = 257;
+  return lunai_model_features(ctx, &c->features, &c->encoder) && lunai_encoder_defaults(ctx, &c->encoder) &&
+         lunai_model_good(ctx, m, c->vocab, &c->encoder);
+}
+LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
+  const luna_masked_lm_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const luna_init projection = lunai_projection_init(layer->bert_init, true);
+  const luna_init embedding = lunai_embedding_init(layer->dim, layer->bert_init);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(model->dense), "lm_head.dense.weight", layer->dim, layer->dim, projection },
+    lunai_norm_part(true, &model->norm, "lm_head.layer_norm.weight", layer),
+    { true, LUNAI_ALONE(model->bias), "lm_head.bias", c->vocab, LUNAI_VECTOR, lunai_init(LUNA_INIT_ZEROS, 0) },
+    { c->features != 0, LUNAI_ALONE(model->output), "lm_head.weight", c->vocab, layer->dim, embedding } };
+  model->params = params;
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->output = model->encoder.embedding;
+  return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
+}
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config) {
-  luna_masked_lm_config c;
   lunai_model_config m;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_masked_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (c.vocab == 0) c.vocab = 257;
-  memset(&m, 0, sizeof m);
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
-      !lunai_encoder_defaults(params->ctx, &c.encoder) || !lunai_model_good(params->ctx, &m, c.vocab, &c.encoder))
-    return lunai_setup_end(&setup, false);
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim,
-                                   lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", &c.encoder.layer);
-  if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  if (good) model->output = !c.features ? model->encoder.embedding :
-                            lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
-                                        lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
-  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &m);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_masked_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_masked_lm_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.masked_lm, sizeof m.masked_lm) &&
+                    lunai_masked_lm_init(model, params) && lunai_model_describe(params, "masked_lm", &m);
+  return lunai_setup_end(&s, good);
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
@@ -15791,68 +15832,59 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   return count;
 }
 
-LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, const luna_seq2seq_config *config, lunai_model_config *m) {
   luna_seq2seq_config *c = &m->seq2seq;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
-    lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, "an encoder-decoder");
-    return false;
-  }
-  if (c->share_embeddings && c->vocab != c->target_vocab) {
-    lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
-    return false;
-  }
+  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory)
+    return lunai_is_luna_only(ctx, "an encoder-decoder");
+  if (c->share_embeddings && c->vocab != c->target_vocab)
+    return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
   if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   return lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
-LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
-  const int64_t d = c->encoder.dim;
-  const luna_init init = lunai_embedding_init(d, c->encoder.layer.bert_init);
+LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
+  const luna_seq2seq_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const int64_t d = layer->dim, places = c->encoder.first_position + c->max_target_length;
+  const luna_init init = lunai_embedding_init(d, layer->bert_init);
+  const bool learned = c->encoder.positions == LUNA_POSITIONS_LEARNED;
+  const lunai_part parts[] = {
+    { !c->share_embeddings, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->target_vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", places, d, init },
+    lunai_norm_part(layer->pre_norm, &model->norm, "layer_norm.weight", layer),
+    lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
+    { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
   char prefix[48];
-  void *memory;
   int64_t i;
-  model->embedding = c->share_embeddings ? model->encoder.embedding :
-      lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
-  if (!model->embedding) return false;
-  if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions =
-      lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d,
-                  init)) == NULL) return false;
-  if (!lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
-  model->layers = (luna_decoder_layer *)memory;
+  model->params = params;
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->embedding = model->encoder.embedding;
+  if (!lunai_parts_init(params, "decoder.", parts, 2)) return false;
+  model->output = model->embedding;
+  model->layers = (luna_decoder_layer *)lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer));
+  if (!model->layers) return false;
   for (i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
-    if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
+    if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", &c->encoder.layer) &&
-      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", &c->encoder.layer))) return false;
-  model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab,
-                                                   d, init) : model->embedding;
-  return model->output != NULL;
+  return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
-  luna_seq2seq_config c;
   lunai_model_config m;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_seq2seq_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  memset(&m, 0, sizeof m);
-  if (config) m.seq2seq = *config;
-  if (!lunai_seq2seq_defaults(params->ctx, &m)) return lunai_setup_end(&setup, false);
-  c = m.seq2seq;
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK &&
-      lunai_decoder_init(model, params, &c);
-  good = good && lunai_model_describe(params, "seq2seq", &m);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_seq2seq_init", params, NULL, model, sizeof *model) &&
+                    lunai_seq2seq_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.seq2seq, sizeof m.seq2seq) &&
+                    lunai_seq2seq_init(model, params) && lunai_model_describe(params, "seq2seq", &m);
+  return lunai_setup_end(&s, good);
 }
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
@@ -16580,17 +16612,34 @@ LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_stat
   return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
 
+LUNAI_FN bool lunai_not_a_model(luna_ctx *ctx, const char *why) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why) == LUNA_OK;
+}
+/* a model's config from a file; false with a sentence */
+LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count, void *config,
+                                luna_layer_config *layer) {
+  const char *wrong = lunai_fields_read(st, fields, count, config);
+  if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
+  return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
+}
+/* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
+   memory comes first, are at most as many as tensors. */
+LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
+  return layers <= lunai_st_tensors(st) || lunai_not_a_model(ctx, "its tensors are not those of luna.layers layers");
+}
 LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
   luna_ctx *ctx = s->params->ctx;
-  lunai_lm_sizes sizes;
-  luna_lm_config config;
-  const char *wrong = lunai_lm_read(st, &sizes);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), wrong) == LUNA_OK;
-  lunai_lm_from_sizes(&sizes, &config);
-  wrong = lunai_dropouts_read(st, &config.layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
+  luna_lm_config c;
+  lunai_st_text kind;
+  memset(&c, 0, sizeof c);
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_not_a_model(ctx, LUNAI_NO_LM);
+  if (!lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &c, &c.layer) ||
+      !lunai_has_layers(ctx, st, c.layers)) return false;
+  if (c.features && !c.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
   lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
+  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
 }
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
@@ -16613,33 +16662,23 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
 }
 LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
   static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
-  luna_params *params = s->params;
-  luna_ctx *ctx = params->ctx;
-  const char *file = lunai_file_name(ctx);
+  luna_ctx *ctx = s->params->ctx;
   lunai_model_config m;
   lunai_st_text kind;
-  const char *wrong;
-  int64_t count;
   int k = 0;
-  if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
-  if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, LUNAI_NO_KIND) == LUNA_OK;
+  memset(&m, 0, sizeof m);
+  if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
   model->kind = LUNA_MODEL_LM;
   if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
-  while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 3)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
-  memset(&m, 0, sizeof m);
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m);
-  if (!wrong) wrong = lunai_dropouts_read(st, &m.encoder.layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
-  count = lunai_st_tensors(st);
-  if ((!m.encoder.tied_layers && m.encoder.layers > count) || m.seq2seq.decoder_layers > count)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
-                             "its tensors are not those of luna.layers layers") == LUNA_OK;
+  while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
+  if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
   model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
-  lunai_fill_begin(params, st);
-  return lunai_fill_end(s, st, lunai_model_init(model, params, &m));
+  if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
+      !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
+  lunai_fill_begin(s->params, st);
+  return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
@@ -17237,12 +17276,12 @@ static const lunai_slot lunai_causal_slots[] = {
   LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
   LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
   LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
+  LUNAI_FIELD(feed_forward.fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(feed_forward.fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
   LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
   LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(feed_forward.norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
 #undef LUNAI_FIELD
 };
@@ -17254,8 +17293,9 @@ static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
   LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
   LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc3, LUNAI_SLOT_GATED)
-  LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(feed_forward.fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(feed_forward.fc2, LUNAI_SLOT_ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, LUNAI_SLOT_GATED)
+  LUNAI_FIELD(feed_forward.norm, LUNAI_SLOT_ALWAYS)
 #undef LUNAI_FIELD
 };
 #endif
