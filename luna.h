@@ -118,6 +118,10 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   WHERE TIME GOES
+     luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
+     peak, by scope, as a table or JSON. The examples that train take --profile FILE.
+
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
      thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
@@ -167,8 +171,8 @@
      1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
                           >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers
-                          >>models >>trainer >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
+                          >>layers >>models >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -284,6 +288,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
   X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
     "or called twice)") \
+  X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
+    "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
   X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
@@ -685,6 +691,28 @@ LUNA_API luna_status luna_graph_end(luna_graph *graph);
 /* why the last one was not one launch; "": it was */
 LUNA_API const char *luna_graph_reason(const luna_graph *graph);
 
+#ifndef LUNA_ONLY_STREAM
+/* Where time goes: every op that runs between begin and end is timed.
+
+       luna_profile_begin(ctx);
+       ... some steps ...
+       luna_profile_end(ctx);
+       luna_profile_write(ctx, LUNA_PROFILE_TABLE, write, user);
+
+   A line for each op of each scope, forward and backward, with its time, bytes and flops a step: the op's input and
+   result have the shapes that follow its name, and a scope that of the function which began it. Bytes are those of
+   what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
+   computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
+   on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
+   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; what it needs (40 KB)
+   stays until luna_close. Off, it costs one comparison an op. */
+typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user);
+#endif
+
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
@@ -738,11 +766,19 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    nothing is released. */
 typedef struct luna_scope {
   luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2];
+  int outer, self;                   /* of a profile */
 } luna_scope;
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
+/* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute);
+#ifdef LUNA_ONLY_STREAM
+#define luna_scope_begin(ctx) luna_scope_open(ctx, NULL, false)
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, NULL, true)
+#else
+#define luna_scope_begin(ctx) luna_scope_open(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx);
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, __func__, true)
+#endif
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
 /* t, whose data stay until the next begin: call it before the scope ends */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
@@ -1795,6 +1831,7 @@ typedef struct luna_op {
   luna_ctx *ctx;
   struct luna_op *previous, *next;   /* the tape */
   int64_t number;                    /* on the tape */
+  int scope;                         /* of a profile */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
   bool kept_again;                   /* kept was released and computed again */
@@ -8677,6 +8714,28 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
 } lunai_failure;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
+#ifndef LUNA_ONLY_STREAM
+#define LUNAI_PROFILE_ROWS 224
+#define LUNAI_PROFILE_SCOPES 64
+typedef struct lunai_profile_shape { int64_t size[LUNA_MAX_RANK]; int rank, unused; } lunai_profile_shape;
+typedef struct lunai_profile_row {   /* sums of an op's calls */
+  const char *name;
+  lunai_profile_shape in, out;
+  int scope;
+  bool backward;
+  int64_t calls;
+  double seconds, bytes, flops;
+} lunai_profile_row;
+typedef struct lunai_profile {
+  const char *scope_name[LUNAI_PROFILE_SCOPES]; /* 0: outside all */
+  int scope_outer[LUNAI_PROFILE_SCOPES];
+  int scopes, scope, rows;           /* scope: the one under way */
+  int64_t steps;                     /* begins */
+  double start, seconds, peak;       /* peak: flops a second; 0: unknown */
+  lunai_profile_row row[LUNAI_PROFILE_ROWS];
+} lunai_profile;
+#endif
+
 struct luna_ctx {
   luna_options options;
   const lunai_kernels *kernels;
@@ -8721,6 +8780,9 @@ struct luna_ctx {
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
+#ifndef LUNA_ONLY_STREAM
+  lunai_profile *profile, *profiled; /* under way, or null; the last */
+#endif
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
@@ -9373,6 +9435,12 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) {
+    ctx->profile->scope = 0;
+    ctx->profile->steps++;
+  }
+#endif
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
@@ -11047,6 +11115,374 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
+   >>profile: sums of time, bytes and flops by scope, op and shapes; while none is under way ctx->profile is null.
+   Guarded by tests/profile.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+#ifndef LUNA_ONLY_STREAM
+#if defined(_WIN32)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+#include <sys/time.h>
+#endif
+/* seconds; 0 where there is no clock */
+LUNAI_FN double lunai_clock(void) {
+#if defined(_WIN32)
+  LARGE_INTEGER now, second;
+  QueryPerformanceFrequency(&second);
+  QueryPerformanceCounter(&now);
+  return (double)now.QuadPart / (double)second.QuadPart;
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+  struct timeval now;                /* clock_gettime is hidden where only C99 is asked for */
+  gettimeofday(&now, NULL);
+  return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
+#else
+  return 0;
+#endif
+}
+/* the same once the device is done */
+LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
+  uint64_t step;
+  if (lunai_on_device(ctx)) (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
+  return lunai_clock();
+}
+
+/* the scope that begins inside the one under way, which is returned */
+LUNAI_FN int lunai_profile_enter(lunai_profile *p, const char *name) {
+  const int outer = p->scope;
+  int i;
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == outer && strcmp(p->scope_name[i], name) == 0) break;
+  if (i == LUNAI_PROFILE_SCOPES) return outer; /* no place: counted there */
+  if (i == p->scopes) {
+    p->scope_name[i] = name;
+    p->scope_outer[i] = outer;
+    p->scopes++;
+  }
+  p->scope = i;
+  return outer;
+}
+
+LUNAI_FN lunai_profile_shape lunai_profile_shape_of(const luna_tensor *t) {
+  lunai_profile_shape s;
+  memset(&s, 0, sizeof s);
+  if (!t) return s;
+  memcpy(s.size, t->shape, sizeof s.size);
+  s.rank = t->rank;
+  return s;
+}
+/* the row of an op's kind, shapes, scope and direction; the last one, when there is no place, is of all others */
+LUNAI_FN lunai_profile_row *lunai_profile_find(lunai_profile *p, const char *name, int scope, bool backward,
+                                               const luna_tensor *in, const luna_tensor *out) {
+  lunai_profile_row row, *r = p->row;
+  memset(&row, 0, sizeof row);
+  row.name = name;
+  row.scope = scope < p->scopes ? scope : 0;
+  row.backward = backward;
+  row.in = lunai_profile_shape_of(in);
+  row.out = lunai_profile_shape_of(out);
+  for (; r < p->row + p->rows; r++)
+    if (r->name == name && r->scope == row.scope && r->backward == backward &&
+        memcmp(&r->in, &row.in, sizeof row.in) == 0 && memcmp(&r->out, &row.out, sizeof row.out) == 0) return r;
+  if (p->rows == LUNAI_PROFILE_ROWS) return r - 1;
+  if (++p->rows == LUNAI_PROFILE_ROWS) {
+    memset(&row, 0, sizeof row);
+    row.name = "others";
+  }
+  *r = row;
+  return r;
+}
+LUNAI_FN void lunai_profile_add(lunai_profile_row *r, double seconds, double bytes, double flops) {
+  r->calls++;
+  r->seconds += seconds > 0 ? seconds : 0; /* a clock may be set back */
+  r->bytes += bytes;
+  r->flops += flops;
+}
+
+/* of an op's products, forward */
+LUNAI_FN double lunai_op_flops(const luna_op *op) {
+  const luna_tensor *a = op->in[0], *b = op->in[1], *c = op->in[2];
+  const double count = (double)luna_count(a), out = (double)luna_count(op->out[0]);
+  double pairs;
+  switch (op->kind) {
+    case LUNA_OP_MATMUL: return 2 * out * (double)op->arg.matmul.k;
+    case LUNA_OP_LINEAR: return 2 * out * (double)lunai_last(a);
+    case LUNA_OP_LINEAR_CROSS_ENTROPY: return 2 * (double)lunai_rows(a) * (double)luna_count(b);
+    case LUNA_OP_FEED_FORWARD:
+      return 2 * (double)lunai_rows(a) * (double)(luna_count(b) + luna_count(op->in[3]) + luna_count(op->in[6]));
+    case LUNA_OP_SOFTMAX_ATTENTION:  /* of a ragged batch: as if its sequences were of one length */
+      pairs = (double)lunai_rows(a) * (double)lunai_rows(b) / (double)lunai_max(op->arg.attention.batch, 1);
+      return 2 * pairs * (double)(lunai_last(a) + lunai_last(c)) * (op->arg.attention.causal ? 0.5 : 1);
+    case LUNA_OP_PACK: return 4 * count * (double)b->shape[1];
+    case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
+    case LUNA_OP_CAUSAL_PRODUCT: return 4 * count * (double)lunai_last(c) / (double)op->arg.causal.heads;
+    case LUNA_OP_CAUSAL_LUNA: return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
+    case LUNA_OP_SHORT_CONVOLUTION: return 2 * count * (double)lunai_last(b);
+    default: return 0;
+  }
+}
+/* what an op reads and writes: forward all inputs and results; backward the gradients of both, and the data it reads */
+LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
+  const int reads = lunai_op_reads[op->kind];
+  double floats = 0;
+  int i;
+  for (i = 0; i < op->outputs; i++)
+    floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
+  for (i = 0; i < op->inputs; i++) {
+    const luna_tensor *t = op->in[i];
+    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
+    const double count = (double)luna_count(table ? op->out[0] : t);
+    if (!t) continue;
+    if (!backward || reads & LUNA_READS_IN(i)) floats += count;
+    if (backward && t->needs_grad) floats += count * (op->sets >> i & 1 ? 1 : 2);
+  }
+  return floats * (double)sizeof(float) + (double)op->kept_size;
+}
+#endif
+
+/* an op's forward or backward */
+LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
+  luna_ctx *ctx = op->ctx;
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) {
+    lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
+                                                op->out[0]);
+    const double start = lunai_profile_clock(ctx);
+    const luna_status status = backward ? functions->backward(op) : functions->forward(op);
+    lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
+                      lunai_op_flops(op) * (backward ? 2 : 1));
+    return status;
+  }
+#endif
+  return backward ? functions->backward(op) : functions->forward(op);
+}
+
+#ifndef LUNA_ONLY_STREAM
+/* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
+enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_TILES = 200 };
+typedef struct lunai_peak { const lunai_kernels *kernels; char *memory; int64_t bytes; } lunai_peak; /* of a thread */
+LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_peak *w = (const lunai_peak *)work;
+  const lunai_kernels *k = w->kernels;
+  char *memory = w->memory + thread * w->bytes;
+  float *a = lunai_take(&memory, k->mr * LUNAI_PEAK_K), *b = lunai_take(&memory, k->nr * LUNAI_PEAK_K);
+  float *c = lunai_take(&memory, k->mr * k->nr);
+  int i;
+  (void)threads;
+  for (i = 0; i < LUNAI_PEAK_TILES; i++)
+    lunai_matmul_panels(k, k->mr, k->nr, LUNAI_PEAK_K, a, LUNAI_PEAK_K, 1, b, 1.0f, c, k->nr, false);
+}
+/* flops a second of all threads, in memory of the step that is given back */
+LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
+  const lunai_kernels *k = ctx->kernels;
+  const int64_t threads = lunai_threads(&ctx->parallel);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  double seconds, best = 0;
+  lunai_peak w;
+  void *memory;
+  int i;
+  w.kernels = k;
+  w.bytes = lunai_floats(k->mr * LUNAI_PEAK_K) + lunai_floats(k->nr * LUNAI_PEAK_K) + lunai_floats(k->mr * k->nr);
+  if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
+  if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
+    memset(memory, 0, (size_t)(w.bytes * threads));
+    w.memory = (char *)memory;
+    for (i = 0; i < 30; i++) {
+      const double start = lunai_clock();
+      lunai_run(&ctx->parallel, lunai_peak_task, &w);
+      seconds = lunai_clock() - start;
+      if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
+    }
+  }
+  lunai_step_rewind(ctx, mark);
+  return best > 0 ? 2.0 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * (double)(k->mr * k->nr * threads) / best : 0;
+}
+
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
+  lunai_profile *p;
+  void *memory = NULL;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profiled && !lunai_persist(ctx, sizeof(lunai_profile), false, &memory))
+    return lunai_fail_memory(ctx, "luna_profile_begin", sizeof(lunai_profile));
+  if (memory) ctx->profiled = (lunai_profile *)memory;
+  p = ctx->profiled;
+  memset(p, 0, sizeof *p);
+  p->scopes = 1;
+  p->peak = lunai_profile_peak(ctx);
+  p->start = lunai_profile_clock(ctx);
+  ctx->profile = p;
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_end");
+  ctx->profile->seconds = lunai_profile_clock(ctx) - ctx->profile->start;
+  ctx->profile = NULL;
+  return LUNA_OK;
+}
+
+/* --- what is written --- */
+typedef struct lunai_profile_text {
+  const lunai_profile *p;
+  void (*write)(void *user, const char *text);
+  void *user;
+  bool json;
+} lunai_profile_text;
+LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format, ...) {
+  char line[400];
+  va_list values;
+  va_start(values, format);
+  lunai_format(line, sizeof line, format, values);
+  va_end(values);
+  w->write(w->user, line);
+}
+/* right-aligned in `width`, to one decimal; nothing for a negative number */
+LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
+  char digits[40];
+  lunai_text text;
+  int64_t n;
+  text.at = digits;
+  text.end = digits + sizeof digits - 1;
+  if (value >= 0) {
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) / 10);
+    lunai_put(&text, ".");
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
+  }
+  *text.at = 0;
+  for (n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  w->write(w->user, digits);
+}
+/* a scope's name without the prefix of luna.h's functions */
+LUNAI_FN const char *lunai_profile_name(const char *name) {
+  return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "lunai_", 6) == 0 ? name + 6 : name;
+}
+LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
+  if (scope == 0) return;
+  lunai_profile_path(w, w->p->scope_outer[scope]);
+  lunai_profile_put(w, w->p->scope_outer[scope] ? "/%s" : "%s", lunai_profile_name(w->p->scope_name[scope]));
+}
+LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer) {
+  while (scope > 0 && scope != outer) scope = p->scope_outer[scope];
+  return scope == outer;
+}
+/* sums of a scope's rows and of those inside it */
+LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
+  lunai_profile_row sum;
+  int i;
+  memset(&sum, 0, sizeof sum);
+  for (i = 0; i < p->rows; i++) {
+    if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
+    lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
+    sum.calls += p->row[i].calls - 1;
+  }
+  return sum;
+}
+
+/* calls, ms, share of all time, MB, GFLOP/s and share of the peak; a step's */
+LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_profile_row *r) {
+  const lunai_profile *p = w->p;
+  const double steps = (double)lunai_max(p->steps, 1), rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+  lunai_profile_number(w, 8, (double)r->calls / steps);
+  lunai_profile_number(w, 10, 1e3 * r->seconds / steps);
+  lunai_profile_number(w, 7, p->seconds > 0 ? 100 * r->seconds / p->seconds : -1);
+  lunai_profile_number(w, 10, r->bytes > 0 ? 1e-6 * r->bytes / steps : -1);
+  lunai_profile_number(w, 9, rate > 0 ? 1e-9 * rate : -1);
+  lunai_profile_number(w, 7, rate > 0 && p->peak > 0 ? 100 * rate / p->peak : -1);
+  w->write(w->user, "  ");
+}
+LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
+  char shapes[2][96];
+  lunai_text text;
+  int i;
+  for (i = 0; i < 2; i++) {
+    const lunai_profile_shape *s = i ? &r->out : &r->in;
+    text.at = shapes[i];
+    text.end = shapes[i] + sizeof shapes[i] - 1;
+    lunai_put_shape(&text, s->rank, s->size);
+    *text.at = 0;
+  }
+  if (w->json)
+    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %s, \"out\": %s, ", r->name,
+                      r->backward ? "backward" : "forward", shapes[0], shapes[1]);
+  else if (r->out.rank)
+    lunai_profile_put(w, "%s %s -> %s%s", r->name, shapes[0], shapes[1], r->backward ? ", backward" : "");
+  else lunai_profile_put(w, "%s", r->name);
+}
+LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
+  const lunai_profile *p = w->p;
+  const lunai_profile_row sum = lunai_profile_sum(p, scope);
+  int i, k;
+  if (scope > 0) {
+    lunai_profile_numbers(w, &sum);
+    for (k = 1; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
+  }
+  for (i = 0; i < p->rows; i++) {
+    if (p->row[i].scope != scope) continue;
+    lunai_profile_numbers(w, &p->row[i]);
+    for (k = 0; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_op(w, &p->row[i]);
+    w->write(w->user, "\n");
+  }
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
+}
+LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
+  const lunai_profile *p = w->p;
+  int i;
+  for (i = 0; i < p->rows; i++) {
+    const lunai_profile_row *r = &p->row[i];
+    const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+    w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
+    lunai_profile_path(w, r->scope);
+    w->write(w->user, "\", ");
+    lunai_profile_op(w, r);
+    lunai_profile_put(w, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
+                      1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
+    lunai_profile_put(w, "\"share\": %f, \"share_of_peak\": %f}", p->seconds > 0 ? r->seconds / p->seconds : 0,
+                      p->peak > 0 ? rate / p->peak : 0);
+  }
+}
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user) {
+  lunai_profile_text w;
+  lunai_profile_row rest;
+  const char *isa;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
+  if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
+  w.p = ctx->profiled;
+  w.write = write;
+  w.user = user;
+  w.json = format == LUNA_PROFILE_JSON;
+  isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
+  rest = lunai_profile_sum(w.p, 0);
+  rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
+  if (w.json) {
+    lunai_profile_put(&w, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
+                      w.p->steps, 1e3 * w.p->seconds, 1e3 * rest.seconds, lunai_threads(&ctx->parallel), isa);
+    lunai_profile_put(&w, "\"peak_gflops\": %f, \"ops\": [", 1e-9 * w.p->peak);
+    lunai_profile_json(&w);
+    w.write(user, "\n]}\n");
+    return LUNA_OK;
+  }
+  lunai_profile_put(&w, "%d steps in %f ms; %s, %d threads, peak %f GFLOP/s; a step's:\n", w.p->steps,
+                    1e3 * w.p->seconds, isa, lunai_threads(&ctx->parallel), 1e-9 * w.p->peak);
+  w.write(user, "   calls        ms  share        MB    GF/s   peak\n");
+  lunai_profile_table(&w, 0, 0);
+  rest.calls = 0;
+  rest.bytes = rest.flops = 0;
+  lunai_profile_numbers(&w, &rest);
+  w.write(user, "between ops\n");
+  return LUNA_OK;
+}
+#endif /* !LUNA_ONLY_STREAM */
+
+/* ---------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
    An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the
    step (lunai_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
@@ -11148,20 +11584,24 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
   return true;
 }
 
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   scope.ctx = ctx;
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
-  scope.recompute = false;
+  scope.recompute = recompute;
+  if (ctx && recompute) ctx->recomputing = true;
   scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
   scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
-  return scope;
-}
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
-  luna_scope scope = luna_scope_begin(ctx);
-  scope.recompute = true;
-  if (ctx) ctx->recomputing = true;
+  scope.outer = scope.self = 0;
+#ifdef LUNA_ONLY_STREAM
+  (void)name;
+#else
+  if (ctx && ctx->profile) {
+    scope.outer = lunai_profile_enter(ctx->profile, name ? name : "scope");
+    scope.self = ctx->profile->scope;
+  }
+#endif
   return scope;
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
@@ -11207,6 +11647,9 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   const bool taped = ctx && ctx->training && !ctx->paused;
   luna_tensor *t;
   int i;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx && ctx->profile) ctx->profile->scope = scope.outer;
+#endif
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
@@ -11228,6 +11671,17 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
   results[0] = x;
   results[1] = p;
   return luna_scope_end(scope, results, 2);
+}
+/* the same of scopes that go on */
+LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
+  x = lunai_results(scope, x, p);
+#ifndef LUNA_ONLY_STREAM
+  if (scope.ctx && scope.ctx->profile) scope.ctx->profile->scope = scope.self;
+#endif
+  return x;
+}
+LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
+  return lunai_results_so_far(scope, x, NULL);
 }
 /* whether a tensor's data were released: then that is the failure */
 LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
@@ -11462,6 +11916,9 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) s->op.scope = ctx->profile->scope;
+#endif
 }
 /* inputs a, b, c: as many as `inputs` says, none null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
@@ -11562,7 +12019,7 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
     good = (workspace = lunai_piece_take(ctx, op->workspace_size)) != NULL;
     op->workspace = workspace ? workspace->at : NULL;
   } else good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
-  if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
+  if (good && lunai_is_run(op)) *status = lunai_op_call(op, false);
   if (workspace) lunai_piece_give(ctx, &workspace);
   else lunai_step_rewind(ctx, mark);
   return good && *status == LUNA_OK;
@@ -11876,7 +12333,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-  if (lunai_is_run(op)) *status = ctx->backend->op[op->kind].backward(op);
+  if (lunai_is_run(op)) *status = lunai_op_call(op, true);
   lunai_step_rewind(ctx, mark);
   lunai_op_done(op);
   if (op->loss) lunai_op_done(op->loss);
@@ -14886,8 +15343,8 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
-LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx) {
-  return c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(ctx) : luna_scope_begin(ctx);
+LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
+  return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
 }
 
 /* a learned P */
@@ -14964,8 +15421,8 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   }
   if (!next_p) p = NULL;
   if (next_x) {
-    x = lunai_results(scope, x, p);
-    x = lunai_results(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+    x = lunai_results_so_far(scope, x, p);
+    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
     x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
     if (x) *next_x = x;
   } else (void)lunai_result(scope, p);
@@ -15020,10 +15477,10 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = lunai_layer_scope(c, x->ctx, __func__);
   y = lunai_normed(c, x, &layer->self_norm);
   x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
-  x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (past) {
     y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
     x = lunai_sum_normed(c, y, &layer->cross_norm);
@@ -15031,8 +15488,8 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
                                 &layer->memory_norm, &x,
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
-  x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+  x = lunai_results_so_far(scope, x, p);
+  x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
   x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
   if (x && p) *next_p = p;
   return x;
@@ -15083,7 +15540,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = lunai_layer_scope(c, x->ctx, __func__);
   y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
@@ -15093,8 +15550,8 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
-  y = lunai_result(scope, y);
-  y = lunai_result(scope, lunai_ffn(c, y, &layer->feed_forward));
+  y = lunai_result_so_far(scope, y);
+  y = lunai_result_so_far(scope, lunai_ffn(c, y, &layer->feed_forward));
   return lunai_result(scope, lunai_sum_normed(c, y, &layer->feed_forward.norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
@@ -15371,10 +15828,11 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
   luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
                                       luna_input_layer_forward(&model->input, input);
   int64_t i;
-  x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
-  x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
-  for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
-  return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
+  x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
+  x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
+  for (i = 0; i < model->config.layers; i++)
+    x = lunai_result_so_far(scope, luna_causal_layer_forward(&model->layers[i], x));
+  return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
   return model->output.weight ? model->output.weight : model->embedding;
@@ -15542,12 +16000,12 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
   luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
                            luna_input_layer_forward(features, input);
-  if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
-  x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
-  if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
-  if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
-  x = lunai_result(scope, luna_dropout(x, c->layer.dropout));
-  return c->keep_padding ? x : lunai_result(scope, luna_mask(x, input->lengths));
+  if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
+  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
+  if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
+  if (norm && norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
+  x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
+  return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input) {
   int64_t longest = input->lengths ? 1 : input->n, b;
@@ -15602,7 +16060,7 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
     has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
     if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
                                    has_p ? &p : NULL)) return false;
-    (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
+    (void)lunai_results_so_far(scope, has_x ? x : p, has_p ? p : NULL);
   }
   if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
   if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
@@ -15905,7 +16363,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
-    x = lunai_results(inner, x, p);
+    x = lunai_results_so_far(inner, x, p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
@@ -16216,6 +16674,25 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts) return LUNA_OK;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
+/* the backend's norm or update of all parts */
+LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
+  luna_ctx *ctx = o->params->ctx;
+  const double start = ctx->profile ? lunai_profile_clock(ctx) : 0;
+  const luna_status status = (update ? ctx->backend->update : ctx->backend->norm)(ctx, rule, o->parts, o->table,
+                                                                                  o->reached);
+  double floats = 0;
+  int64_t i;
+  int k;
+  if (!ctx->profile) return status;
+  for (i = 0; i < o->reached; i++) {
+    int passes = update ? 4 : 1;     /* values and gradients are read and written */
+    for (k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    floats += (double)o->parts[i].count * passes;
+  }
+  lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
+                                       NULL), lunai_profile_clock(ctx) - start, floats * (double)sizeof(float), 0);
+  return status;
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
   luna_rule rule;
@@ -16237,8 +16714,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   rule.clip = o->config.clip;
   rule.state = o->state;
   status = lunai_optimizer_parts(o);
-  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
-  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, true);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
