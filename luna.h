@@ -463,9 +463,6 @@ typedef struct luna_input {
                                         spoils all later steps; the padding may hold anything */
 } luna_input;
 
-/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
-typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
-
 #endif /* what every build has */
 
 #if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
@@ -473,7 +470,24 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <string.h>
 #endif
+typedef int64_t lunai_int64;         /* of 64 bits in every build: positions, and what the caller's sizes may be */
+/* A stream's sizes and indices have 32 bits where addresses have: a fifth of its code. */
+#if defined(LUNA_ONLY_STREAM) && SIZE_MAX <= UINT32_MAX
+#define LUNAI_SMALL_SIZES
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
+#endif
+/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
+typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 /* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
    sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
    queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
@@ -1469,6 +1483,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
+#endif
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
 #endif
@@ -1556,6 +1574,12 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
 #endif
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
@@ -1651,7 +1675,7 @@ typedef struct luna_op {
                                         is asked again; or null */
   /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
-  const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
+  const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
   void *kept;                        /* kept_size bytes, from forward to backward */
@@ -1839,12 +1863,14 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
-  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return (lunai_int64)a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+/* a caller's size; -1 when it is negative or too large */
+LUNAI_FN int64_t lunai_size(lunai_int64 size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : (int64_t)size; }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
@@ -2008,7 +2034,7 @@ typedef struct lunai_causal_luna {
   const int32_t *lengths;            /* [batch] real memory slots; null: all */
   float scale;
   int activation;                    /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
-  int64_t position;                  /* tokens before row 0 (streaming); 0 without a state */
+  lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
   double *mean_ka, *mean_av;         /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]
                                         running means of k^T A and A^T v over the tokens so far; read and updated by forward */
   const float *grad_out;
@@ -2177,7 +2203,7 @@ LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
   const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
   const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
   const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
+  const int quarter = (int)((lunai_int64)turns & 3);
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
@@ -6034,7 +6060,7 @@ LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
 /* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
-LUNAI_FN void lunai_mean_step(int64_t t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
+LUNAI_FN void lunai_mean_step(lunai_int64 t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
                               double *mean, int64_t mean_row, double factor, float *result) {
   int64_t i, j;
   for (j = 0; j < n; j++) {
@@ -6217,7 +6243,8 @@ typedef struct lunai_sweep {
   void (*sum)(const void *args, const lunai_causal_chunk *c);
   void (*output)(const void *args, const lunai_causal_chunk *c);
   void (*exchange)(const void *args, int64_t item, double *state, bool store); /* loads or stores the caller's state; null: starts at 0 */
-  int64_t items, heads, rows, position, dim, value_dim;
+  int64_t items, heads, rows, dim, value_dim;
+  lunai_int64 position;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
@@ -7712,7 +7739,7 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
-  if (offsets[1] - offsets[0] != t->count * lunai_st_formats[t->dtype].size)
+  if ((size_t)(offsets[1] - offsets[0]) != (size_t)t->count * (size_t)lunai_st_formats[t->dtype].size)
     return lunai_st_fail(j, "a tensor's data_offsets do not fit its dtype and shape");
   t->data = st->data + (size_t)offsets[0];
   t->bytes = (size_t)(offsets[1] - offsets[0]);
@@ -12435,7 +12462,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
-  const int64_t *position;           /* tokens before */
+  const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
   int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
@@ -14552,7 +14579,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
 }
 
 /* one row of sinusoidal positions */
-LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
+LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
   int64_t i;
@@ -16664,7 +16691,8 @@ struct luna_stream {
   float *standard;                   /* mean and scale on the host, [2, features] */
   luna_tensor norm_weight, norm_bias;
   luna_norm_layer norm;              /* these, where there are any */
-  int64_t batch, chunk, position, first_position;
+  int64_t batch, chunk;
+  lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
@@ -16705,7 +16733,7 @@ LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, 
 
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
-  int64_t *position;                 /* rows before these */
+  lunai_int64 *position;             /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
   float *features;                   /* standardised, [batch, rows, features] */
@@ -16714,22 +16742,23 @@ typedef struct lunai_inputs {
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
   lunai_inputs in;
-  in.position = (int64_t *)(void *)at;
+  in.position = (lunai_int64 *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
   in.features = in.angles + angles;
-  in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
+  in.size = sizeof(lunai_int64) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const int64_t first = s->first_position + s->position, k = s->sizes.features;
+  const lunai_int64 first = s->first_position + s->position;
+  const int64_t k = s->sizes.features;
   int64_t i, f;
   *in.position = s->position;
   for (i = 0; i < s->batch * rows; i++) {
-    const int64_t row = i / rows * from->n + at + i % rows;
+    const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
     for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
       const float x = from->features[row * k + f];
@@ -16861,8 +16890,8 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
-  s->batch = config && config->batch ? config->batch : 1;
-  s->chunk = config && config->chunk ? config->chunk : 64;
+  s->batch = config && config->batch ? lunai_size(config->batch) : 1;
+  s->chunk = config && config->chunk ? lunai_size(config->chunk) : 64;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->ctx.parallel.threads = 1;
   s->sources = 1;
@@ -16870,10 +16899,10 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
+  if (rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
     return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
+  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
       lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
       lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
   return NULL;
@@ -17023,9 +17052,10 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   return good;
 }
 
-LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  const size_t bytes = lunai_round((size_t)count * size);
   char *at = base ? base + *used : NULL;
-  *used += lunai_round((size_t)count * size);
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
   return at;
 }
 /* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
@@ -17334,12 +17364,12 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = input->n;
+  const int64_t n = lunai_size(input->n);
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+  if (input->n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
@@ -17384,7 +17414,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
-LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
+LUNA_API lunai_int64 luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
 LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
@@ -17443,7 +17473,7 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 }
 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
-typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
+typedef struct lunai_stream_head { uint64_t magic; lunai_int64 batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) { return s ? sizeof(lunai_stream_head) + s->state_size : 0; }
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
@@ -17461,7 +17491,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   lunai_stream_head head;
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
-  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
@@ -17511,26 +17541,27 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
   return low;
 }
 
-LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
+LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
   const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
-  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const int64_t n = lunai_size(vocab);
+  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < n ? sampling->top_k : n;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
-  if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
+  if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
-  for (i = 0; i < vocab; i++) {
+  for (i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
   if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
-  if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  if (k < n) limit = lunai_kth(logits, n, k, &above);
   if (top_p < 1) {
-    const float nucleus = lunai_nucleus(logits, vocab, limit, max, temperature, top_p);
-    if (nucleus > limit) k = vocab;    /* all that are equal to it */
+    const float nucleus = lunai_nucleus(logits, n, limit, max, temperature, top_p);
+    if (nucleus > limit) k = n;    /* all that are equal to it */
     limit = nucleus;
   }
   counter[0] = (uint32_t)sampling->drawn;
@@ -17541,8 +17572,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
                                                     limit the first few count */
     double sum = 0;
-    for (ties = k - above, i = 0; i < vocab; i++) {
-      if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
+    for (ties = k - above, i = 0; i < n; i++) {
+      if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
       sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
@@ -17715,6 +17746,10 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
 #endif
 #endif /* !LUNAI_PASS */
 #endif /* LUNA_IMPLEMENTATION */
