@@ -8459,7 +8459,6 @@ struct luna_ctx {
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
-#ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
@@ -8472,6 +8471,7 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   if (value < 0) digits[--i] = '-';
   lunai_put(text, digits + i);
 }
+#ifndef LUNA_ONLY_STREAM
 /* to six decimals */
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
@@ -16630,42 +16630,61 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    tests/cuda.c.
    ---------------------------------------------------------------------------------------------------------------------- */
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
-    LUNAI_SLOT_MATRIX };
-/* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
-typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
+    LUNAI_SLOT_TOKENS, LUNAI_SLOT_FEATURES, LUNAI_SLOT_OUTPUTS, LUNAI_SLOT_LEARNED, LUNAI_SLOT_PRE_NORM };
+/* The parameters of a stream's layers and of its model: name.weight [rows, columns] and name.bias [rows] beside it; a
+   norm's are both [rows]; one that is alone has its whole name. rows and columns are offsets in lunai_lm_sizes. */
+typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; bool alone; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
-#define LUNAI_SLOT(type, field, name, rows, columns, when) \
-  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when },
+#define LUNAI_SLOT(type, field, name, rows, columns, when, alone) \
+  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when, alone },
 #define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
 static const lunai_slot lunai_causal_slots[] = {
-#define LUNAI_FIELD(field, name, rows, columns, when) LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, when)
-  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
-  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
-  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
-  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
+#define LUNAI_FIELD(field, name, rows, columns, when) \
+  LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), TIED)
+  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), ALWAYS)
+  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), GATED)
+  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), CONVOLUTION)
+  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_SLOT(luna_causal_layer, memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS, true)
+#undef LUNAI_FIELD
+};
+/* what a model has beside its layers, as in luna_lm */
+typedef struct lunai_stream_tables {
+  luna_tensor *embedding, *positions;
+  luna_input_layer input;
+  luna_norm_layer norm;
+  luna_linear_layer output;
+} lunai_stream_tables;
+static const lunai_slot lunai_table_slots[] = {
+#define LUNAI_FIELD(field, name, rows, columns, when, alone) \
+  LUNAI_SLOT(lunai_stream_tables, field, name, rows, columns, LUNAI_SLOT_##when, alone)
+  LUNAI_FIELD(embedding, "embed_tokens.weight", vocab, LUNAI_SIZE(dim), TOKENS, true)
+  LUNAI_FIELD(positions, "embed_positions.weight", max_length, LUNAI_SIZE(dim), LEARNED, true)
+  LUNAI_FIELD(input.mean, "input_norm.mean", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.scale, "input_norm.scale", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.projection, "input_proj", dim, LUNAI_SIZE(features), FEATURES, false)
+  LUNAI_FIELD(norm, "layer_norm", dim, LUNAI_NO_COLUMNS, PRE_NORM, false)
+  LUNAI_FIELD(output, "output_projection", outputs, LUNAI_SIZE(dim), OUTPUTS, false)
 #undef LUNAI_FIELD
 };
 #ifndef LUNA_ONLY_STREAM
 static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
-#define LUNAI_FIELD(field, when) LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, when)
-  LUNAI_FIELD(self_attention.pq, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.pc, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_attention.q, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.k, LUNAI_SLOT_FULL)
-  LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc3, LUNAI_SLOT_GATED)
-  LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
+#define LUNAI_FIELD(field, when) \
+  LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(self_attention.pq, ALWAYS) LUNAI_FIELD(self_attention.pc, ALWAYS) LUNAI_FIELD(self_attention.q, ALWAYS)
+  LUNAI_FIELD(self_attention.k, FULL) LUNAI_FIELD(self_attention.v, ALWAYS) LUNAI_FIELD(self_attention.out, ALWAYS)
+  LUNAI_FIELD(self_norm, ALWAYS) LUNAI_FIELD(cross_attention.q, ALWAYS) LUNAI_FIELD(cross_attention.out, ALWAYS)
+  LUNAI_FIELD(cross_norm, ALWAYS) LUNAI_FIELD(fc1, ALWAYS) LUNAI_FIELD(fc2, ALWAYS) LUNAI_FIELD(fc3, GATED)
+  LUNAI_FIELD(final_norm, ALWAYS)
 #undef LUNAI_FIELD
 };
 #endif
@@ -16685,12 +16704,9 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_tensor embedding, output, positions; /* [vocab, dim], [outputs, dim]; a learned table */
-  luna_tensor output_bias;           /* of rank 0: none */
-  luna_tensor mean, feature_scale, projection, projection_bias; /* of features, in the embedding's place */
-  float *standard;                   /* mean and scale on the host, [2, features] */
-  luna_tensor norm_weight, norm_bias;
-  luna_norm_layer norm;              /* these, where there are any */
+  lunai_stream_tables tables;
+  luna_tensor parameters[9];         /* theirs */
+  float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk;
   lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
@@ -16790,8 +16806,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear(&features, &s->projection, &s->projection_bias);
-  } else x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+    x = y = luna_linear_layer_forward(&s->tables.input.projection, &features);
+  } else x = y = luna_embedding(s->tables.embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -16800,7 +16816,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   angles.data = in.angles;
   if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(&s->positions, in.places, 1, rows), 2, shape));
+    y = luna_add(y, luna_reshape(luna_embedding(s->tables.positions, in.places, 1, rows), 2, shape));
   x = lunai_stream_keep(s, x, y, mark);
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
@@ -16814,8 +16830,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
-  if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
-  return luna_linear(x, &s->output, s->output_bias.rank ? &s->output_bias : NULL);
+  if (s->tables.norm.weight && x) x = luna_norm_layer_forward(&s->tables.norm, x);
+  return luna_linear_layer_forward(&s->tables.output, x);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -16908,45 +16924,73 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   return NULL;
 }
 
-/* A parameter of the stream: that of a model, or the file's by that name; neither: its shape alone. False: it is not as it should be. */
-LUNAI_FN bool lunai_stream_parameter(luna_stream *s, luna_tensor *t, const luna_tensor *from, const lunai_st *st, const char *prefix, const char *name, const char *suffix,
-                                     int rank, int64_t rows, int64_t columns) {
-  char full[96];                     /* all three are ours: at most 26, 40 and 7 characters */
-  lunai_st_tensor found;
-  size_t at = strlen(prefix), size = strlen(name);
-  *t = lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
-  if (from) {
-    *t = *from;
-    t->ctx = &s->ctx;
+LUNAI_FN bool lunai_slot_exists(const lunai_lm_sizes *z, int when) {
+  switch (when) {
+    case LUNAI_SLOT_FULL: return z->sharing;
+    case LUNAI_SLOT_TIED: return !z->sharing;
+    case LUNAI_SLOT_GATED: return z->gated;
+    case LUNAI_SLOT_CONVOLUTION: return z->convolution;
+    case LUNAI_SLOT_TOKENS: return !z->features;
+    case LUNAI_SLOT_FEATURES: return z->features;
+    case LUNAI_SLOT_OUTPUTS: return z->outputs;
+    case LUNAI_SLOT_LEARNED: return z->positions == LUNA_POSITIONS_LEARNED;
+    case LUNAI_SLOT_PRE_NORM: return z->pre_norm;
+    default: return true;
   }
-  if (from || !st) return true;
-  memcpy(full, prefix, at);
-  memcpy(full + at, name, size);
-  memcpy(full + at + size, suffix, strlen(suffix) + 1);
-  if (!lunai_st_find(st, full, &found) || found.rank != rank || found.shape[0] != rows || (rank == 2 && found.shape[1] != columns)) return false;
-  t->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-  return t->data != NULL;
 }
-LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
-  char digits[24];
-  int i = 23, at = 7;
-  memcpy(out, "layers.", 7);
-  digits[23] = 0;
-  do digits[--i] = (char)('0' + layer % 10); while ((layer /= 10) != 0);
-  while (digits[i]) out[at++] = digits[i++];
-  out[at++] = '.';
-  out[at] = 0;
+/* The parameters of a layer or of the model: `from`'s, or the file's by their names; neither: their shapes alone. Their
+   own tensors are stored from `own` on, and pointers to these in `to`. False: s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_parameters(luna_stream *s, const lunai_slot *slots, int count, const char *prefix,
+                                      const void *from, const lunai_st *st, void *to, luna_tensor *own) {
+  const char *sizes = (const char *)&s->sizes;
+  lunai_st_tensor found;
+  lunai_text name;
+  int i, part;
+  for (i = 0; i < count; i++) {
+    const lunai_slot *slot = &slots[i];
+    const int64_t rows = *(const int64_t *)(const void *)(sizes + slot->rows);
+    if (!lunai_slot_exists(&s->sizes, slot->when)) continue;
+    for (part = 0; part < (slot->alone ? 1 : 2); part++, own++) {
+      const int rank = part || slot->columns == LUNAI_NO_COLUMNS ? 1 : 2;
+      const int64_t columns = rank == 1 ? 1 : *(const int64_t *)(const void *)(sizes + slot->columns);
+      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] : NULL;
+      if (from && !model) continue;  /* a decoder's output has no bias */
+      ((luna_tensor **)(void *)((char *)to + slot->at))[part] = own;
+      *own = model ? *model : lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+      own->ctx = &s->ctx;
+      if (!st) continue;
+      name.at = s->ctx.error;
+      name.end = s->ctx.error + sizeof s->ctx.error - 1;
+      lunai_put(&name, prefix);
+      lunai_put(&name, slot->name);
+      if (!slot->alone) lunai_put(&name, part ? ".bias" : ".weight");
+      *name.at = 0;
+      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == rows &&
+          (rank == 1 || found.shape[1] == columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if (own->data) continue;
+      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian");
+      *name.at = 0;
+      return false;
+    }
+  }
+  return true;
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
-  lunai_lm_sizes *z = &s->sizes;
+  const lunai_lm_sizes *z = &s->sizes;
   lunai_stream_layer *layer = &s->layers[index];
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
   const lunai_slot *slots = lunai_causal_slots;
-  int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
+  int count = LUNAI_LENGTH(lunai_causal_slots);
   luna_lm_config config;
   char prefix[32];
-  lunai_stream_prefix(index, prefix);
+  lunai_text text;
+  text.at = prefix;
+  text.end = prefix + sizeof prefix - 1;
+  lunai_put(&text, "layers.");
+  lunai_put_number(&text, index);
+  lunai_put(&text, ".");
+  *text.at = 0;
   lunai_lm_from_sizes(z, &config);
   layer->of.causal.config = config.layer;
   layer->of.causal.attention.config = lunai_causal_config(&config.layer);
@@ -16957,21 +17001,7 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     count = LUNAI_LENGTH(lunai_decoder_slots);
   }
 #endif
-  for (i = 0; i < count; i++) {
-    const lunai_slot *slot = &slots[i];
-    const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
-    const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
-    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
-        (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
-        (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix ? 1 : 2); part++) {
-      luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
-      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] : NULL;
-      if (!lunai_stream_parameter(s, &layer->parameters[used], model, st, prefix, slot->name, matrix ? "" : part ? ".bias" : ".weight",
-                                  norm || part ? 1 : 2, rows, norm || part ? 1 : *(int64_t *)(void *)((char *)z + slot->columns))) return false;
-      *at = &layer->parameters[used++];
-    }
-  }
+  if (!lunai_stream_parameters(s, slots, count, prefix, from, st, &layer->of, layer->parameters)) return false;
   if (!lunai_stream_folds(z)) layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads, 1) :
                                                    lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads, z->memory, d / z->heads);
   else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
@@ -16987,40 +17017,22 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   layer->past.source_slots = s->source_slots;
   return true;
 }
-/* the parameters beside the layers'; null, or what is wrong with them */
-#define LUNAI_STREAM_UNREADABLE \
-  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
-LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t k = z->features;
-  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
-                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
-                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim);
-  if (!good) return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  s->output = s->embedding;
-  if (z->outputs) {
-    const char *name = "output_projection";
-    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
-           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
-    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
-  }
-  if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "", "embed_positions", ".weight", 2, z->max_length, z->dim))
-    return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim, 1) ||
-                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1))) return "layer_norm is missing or of another shape";
-  s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
-  return NULL;
+/* the same of what is beside the layers; of a model s->tables are its */
+LUNAI_FN bool lunai_stream_tables_open(luna_stream *s, const lunai_st *st) {
+  lunai_stream_tables *t = &s->tables;
+  const lunai_stream_tables *from = s->model_ctx ? t : NULL;
+  if (!lunai_stream_parameters(s, lunai_table_slots, LUNAI_LENGTH(lunai_table_slots), "", from, st, t, s->parameters))
+    return false;
+  if (!s->sizes.outputs) t->output.weight = t->embedding;
+  return true;
 }
 
 /* means and scales to the host; false: the device has failed */
 LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
   const int64_t k = s->sizes.features;
   const size_t bytes = (size_t)k * sizeof(float);
-  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
-                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
+  return k == 0 || (lunai_stream_move(s, s->standard, s->tables.input.mean->data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->tables.input.scale->data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -17042,7 +17054,7 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->bump.size[1] = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
-  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_parameters(s, NULL) == NULL;
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_tables_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1) good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_fold(s, &layer, NULL);
   if (good) lunai_stream_reorder_all(s);
@@ -17152,9 +17164,9 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
     lunai_stream_lay_out(s, (char *)s);
     wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong) wrong = lunai_stream_parameters(s, &st);
+  if (!wrong && !lunai_stream_tables_open(s, &st)) wrong = s->ctx.error;
   for (i = 0; !wrong && i < s->sizes.layers; i++)
-    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
+    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
@@ -17220,21 +17232,11 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
     good = true;
   }
   lunai_stream_lay_out(s, (char *)s);
+  good = good && lunai_stream_tables_open(s, NULL);
   if (good) luna_stream_reset(s);
   if (good) return s;
   luna_stream_close(s);
   return NULL;
-}
-/* the stream's own tensors of a model's tables */
-LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output, const luna_tensor *positions, const luna_norm_layer *norm) {
-  if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
-  (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
-  if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  if (!norm->weight) return;
-  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
-  s->norm.weight = &s->norm_weight;
-  s->norm.bias = &s->norm_bias;
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
@@ -17259,18 +17261,13 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   }
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
   if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.input = model->input;
+  first.tables.norm = model->norm;
+  first.tables.output = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
-  if (model->output.bias)
-    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
-  if (s->sizes.features) {
-    const luna_input_layer *in = &model->input;
-    (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->feature_scale, in->scale, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection, in->projection.weight, NULL, "", "", "", 2, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection_bias, in->projection.bias, NULL, "", "", "", 1, 1, 1);
-  }
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) && lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
   return lunai_stream_opened(ctx, s, good);
@@ -17317,7 +17314,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
@@ -17328,9 +17325,12 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.norm = model->norm;
+  first.tables.output.weight = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, model->output, model->positions, &model->norm);
   good = lunai_stream_real(s, s->slots, s->batch, source) && lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
