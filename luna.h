@@ -167,15 +167,15 @@
      1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
                           >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers >>models
-                          >>trainer >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers
+                          >>models >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
 
-/* ======================================================================================================================
+/* =====================================================================================================================
    1. Public API
-   ====================================================================================================================== */
+   ================================================================================================================== */
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -195,7 +195,8 @@
 #endif
 #endif
 
-#ifdef LUNA_ONLY_STREAM              /* streams run the layers: what these are made of is private, and what streams do not use is left out */
+/* streams run the layers: what these are made of is private, and what streams do not use is left out */
+#ifdef LUNA_ONLY_STREAM
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PRIVATE static __attribute__((unused))
 #else
@@ -209,9 +210,9 @@
 #define LUNA_NO_THREADS
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>status
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef enum luna_status {
   LUNA_OK = 0,
   LUNA_BAD_ARGUMENT,                 /* invalid argument */
@@ -227,11 +228,11 @@ typedef enum luna_status {
 LUNA_API const char *luna_status_text(luna_status status);
 LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementation */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>errors: X(ID, STATUS, sentence), each LUNA_ERROR_ID with its LUNA_STATUS. In sentences %s is text (the first is the
    function), %d and %f are numbers, %t is a tensor's shape. The first list is of streams, whose sentences are fixed.
    Numbers of ids may change with the version.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
   X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
@@ -250,13 +251,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   LUNA_STREAM_ERRORS(X) \
   X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
-  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
+  X(NO_CONTEXT, BAD_ARGUMENT, \
+    "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
     "unknown form, or a backend of another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
+  X(GRAPH_ORDER, BAD_ARGUMENT, \
+    "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
     "context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
@@ -290,7 +293,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
   X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
+  X(BROADCAST, BAD_ARGUMENT, \
+    "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
   X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
@@ -306,9 +310,11 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
   X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
     "[batch, m, h e] (with offsets all [rows, ...])") \
-  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
+  X(PATTERNS, BAD_ARGUMENT, \
+    "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
     "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
-  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, \
+    "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
   X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
@@ -416,10 +422,10 @@ LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
 
-/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and its
-   derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). NaN stays NaN. The
-   first are a layer's activations; the others are for luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU
-   the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
+/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
+   its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). NaN stays NaN.
+   The first are a layer's activations; the others are for luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236],
+   GELU the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
 #define LUNA_ACTIVATIONS(M) \
   M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
   M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), \
@@ -451,16 +457,20 @@ typedef enum luna_activation {
 } luna_activation;
 
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
-typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
+typedef enum luna_positions {
+  LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED
+} luna_positions;
 
 /* Sequences of tokens or, where a model's config has features, of features: what every model reads. The arrays are
    copied into the step. */
 typedef struct luna_input {
-  const int32_t *tokens;             /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
+  /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
+  const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  const float *features;             /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it
-                                        spoils all later steps; the padding may hold anything */
+  /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it spoils all later steps; the
+     padding may hold anything */
+  const float *features;
 } luna_input;
 
 #endif /* what every build has */
@@ -511,14 +521,14 @@ typedef struct luna_attention_pattern {
   int64_t key_count;
 } luna_attention_pattern;
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
    Threads: the caller's alone, or `threads` tasks (at most 256) through parallel_for; the bits do not depend on it.
-   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where that
-   cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where
+   that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_run {
   luna_isa isa;                      /* 0: best */
   void *scratch;                     /* any alignment */
@@ -545,10 +555,11 @@ typedef struct luna_gemm_args {
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
-#define LUNA_SHARED (-1)             /* a batch stride of what is read: one for all; its gradient is the sum, in order */
+/* a batch stride of what is read: one for all; its gradient is the sum, in order */
+#define LUNA_SHARED (-1)
 
-/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
-   k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
+/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
+   heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
@@ -562,8 +573,9 @@ typedef struct luna_attention_args {
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of
-                                        a pattern with key_order, key_count and the number in it for keys and j */
+  /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of a pattern with key_order,
+     key_count and the number in it for keys and j */
+  float dropout;
   uint64_t seed;
   uint32_t dropout_op, step;
   const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
@@ -579,7 +591,8 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
 
-/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch, rows, heads, value_dim] */
+/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
+   rows, heads, value_dim] */
 typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
@@ -599,9 +612,9 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>context: memory, threads, errors, the step protocol
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_ctx luna_ctx;
 typedef struct luna_backend luna_backend;
 
@@ -635,21 +648,21 @@ typedef struct luna_options {
    luna_error(NULL) lists what can be. A backend whose device cannot be opened gives a context in which every call fails
    with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-/* Frees everything made from it but streams (luna_stream_close); null is fine. Contexts close in any order: what reads a
-   closed one's parameters (sets that share them, streams on the CPU) can afterwards only be closed. */
+/* Frees everything made from it but streams (luna_stream_close); null is fine. Contexts close in any order: what reads
+   a closed one's parameters (sets that share them, streams on the CPU) can afterwards only be closed. */
 LUNA_API void luna_close(luna_ctx *ctx);
 
 #ifndef LUNA_NO_TRAIN
-/* Training: tape and dropout on; activations freed; gradients kept. After a step that failed before its luna_backward was done this begins the same
-   step again, with the same dropout. */
+/* Training: tape and dropout on; activations freed; gradients kept. After a step that failed before its luna_backward
+   was done this begins the same step again, with the same dropout. */
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
-   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model, luna_params_open,
-   luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or name, in that set
-   or one opened since. To try a file or a config whose failure is to have no effect, use a context of its own and close
-   it. */
+   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model,
+   luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
+   name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
+   its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -661,9 +674,9 @@ typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /*
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* A step on a device in one launch. Work between begin and end runs at the end; where it is the same as in the step
-   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there, and
-   from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps, until
-   their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there,
+   and from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps,
+   until their memory lies still: with luna_graph_reason's sentence, and never with other bits.
 
        luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
        for (...) {
@@ -675,27 +688,29 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
          if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
          ... luna_item(loss) ...                           reading inside has the work before it run at once
        }
-   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op that
-   is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single tokens
-   are such steps without a call; its steps have no place between begin and end. */
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op
+   that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
+   tokens are such steps without a call; its steps have no place between begin and end. */
 typedef struct luna_graph luna_graph;
 LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
 LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
 LUNA_API luna_status luna_graph_end(luna_graph *graph);
-LUNA_API const char *luna_graph_reason(const luna_graph *graph);    /* why the last one was not one launch; "": it was */
+/* why the last one was not one launch; "": it was */
+LUNA_API const char *luna_graph_reason(const luna_graph *graph);
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
    on failure and for a null input; the context says why.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
   float *data;                       /* null in a context that measures, and once released by a scope's end */
-  float *grad;                       /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
+  /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
+  float *grad;
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;
   luna_dtype dtype;
@@ -715,7 +730,8 @@ typedef struct luna_tensor {
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
-  struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
+  /* the next of the parameters whose first gradient luna_backward has just allocated */
+  struct luna_tensor *reserved;
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -734,18 +750,23 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
-typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2]; } luna_scope;
+typedef struct luna_scope {
+  luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2];
+} luna_scope;
 LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
 LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx);
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
-LUNA_API luna_tensor *luna_keep(luna_tensor *t);                    /* t, whose data stay until the next begin: call it before the scope ends */
+/* t, whose data stay until the next begin: call it before the scope ends */
+LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
-LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a tensor as one whose gradient is wanted, and stays until the next begin */
-LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor, before the next
-                                                                       begin; NaN on failure */
-LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values; fails when they were released: luna_keep */
+/* marks a tensor as one whose gradient is wanted, and stays until the next begin */
+LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
+/* the value of a one-element tensor, before the next begin; NaN on failure */
+LUNA_API float luna_item(const luna_tensor *t);
+/* copies luna_count(t) values; fails when they were released: luna_keep */
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
 #ifndef LUNA_ONLY_STREAM
 /* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
@@ -755,21 +776,26 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
 /* The values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6 */
 LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user);
 #endif
-LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
+/* sets luna_count(t) values; not of a tensor that is borrowed */
+LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
 #ifndef LUNA_NO_TRAIN
-/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin. All the memory it needs is
-   taken before anything is added: without it no gradient has changed, and the step may be made again. */
+/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin.
+   All the memory it needs is taken before anything is added: without it no gradient has changed, and the step may be
+   made again. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
 
 /* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);       /* view; one axis may be -1 */
-LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count); /* axis 0: view; others: copy */
-LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);                      /* out axis i is x's axes[i]; copy */
+/* axis 0: view; others: copy */
+LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count);
+/* out axis i is x's axes[i]; copy */
+LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);                /* swaps two axes; copy */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
-LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
+/* [...] -> [count, ...], copies along a new axis 0 */
+LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);
 #define LUNA_READS_IN(i) (1 << (i))
 #define LUNA_READS_OUT(i) (256 << (i))
 /* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
@@ -820,41 +846,51 @@ LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise 
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);                 /* of all elements -> [1] */
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);                /* likewise */
 LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);        /* y_i = x_0 + ... + x_i along the axis */
-LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
-LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
-LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
-/* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden], b1 and b2 or null */
+/* the gradient goes to the first of equals; NaN wins */
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);
+/* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
+LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b);
+/* [...,in] W^T + b; weight [out,in], bias [out] or null */
+LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
+/* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden],
+   b1 and b2 or null */
 typedef struct luna_feed_forward_config {
   luna_activation activation;        /* 0 = LUNA_ACTIVATION_RELU */
   float activation_dropout, dropout; /* of the hidden layer; of the result */
   luna_tensor *residual;             /* [...,out], added to the result, or null */
-  bool recompute;                    /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+  /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+  bool recompute;
   luna_tensor *gate, *gate_bias;     /* [hidden,in], and [hidden] or null: the hidden layer is act(x W1^T + b1) times
                                         x G^T + g [arXiv 2002.05202]: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with
                                         LUNA_ACTIVATION_SILU; null: not gated */
 } luna_feed_forward_config;
-LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config);
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
+                                        luna_tensor *b2, const luna_feed_forward_config *config);
 /* luna_relu(x), luna_gelu, luna_elu1, luna_softplus, luna_softplus2, luna_sigmoid, luna_silu, luna_tanh, luna_exp,
    luna_log, luna_sqrt, luna_rsqrt, luna_abs: one for each row of LUNA_MAPS */
 #define LUNAI_MAP(NAME, name, value, slope) LUNA_API luna_tensor *luna_##name(luna_tensor *x);
 LUNA_MAPS(LUNAI_MAP)
 #undef LUNAI_MAP
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
-LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
+/* over the last axis; lengths [axis 0] of real entries or null */
+LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
                                                                                for null */
-LUNA_API luna_tensor *luna_ratio(luna_tensor *x);                   /* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
+/* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
+LUNA_API luna_tensor *luna_ratio(luna_tensor *x);
 LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient
                                                                        flows */
-/* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
-   (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that two have other masks: check
-   gradients by differences without dropout. */
+/* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word
+   e mod 8 of Philox counter (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that
+   two have other masks: check gradients by differences without dropout. */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 /* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight);
-LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
-LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
+/* over the last axis, eps 1e-5; weight, bias [last] or null */
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
+/* table [V,d] -> [batch,n,d] */
+LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n);
 /* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count);
 /* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...] */
@@ -868,13 +904,16 @@ typedef struct luna_cross_entropy_config {
 } luna_cross_entropy_config;
 /* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored */
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
-LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config);
-/* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one label a row of x -> [1]. Of more
-   than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
-LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config);
+LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
+                                              const luna_cross_entropy_config *config);
+/* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one
+   label a row of x -> [1]. Of more than 1024 classes no logits and no gradient of them are stored: less memory, for one
+   more product in backward. */
+LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                                const int32_t *labels, const luna_cross_entropy_config *config);
 
-/* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the targets that
-   are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
+/* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the
+   targets that are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
    delta (|x - t| - delta / 2) beyond; and -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic
    function and t is in 0..1. */
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
@@ -894,21 +933,30 @@ typedef struct luna_attention_config {
   int64_t pattern_count;             /* 1, heads, or batch * heads */
   luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
 } luna_attention_config;
-/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
-LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads); /* [batch,n,h d1] x2, [batch,n,h d2] [eq. 7] */
-/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv 2212.14052] */
+/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq.
+   1] */
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config);
+/* [batch,n,h d1] x2, [batch,n,h d2] [eq. 7] */
+LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads);
+/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv
+   2212.14052] */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
 /* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
    [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
    bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
-LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums);
-LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout);
-/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
-LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
+                                luna_tensor **sums);
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+                                  luna_tensor *out_bias, const int32_t *lengths, float dropout);
+/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
+   scaled by 1/sqrt(d_h) here */
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
 
-/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad. state is copied. */
+/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad.
+   state is copied. */
 typedef struct luna_custom {
   void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
   void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
@@ -918,27 +966,31 @@ typedef struct luna_custom {
   bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which
                                         luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
-LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
+LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
+                                     const luna_custom *custom);
 /* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
    scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>params: named parameters, what optimisers and checkpoints go by
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_params luna_params;
-typedef enum luna_init_kind { LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY } luna_init_kind;
-/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones. LUNA_INIT_IDENTITY is for short convolutions:
-   uniform, and 1 more in the last column, so that at first they pass on the present. */
+typedef enum luna_init_kind {
+  LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY
+} luna_init_kind;
+/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones.
+   LUNA_INIT_IDENTITY is for short convolutions: uniform, and 1 more in the last column, so that at first they pass on
+   the present. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its context; null for null */
-/* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread, run one model. `from` must
-   outlive it and not be trained meanwhile. On a device, where work is queued, luna_params_share, each begin and
-   luna_stream_open order what this context then does after what `from`'s context has queued until then; before `from`
-   is trained again, wait for what reads it (luna_read, luna_item). */
+/* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread,
+   run one model. `from` must outlive it and not be trained meanwhile. On a device, where work is queued,
+   luna_params_share, each begin and luna_stream_open order what this context then does after what `from`'s context has
+   queued until then; before `from` is trained again, wait for what reads it (luna_read, luna_item). */
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
 /* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
@@ -951,12 +1003,14 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 /* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
    optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
-/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with "luna." belong to luna.h. */
+/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with
+   "luna." belong to luna.h. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
 
 #ifndef LUNA_ONLY_STREAM
-/* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file whole. */
+/* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file
+   whole. */
 typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
@@ -968,11 +1022,12 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
 /* Copies the values. While it runs it needs, as every call that opens a file, 8 bytes of the step's memory for each
    tensor and each text pair. */
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
-/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
-   Called before init, it skips allocating initial values. */
+/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it
+   cannot be trained. Called before init, it skips allocating initial values. */
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
-/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a classifier). Nothing
-   matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter left unchanged and each tensor not used. */
+/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a
+   classifier). Nothing matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter
+   left unchanged and each tensor not used. */
 typedef struct luna_load_report {
   void (*report)(void *user, const char *name, const char *why);
   void *user;
@@ -980,7 +1035,8 @@ typedef struct luna_load_report {
 } luna_load_report;
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report);
-/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during the call. */
+/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during
+   the call. */
 typedef struct luna_file_tensor {
   const char *name, *dtype;          /* "F32", "I64", ... */
   int rank;
@@ -993,8 +1049,10 @@ typedef struct luna_inspection {
   void (*tensor)(void *user, const luna_file_tensor *entry);
   void *user;
 } luna_inspection;
-LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection);
-LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
+LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
+                                        const luna_inspection *inspection);
+/* the values, [count]; false when they are not F32, F16, BF16 or F64 */
+LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 /* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
@@ -1009,15 +1067,16 @@ LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, l
 
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
    An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
    with a sentence in the context of its input, a model's without one, as no context is known. Where a config has a
    number in two places, one is 0 or equals the other; fields of an attention that is not chosen have no effect.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* "PREFIX.weight" [out,in], by init; "PREFIX.bias" [out], zeros; prefix with or without the dot */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
-LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init);
+LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t in, int64_t out, luna_init init);
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
 /* likewise: weight [dim], ones; bias [dim], zeros */
@@ -1034,14 +1093,17 @@ typedef struct luna_input_layer {
 } luna_input_layer;
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
-/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A feature
-   that never changes gets scale 1. */
+/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A
+   feature that never changes gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
 /* -> [batch,n,dim] */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
-/* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
-typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
+/* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key
+   projection, keys with queries */
+typedef enum luna_sharing {
+  LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK
+} luna_sharing;
 
 /* Luna attention, eqs. 3-5 */
 typedef struct luna_nested_attention_layer_config {
@@ -1054,13 +1116,15 @@ typedef struct luna_nested_attention_layer_config {
 } luna_nested_attention_layer_config;
 typedef struct luna_nested_attention_layer {
   luna_nested_attention_layer_config config;
-  luna_linear_layer pq, pk, pv, q, k, v, out; /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
+  /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
+  luna_linear_layer pq, pk, pv, q, k, v, out;
 } luna_nested_attention_layer;
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_nested_attention_layer_config *config);
-/* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking memory slots j >= lengths[b] too
-   -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be null) */
+/* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking
+   memory slots j >= lengths[b] too -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be
+   null) */
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context);
@@ -1069,7 +1133,8 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 typedef struct luna_causal_attention_layer_config {
   int64_t dim, heads;                /* 0 = 128, 4 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
-  luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
+  /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
+  luna_activation omega;
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
 } luna_causal_attention_layer_config;
@@ -1080,20 +1145,32 @@ typedef struct luna_causal_attention_layer {
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config);
-/* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
-LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
+/* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) ->
+   [batch,n,d] */
+LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, const int32_t *lengths);
 
-/* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear attention, elu(x)+1 features
-   [arXiv 2006.16236]; Linformer, softmax attention over keys and values that a projection has shortened to k rows [arXiv 2006.04768]. */
-typedef enum luna_attention_kind { LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER } luna_attention_kind;
-typedef enum luna_linformer_sharing { LUNA_LINFORMER_SHARING_HEADWISE = 0, LUNA_LINFORMER_SHARING_KEY_VALUE, LUNA_LINFORMER_SHARING_LAYERWISE } luna_linformer_sharing; /* E and F; E = F; one E for all layers */
-typedef enum luna_linformer_projection { LUNA_LINFORMER_PROJECTION_LINEAR = 0, LUNA_LINFORMER_PROJECTION_MEAN, LUNA_LINFORMER_PROJECTION_MAX, LUNA_LINFORMER_PROJECTION_CONVOLUTION } luna_linformer_projection;
+/* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear
+   attention, elu(x)+1 features [arXiv 2006.16236]; Linformer, softmax attention over keys and values that a projection
+   has shortened to k rows [arXiv 2006.04768]. */
+typedef enum luna_attention_kind {
+  LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER
+} luna_attention_kind;
+/* E and F; E = F; one E for all layers */
+typedef enum luna_linformer_sharing {
+  LUNA_LINFORMER_SHARING_HEADWISE = 0, LUNA_LINFORMER_SHARING_KEY_VALUE, LUNA_LINFORMER_SHARING_LAYERWISE
+} luna_linformer_sharing;
+typedef enum luna_linformer_projection {
+  LUNA_LINFORMER_PROJECTION_LINEAR = 0, LUNA_LINFORMER_PROJECTION_MEAN, LUNA_LINFORMER_PROJECTION_MAX,
+      LUNA_LINFORMER_PROJECTION_CONVOLUTION
+} luna_linformer_projection;
 typedef struct luna_linformer_config {
   int64_t k;                         /* projected length; 0 = 64, or max_length where that is less */
   int64_t k_last_layer, k_last_head; /* k falls (or rises) evenly to these; 0 = k */
   int64_t max_length;                /* m, the longest sequence; 0 = 512 (in an encoder: its max_length) */
   luna_linformer_sharing sharing;
-  luna_linformer_projection projection; /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
+  /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
+  luna_linformer_projection projection;
 } luna_linformer_config;
 typedef struct luna_attention_layer_config {
   luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA; softmax attention with a null config */
@@ -1109,9 +1186,11 @@ typedef struct luna_attention_layer {
   luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise.
                                         Layerwise: the caller sets both */
 } luna_attention_layer;
-LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config);
+LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
+                                               const luna_attention_layer_config *config);
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
-LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
+LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
+                                                   luna_tensor *context, const int32_t *lengths);
 
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
    returns what forward will get as `layer` (later the layer's hook_state), null on failure; it belongs to the user.
@@ -1138,7 +1217,9 @@ typedef struct luna_attention_hook {
   void *user;
 } luna_attention_hook;
 
-typedef enum luna_recompute_kind { LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER } luna_recompute_kind;
+typedef enum luna_recompute_kind {
+  LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER
+} luna_recompute_kind;
 
 /* Encoder and decoder layers, eq. 6 */
 struct luna_layer_config {
@@ -1174,10 +1255,12 @@ typedef struct luna_encoder_layer {
   luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
   luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_encoder_layer;
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
+                                             const luna_layer_config *config);
 /* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. p may be null with own_memory (then P' is not
    computed) or without Luna attention, where *p stays. */
-LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths);
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 const int32_t *lengths);
 
 typedef struct luna_decoder_layer {
   luna_layer_config config;
@@ -1186,9 +1269,12 @@ typedef struct luna_decoder_layer {
   luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
   luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_decoder_layer;
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
-LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths);
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
+                                             const luna_layer_config *config);
+/* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next
+   P */
+LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 luna_tensor *context, const int32_t *lengths);
 
 /* Decoder-only layer: causal attention (Luna's with a learned memory of its own, of `memory` slots, 0 = 16),
    feed-forward */
@@ -1203,12 +1289,13 @@ typedef struct luna_causal_layer {
   luna_norm_layer attention_norm, final_norm;
   luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
 } luna_causal_layer;
-LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config);
+LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t memory, const luna_layer_config *config);
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
    it finds classes or values at each step: a detector, a forecaster. */
 typedef struct luna_lm_config {
@@ -1239,12 +1326,15 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
    (with features they say what is padding, which then counts as missing). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
 /* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts) or, with
-   .outputs, its class; negative labels are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
-   stored (luna_linear_cross_entropy). */
+   .outputs, its class; negative labels are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but
+   of a large vocabulary no logits are stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
 /* Encoder: embeddings and encoder layers; part of the models below */
-typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
+/* default: sqrt(dim), but one with learned positions */
+typedef enum luna_embedding_scale {
+  LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM
+} luna_embedding_scale;
 typedef struct luna_encoder_config {
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
@@ -1277,8 +1367,9 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *param
                                        const luna_encoder_config *config); /* vocab 0 = 256, bytes; not of features */
 /* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
-/* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
-   it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be null. */
+/* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read
+   and luna_tensor_new carry it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be
+   null. */
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
 /* Classifier, also of each step, and with another loss (luna_mse) regression: then a class is a value */
@@ -1306,14 +1397,18 @@ typedef struct luna_classifier {
   luna_linear_layer pre_logits;      /* "pre_logits.0" */
   luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
-LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
+LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
+                                          const luna_classifier_config *config);
 /* -> logits [batch,classes], or of every step [batch,n,classes]; they do not depend on the batch (but by
    LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
-LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
+/* of one batch */
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
+                                                   const luna_input *second);
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
    does not pool may be null. */
-LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
+LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
+                                           const int32_t *lengths);
 
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
 typedef struct luna_masked_lm_config {
@@ -1330,19 +1425,23 @@ typedef struct luna_masked_lm {
   luna_tensor *output;               /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
   luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
-LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config);
-LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input); /* logits [batch,n,vocab] */
+LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
+                                         const luna_masked_lm_config *config);
+/* logits [batch,n,vocab] */
+LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
 /* Mean loss over the places whose label is not negative; logits are made for those alone */
-LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels); /* labels [batch,n] */
+/* labels [batch,n] */
+LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
   int32_t mask, vocab;               /* the mask's token; random tokens are below vocab, 0 = below mask; both 0 = 256 */
   uint64_t seed, step;               /* the same again for the same seed, step and place */
 } luna_masking;
-/* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1 elsewhere
-   [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the defaults.
-   Returns how many were chosen. */
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels);
+/* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1
+   elsewhere [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the
+   defaults. Returns how many were chosen. */
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
+                                  int32_t *labels);
 
 /* Encoder-decoder */
 typedef struct luna_seq2seq_config {
@@ -1353,7 +1452,8 @@ typedef struct luna_seq2seq_config {
   bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
   int64_t decoder_layers;            /* 0 = encoder.layers */
   int64_t max_target_length;         /* learned positions; 0 = encoder.max_length */
-  luna_encoder_config encoder;       /* its layer config is the decoder's too; attention: Luna. Default scale: sqrt(dim) */
+  /* its layer config is the decoder's too; attention: Luna. Default scale: sqrt(dim) */
+  luna_encoder_config encoder;
 } luna_seq2seq_config;
 typedef struct luna_seq2seq {
   luna_seq2seq_config config;
@@ -1362,17 +1462,21 @@ typedef struct luna_seq2seq {
   luna_tensor *embedding;            /* "decoder.embed_tokens.weight" [target_vocab,d], or the encoder's */
   luna_tensor *positions;            /* "decoder.embed_positions.weight", learned only */
   luna_decoder_layer *layers;        /* "decoder.layers.N." */
-  luna_norm_layer norm, memory_norm; /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), pre-norm only */
+  /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), pre-norm only */
+  luna_norm_layer norm, memory_norm;
   luna_tensor *output;               /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
 } luna_seq2seq;
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
 /* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
-LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_input *target);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
    kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
-typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
+typedef enum luna_model_kind {
+  LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
+} luna_model_kind;
 typedef struct luna_model {
   luna_model_kind kind;              /* which of the members below is initialised */
   luna_lm lm;
@@ -1387,12 +1491,14 @@ LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, con
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>trainer
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 /* A factor on the learning rate, a pure function of the step (from 1): linear warm-up, then a decay. */
-typedef enum luna_decay { LUNA_DECAY_CONSTANT = 0, LUNA_DECAY_INVERSE_SQRT, LUNA_DECAY_LINEAR, LUNA_DECAY_COSINE, LUNA_DECAY_MILESTONES } luna_decay;
+typedef enum luna_decay {
+  LUNA_DECAY_CONSTANT = 0, LUNA_DECAY_INVERSE_SQRT, LUNA_DECAY_LINEAR, LUNA_DECAY_COSINE, LUNA_DECAY_MILESTONES
+} luna_decay;
 typedef struct luna_schedule {
   luna_decay decay;
   int64_t warmup;                    /* steps from warmup_from to 1 */
@@ -1431,7 +1537,8 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float epsilon;                     /* 0 = 1e-4 */
   float weight_decay;                /* added to the gradient */
   float clip;
-  luna_schedule schedule;            /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
+  /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
+  luna_schedule schedule;
   int64_t max_skips;                 /* 0 = 10, negative = never */
 } luna_apollo_config;
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
@@ -1473,7 +1580,8 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global g
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
    goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
    caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
-   saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
+   saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as not
+   saved). */
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
@@ -1494,12 +1602,13 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 
 #ifndef LUNAI_STREAM_H
 #define LUNAI_STREAM_H
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
-   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device is stored
-   and runs there, only tokens and logits are copied: it is used by the thread of its model's context, its work is queued on that context's stream, and it is
-   closed before that context is. When the device fails, a step returns null, and so do all later ones. A saved state loads on host and device alike.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a
+   device is stored and runs there, only tokens and logits are copied: it is used by the thread of its model's context,
+   its work is queued on that context's stream, and it is closed before that context is. When the device fails, a step
+   returns null, and so do all later ones. A saved state loads on host and device alike.
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
   int64_t batch;                     /* sequences side by side; 0 = 1 */
@@ -1509,7 +1618,8 @@ typedef struct luna_stream_config {
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
    allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
-LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
+LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
+                                             void *memory, size_t memory_size, const char **error);
 #ifndef LUNA_ONLY_STREAM
 /* Of a model with Luna attention. Open it after training: it copies what it folds (luna_form) of the weights, and reads
    the others in place. Memory from the model's context's allocator, on a device from the device: all at once, a step
@@ -1521,14 +1631,18 @@ LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CP
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 /* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call */
 LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
-LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths must be null -> logits after the last */
+/* batch: the stream's, or 0; lengths must be null -> logits after the last */
+LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream); /* the id of that sentence; LUNA_ERROR_NONE */
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
 LUNA_API void luna_stream_reset(luna_stream *stream);
-LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from); /* sequence b continues from[b] (beam search) */
-LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);    /* the state; same model sizes and batch, not between two devices' contexts */
-LUNA_API size_t luna_stream_state_size(const luna_stream *stream);   /* bytes of a saved state: this machine's byte order */
+/* sequence b continues from[b] (beam search) */
+LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from);
+/* the state; same model sizes and batch, not between two devices' contexts */
+LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);
+/* bytes of a saved state: this machine's byte order */
+LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
@@ -1544,30 +1658,34 @@ typedef struct luna_sampling {
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
 #ifndef LUNA_ONLY_STREAM
-/* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
-   and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context.
-   beam: 0 = 1. */
+/* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source
+   b): the sources are encoded and packed here, once, and then a token costs the same at any length. Begins an inference
+   on the model's context. beam: 0 = 1. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
   int64_t beam;                      /* 0 = 1, greedy */
   int64_t max_length;                /* tokens of a result, its end not counted; 0 = 2 n + 10 */
-  float length_penalty;              /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
-  bool exhaustive;                   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
+  /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
+  float length_penalty;
+  /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
+  bool exhaustive;
 } luna_beam_config;
-/* Greedy or beam search. source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and end; scores [batch] or null */
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
+/* Greedy or beam search. source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and end;
+   scores [batch] or null */
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search,
+                                           const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores);
 
 #endif
 #endif /* LUNAI_STREAM_H */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the table of functions that a device implements
-   An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status. It takes and
-   returns no host value that changes from step to step: those are in luna_step_state, in backend memory. Entries of tier 2 may be null: the
-   op is then composed from tier 1.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
+   a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
+   memory. Entries of tier 2 may be null: the op is then composed from tier 1.
+   ------------------------------------------------------------------------------------------------------------------ */
 #if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
 #define LUNAI_REST_H
 #ifdef LUNA_ONLY_STREAM
@@ -1606,7 +1724,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(SCATTER_ADD, 1, 0, false) \
   R(SINUSOIDS, 1, 0, true) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
-  R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
+  R(SOFTMAX_ATTENTION, 1, \
+    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
   R(SHORT_CONVOLUTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(CUSTOM, 1, 0xffff, false) \
@@ -1652,9 +1771,11 @@ typedef struct luna_op {
     struct { bool rms; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
-    struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
+    /* a: outer * inner matrices, b: inner */
+    struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul;
     struct { bool recompute; } feed_forward;
-    struct { float smoothing, factor; } cross_entropy; /* and linear cross-entropy: factor 1, or 1 / labels that count */
+    /* and linear cross-entropy: factor 1, or 1 / labels that count */
+    struct { float smoothing, factor; } cross_entropy;
     struct {
       int64_t heads, batch, queries, keys;
       float scale;
@@ -1692,8 +1813,10 @@ typedef struct luna_op {
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
 #define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
-#define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
-#define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
+/* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
+#define LUNA_GRAD_IN_PLACE(i) (256 << (i))
+/* in[i] may be that input too: its part is added there, and not read again */
+#define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
@@ -1710,13 +1833,16 @@ typedef struct luna_op_functions {
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
   uint64_t seed;
   uint64_t step;                     /* begin_step calls; the Philox counter's last word */
-  uint64_t updates, skipped;         /* optimiser steps made, and skipped for a NaN or Inf (in the context's own state: by all its optimisers) */
+  /* optimiser steps made, and skipped for a NaN or Inf (in the context's own state: by all its optimisers) */
+  uint64_t updates, skipped;
   float lr, factor, norm;            /* this step's learning rate, clip factor, gradient norm */
   int nonfinite;
   uint64_t skipped_in_row;           /* an optimiser's: up to its last step */
 } luna_step_state;
 
-typedef enum luna_optimizer_kind { LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO } luna_optimizer_kind;
+typedef enum luna_optimizer_kind {
+  LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO
+} luna_optimizer_kind;
 /* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
    parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
 #define LUNA_UPDATE_PIECE 16384
@@ -1728,7 +1854,8 @@ typedef struct luna_rule {           /* reads and writes the state */
 } luna_rule;
 typedef struct luna_update {
   float *value, *grad;
-  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  float *moment[3];
   int64_t count, first;              /* elements; the number of its first piece */
   float decay, lr;                   /* lr: factor on the state's */
   bool frozen;                       /* its gradient is zeroed, and counts for nothing */
@@ -1738,20 +1865,27 @@ struct luna_backend {
   uint32_t version, size;            /* 1, sizeof(luna_backend) */
   int device;
   size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
-  luna_status (*open)(luna_ctx *ctx, int device, void **self); /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail
-                                        says why) the context exists and every call in it fails with that sentence */
+  /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
+     and every call in it fails with that sentence */
+  luna_status (*open)(luna_ctx *ctx, int device, void **self);
   void (*close)(void *self);
-  void *(*allocate)(void *self, size_t bytes); /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
+  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
+  void *(*allocate)(void *self, size_t bytes);
   void (*release)(void *self, void *pointer, size_t bytes);
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (never overlapping), 1 to the device, 2 to the host */
+  /* 0 within (never overlapping), 1 to the device, 2 to the host */
+  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction);
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
   luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
                                         what `other` has queued; null: work is done when a call returns */
-  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
-  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
+  /* counts a training step; `stepped`: clears nonfinite */
+  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped);
+  /* sets nonfinite when the loss is */
+  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state);
   /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
-  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
-  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                      int64_t count);
+  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                        int64_t count);
   /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
      update, zero, and copies within the device. run queues what was kept. Null: a device without. */
   luna_status (*record)(luna_ctx *ctx);
@@ -1772,9 +1906,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #endif /* LUNA_H */
 
-/* ======================================================================================================================
+/* =====================================================================================================================
    2. Implementation
-   ====================================================================================================================== */
+   ================================================================================================================== */
 #if (defined(LUNA_IMPLEMENTATION) && !defined(LUNAI_IMPLEMENTED)) || defined(LUNAI_PASS)
 
 #ifndef LUNAI_PASS
@@ -1803,8 +1937,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #include <math.h>
 #include <string.h>
 
-/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for Windows
-   with gcc and this macro (tests/cross.sh), never yet by that compiler. */
+/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for
+   Windows with gcc and this macro (tests/cross.sh), never yet by that compiler. */
 #if defined(_MSC_VER) && !defined(__clang__) && !defined(LUNAI_MSVC)
 #define LUNAI_MSVC
 #endif
@@ -1899,7 +2033,9 @@ LUNAI_INLINE int64_t lunai_floats(int64_t count) { return (int64_t)lunai_round((
 /* The last `past` rows of those in history and x [rows, d] become the history. */
 LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, int64_t rows, int64_t d) {
   int64_t i;
-  for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
+  for (i = 0; i < past; i++)
+    memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d,
+           (size_t)d * sizeof(float));
 }
 
 /* A task runs once for each thread in [0, threads); it takes its share of the work by its number, and its own part
@@ -1932,12 +2068,13 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
-/* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step) under key
-   `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no dropout. */
+/* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
+   under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
+   dropout. */
 typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
 
-/* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats and
-   resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
+/* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
+   and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
   const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
@@ -1949,20 +2086,23 @@ typedef struct lunai_gemm {
   int activation;                    /* luna_activation */
   bool accumulate;
   const float *residual;             /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
-  bool dots;                         /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
+  /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
+  bool dots;
 } lunai_gemm;
 
-/* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts of a row in order, and with
-   the last one writes loss and lse; backward meets them in any. A negative label is ignored. */
-typedef struct lunai_row_sums { double exps, logits; float shift, label; } lunai_row_sums; /* so far: sum of exp(logit - shift), of logits;
-                                        the largest logit; that of the label */
+/* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts
+   of a row in order, and with the last one writes loss and lse; backward meets them in any. A negative label is
+   ignored. */
+/* so far: sum of exp(logit - shift), of logits; the largest logit; that of the label */
+typedef struct lunai_row_sums { double exps, logits; float shift, label; } lunai_row_sums;
 typedef struct lunai_cross_entropy {
   const float *logits;               /* [rows, columns] in rows of logits_row */
   const int32_t *labels;             /* [rows] */
   int64_t rows, classes, first, columns, logits_row, grad_row;
   float smoothing, factor;           /* factor: of the gradient */
   lunai_row_sums *sums;              /* [rows] from one part to the next; null: one part is all */
-  float *loss, *lse;                 /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
+  /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
+  float *loss, *lse;
   float *grad;                       /* [rows, columns] in rows of grad_row; may be the logits themselves */
   bool add;                          /* to what is in grad, which is else set */
 } lunai_cross_entropy;
@@ -1984,7 +2124,8 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
 typedef struct lunai_attention {
   const float *q, *k, *v;
   float *out;
-  float *lse;                        /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
+  /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
+  float *lse;
   float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
   int64_t batch, heads, queries, keys, head_dim, value_dim;
   int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
@@ -1994,14 +2135,16 @@ typedef struct lunai_attention {
   bool causal;                       /* query i sees keys j <= i */
   lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
   const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
-  float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
+  /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
+  float *grad_q, *grad_k, *grad_v;
   const luna_attention_pattern *patterns; /* null: dense */
   int64_t pattern_count;
   const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
 } lunai_attention;
 
-/* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
-   x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows, dim_out = dim], dense. */
+/* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
+   out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
+   dim_out = dim], dense. */
 typedef struct lunai_unpack {
   const float *x, *k, *bias, *v, *out_bias, *residual; /* out_bias [dim], residual (out's shape, added): or null */
   float *out;
@@ -2011,11 +2154,12 @@ typedef struct lunai_unpack {
   lunai_dropout dropout;             /* element ((b heads + head) rows + i) slots + j */
   lunai_dropout last;                /* of the sum, before the residual is added: element of out */
   const float *grad_out;
-  float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias; /* backward adds; any may be null; grad_x may be grad_out: added in place */
+  /* backward adds; any may be null; grad_x may be grad_out: added in place */
+  float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
 
-/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out [batch, rows, heads,
-   value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
+/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out
+   [batch, rows, heads, value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
 typedef struct lunai_causal {
   const float *x, *y, *z;
   float *out;
@@ -2041,11 +2185,13 @@ typedef struct lunai_causal_luna {
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
 } lunai_causal_luna;
 
-/* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an argument. */
+/* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
+   argument. */
 typedef struct lunai_update {
   float *value, *grad, *moment[3];   /* as in luna_update */
   int64_t count;
-  float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor; /* factor: gradients times this (clipping) */
+  /* factor: gradients times this (clipping) */
+  float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
   float alpha, curvature;            /* Apollo's, the same for a whole parameter */
   bool nesterov, coupled;            /* coupled: decay goes into the gradient */
 } lunai_update;
@@ -2093,8 +2239,9 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
 #define LUNAI_TRAINS true
 #endif
 
-/* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does, R the rest. The pass
-   below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so nothing refers to it. */
+/* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does,
+   R the rest. The pass below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so
+   nothing refers to it. */
 #define LUNAI_KERNELS(K, R, T) \
   K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
@@ -2115,19 +2262,26 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
-  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
+  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
+                       float *y, float *mean, float *rstd)) \
   R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
       float *mean, float *rstd)) \
   T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
       const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
-  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
-  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
+  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, \
+                               const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
+  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, \
+                     const float *x, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
   T(void, cross_entropy_backward, (const lunai_cross_entropy *a)) \
-  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight, const float *bias, float *y)) \
-  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx)) \
-  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
-  R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate)) \
+  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, \
+                              const float *weight, const float *bias, float *y)) \
+  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, \
+                                       float *dx)) \
+  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, \
+                                      const float *x, const float *dy, float *dweight, float *dbias)) \
+  R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
+                    bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
@@ -2216,12 +2370,12 @@ LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
 }
 #endif /* !LUNAI_PASS */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
    Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to one of the
-   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once
-   and call the loops through the table that they are given.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled
+   once and call the loops through the table that they are given.
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNAI_PASS
 #undef LUNAI_PASS_LOOPS
 #if LUNAI_PASS != LUNAI_ISA_SCALAR || !defined(LUNAI_SIMD) /* else only the vocabulary */
@@ -2232,11 +2386,11 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef LUNAI_FIELD
 #endif
 
-/* ......................................................................................................................
+/* .....................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
    a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
    vf_max(a, b) is a > b ? a : b, so b when either is NaN. Guarded by tests/vectors.c.
-   ...................................................................................................................... */
+   .................................................................................................................. */
 #undef VF
 #undef vf
 #undef vm
@@ -2297,7 +2451,8 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
-   scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0 */
+   scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
+   > 0 */
 #if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
 #define VF 16
 #define vf __m512
@@ -2320,7 +2475,9 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define vf_lt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)
 #define vf_le(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ)
 #define vf_select(m, a, b) _mm512_mask_blend_ps(m, b, a)
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p); }
+LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+  return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
+}
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
 LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) {
   const __m256 a = _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
@@ -2328,7 +2485,8 @@ LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) {
 }
 LUNAI_INLINE float vf_hmax(vf v) {
   const __m256 a = _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)),
+      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtps_epi32(0xFFFF, x)); }
@@ -2369,7 +2527,8 @@ LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm256_maskload
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm256_maskstore_ps(p, LUNAI_K(first_lanes)(n), v); }
 LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
 LUNAI_INLINE float vf_hmax(vf v) {
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)),
+      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -2377,7 +2536,8 @@ LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
 LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
-  const __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3F3504F3)), 23);
+  const __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits,
+      _mm256_set1_epi32(0x3F3504F3)), 23);
   *e = _mm256_cvtepi32_ps(n);
   return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
 }
@@ -2406,7 +2566,8 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define vf_select(m, a, b) LUNAI_K(select)(m, a, b)
 LUNAI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _mm_andnot_ps(m, b)); }
 LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
-  if (n >= 3) return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
+  if (n >= 3)
+    return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
   return n == 2 ? _mm_setr_ps(p[0], p[1], 0, 0) : n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
 }
 LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
@@ -2506,7 +2667,9 @@ LUNAI_INLINE float vf_hmax(vf v) {
   return wasm_f32x4_extract_lane(vf_max(a, wasm_i32x4_shuffle(a, a, 1, 0, 3, 2)), 0);
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return wasm_f32x4_nearest(x); }
-LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return wasm_i32x4_add(x, wasm_i32x4_shl(wasm_i32x4_trunc_sat_f32x4(n), 23)); }
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
+  return wasm_i32x4_add(x, wasm_i32x4_shl(wasm_i32x4_trunc_sat_f32x4(n), 23));
+}
 LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   const v128_t n = wasm_i32x4_shr(wasm_i32x4_sub(x, wasm_i32x4_splat(0x3F3504F3)), 23);
   *e = wasm_f32x4_convert_i32x4(n);
@@ -2578,7 +2741,8 @@ LUNAI_INLINE float vf_sum(vf v) {
 }
 LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
   const __m128 a = LUNAI_K(halve)(v[0]), b = LUNAI_K(halve)(v[1]), c = LUNAI_K(halve)(v[2]), d = LUNAI_K(halve)(v[3]);
-  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)), cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)),
+      cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
   _mm_storeu_ps(out, _mm_mul_ps(_mm_set1_ps(alpha), _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab))));
 }
 #else
@@ -2617,7 +2781,8 @@ LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
 }
 
 /* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
-LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to, int64_t step) {
+LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to,
+                                 int64_t step) {
 #if LUNAI_PASS == LUNAI_ISA_SCALAR
   int i;
   for (i = 0; i < 4; i++, to += step) {
@@ -2643,7 +2808,8 @@ LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const flo
   wasm_v128_store(to + 3 * step, wasm_i32x4_shuffle(ac2, bd2, 2, 6, 3, 7));
 #else
   const __m128 a = _mm_loadu_ps(row0), b = _mm_loadu_ps(row1), c = _mm_loadu_ps(row2), d = _mm_loadu_ps(row3);
-  const __m128 ac = _mm_unpacklo_ps(a, c), bd = _mm_unpacklo_ps(b, d), ac2 = _mm_unpackhi_ps(a, c), bd2 = _mm_unpackhi_ps(b, d);
+  const __m128 ac = _mm_unpacklo_ps(a, c), bd = _mm_unpacklo_ps(b, d), ac2 = _mm_unpackhi_ps(a, c),
+      bd2 = _mm_unpackhi_ps(b, d);
   _mm_storeu_ps(to, _mm_unpacklo_ps(ac, bd));
   _mm_storeu_ps(to + step, _mm_unpackhi_ps(ac, bd));
   _mm_storeu_ps(to + 2 * step, _mm_unpacklo_ps(ac2, bd2));
@@ -2677,7 +2843,8 @@ LUNAI_ONCE vf vf_exp(vf x) {
 }
 LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
   const vf n = LUNAI_K(nearest)(x);
-  const vf y = vf_select(vf_lt(x, vf_set(-126.0f)), vf_zero(), LUNAI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
+  const vf y = vf_select(vf_lt(x, vf_set(-126.0f)), vf_zero(),
+                         LUNAI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
   return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
 }
 /* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
@@ -2797,13 +2964,13 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 }
 #endif /* LUNAI_PASS */
 
-/* ......................................................................................................................
+/* .....................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
    B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
    in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
    element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
    order. Guarded by tests/gemm.c.
-   ...................................................................................................................... */
+   .................................................................................................................. */
 #ifndef LUNAI_PASS
 /* The reference: from the definition, sums in double */
 LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
@@ -2843,7 +3010,8 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #elif LUNAI_PASS == LUNAI_ISA_NEON
 #define LUNAI_MR 8
 #define LUNAI_NV 3
-#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* small: single rows, which are neither gathered nor prefetched */
+/* small: single rows, which are neither gathered nor prefetched */
+#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR
 #define LUNAI_MR 1
 #define LUNAI_NV 4
 #elif LUNAI_PASS == LUNAI_ISA_SCALAR
@@ -2868,7 +3036,8 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
       for (p = 0; p + 4 <= k; p += 4) {
         LUNAI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* one cache line of each of four columns every sixteen k */
-        LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j, LUNAI_NR);
+        LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j,
+                       LUNAI_NR);
       }
       for (; p < k; p++) {
         int64_t i;
@@ -2945,7 +3114,8 @@ LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, cons
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
   vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
 }
-LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                     const float *b, int64_t b_row,
                                      const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *at[5];
@@ -2983,7 +3153,8 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
     LUNAI_K(tile_store)(sum[i][0], scale, bias, lowest, e, i, 0); \
     LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
   }
-LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                                   int64_t b_row,
                                    const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
   const int rows = LUNAI_MR;
@@ -3128,7 +3299,8 @@ LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const 
   return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
 }
 /* by n <= NR columns from b on; a loop, as hardware prefetchers go by the load instruction's address */
-LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column, float alpha, float *out) {
+LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column,
+                                float alpha, float *out) {
   vf dot[LUNAI_NR];
   int64_t i;
   for (i = 0; i < n; i++, b += b_column) dot[i] = LUNAI_K(dot_lanes)(whole, k, a, b);
@@ -3149,7 +3321,8 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
         for (r = 0; r < rows; r++) {
           const int64_t count = lunai_min(columns - l, group);
           float *to = edge + r * LUNAI_NR + l;
-          if (VF > 1 && k % (4 * VF) == 0) LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+          if (VF > 1 && k % (4 * VF) == 0)
+            LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
           else LUNAI_K(dots)(false, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
         }
       LUNAI_K(finish_tile)(t, i, j, rows, columns, edge);
@@ -3250,7 +3423,9 @@ typedef struct lunai_gemm_thread {
 } lunai_gemm_thread;
 
 /* the panels of a B that several products read, block of k after block of k */
-typedef struct lunai_panels_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_panels_work;
+typedef struct lunai_panels_work {
+  const lunai_kernels *kernels; const lunai_gemm *g; float *panels;
+} lunai_panels_work;
 LUNAI_FN int64_t lunai_panels_at(const lunai_kernels *kernels, const lunai_gemm *g, int64_t column, int64_t p) {
   return lunai_panels_size(kernels, g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
@@ -3420,12 +3595,12 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
 }
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
    All arrays dense, of any size and alignment; a map may be computed in place.
-   Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
-   not depend on which columns are computed with it. Guarded by tests/elementwise.c
-   ---------------------------------------------------------------------------------------------------------------------- */
+   Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its
+   bits do not depend on which columns are computed with it. Guarded by tests/elementwise.c
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* ---- the reference ---- */
 #define LUNAI_MAP_REFERENCE(name, arguments, y, value) \
@@ -3516,7 +3691,8 @@ LUNAI_FN void lunai_rms_norm_reference(int64_t rows, int64_t n, const float *x, 
   }
 }
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
+LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x,
+                                                  const float *weight,
                                                   const float *mean, const float *rstd, const float *dy, float *dx,
                                                   bool add) {
   int64_t row, i;
@@ -3735,7 +3911,8 @@ LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
-LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
+LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
+          vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
@@ -3771,11 +3948,13 @@ LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const
 #define LUNAI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
 
 /* p += and q += the terms of the vector at i, of which `left` floats exist; the others add 0 */
-LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c, vf shift, vf factor,
+LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
+                                vf shift, vf factor,
                                 vf *p, vf *q) {
   if (kind == LUNAI_SUM) *p = vf_add(*p, LUNAI_K(get)(a + i, left));
   if (kind == LUNAI_PRODUCT) *p = vf_fma(LUNAI_K(get)(a + i, left), LUNAI_K(get)(b + i, left), *p);
-  if (kind == LUNAI_EXP) *p = vf_add(*p, vf_exp(vf_sub(LUNAI_K(get_filled)(a + i, left, vf_set((float)-INFINITY)), shift)));
+  if (kind == LUNAI_EXP)
+    *p = vf_add(*p, vf_exp(vf_sub(LUNAI_K(get_filled)(a + i, left, vf_set((float)-INFINITY)), shift)));
   if (kind == LUNAI_MOMENTS) {
     const vf d = vf_sub(LUNAI_K(get_filled)(a + i, left, shift), shift);
     *p = vf_add(*p, d);
@@ -3791,7 +3970,8 @@ LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *
 
 /* returns the first sum; *second gets the other of a kind that has two. Four chains of sixteen float terms, then
    double */
-LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift, float factor,
+LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift,
+                                    float factor,
                                     double *second) {
   const vf s = vf_set(shift), f = vf_set(factor);
   double sum = 0, other = 0;
@@ -3813,7 +3993,9 @@ LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const f
   return sum;
 }
 
-LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL); }
+LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) {
+  return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL);
+}
 LUNAI_FN double LUNAI_K(products)(int64_t n, const float *a, const float *b) {
   return LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
 }
@@ -3822,7 +4004,8 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
-/* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
+/* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here:
+   the sum of exp is NaN then */
 LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
@@ -3851,7 +4034,8 @@ LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y,
 }
 
 /* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) ---- */
-LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y,
+LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias,
+                                  float epsilon, float *y,
                                   float *mean, float *rstd) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
@@ -3909,10 +4093,13 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, co
 #undef LUNAI_COLUMN
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
-  if (vectors > i) sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
+  if (vectors > i) \
+    sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), \
+                        vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
 /* part = the sums of up to LUNAI_FLOAT_ROWS rows, of which `left` columns exist */
-LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row, const float *b, int64_t b_row,
+LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row,
+                                       const float *b, int64_t b_row,
                                        const float *mean, const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   int64_t r;
@@ -3928,7 +4115,8 @@ LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, 
 }
 
 /* y[j y_column] += factor * sum over rows of a (b - mean) rstd; null b: of a; null mean and rstd: of a b */
-LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b, int64_t b_row,
+LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b,
+                                   int64_t b_row,
                                    const float *mean, const float *rstd, float factor, float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
   double total[LUNAI_SUM_COLUMNS];
@@ -3937,7 +4125,8 @@ LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a
     n = columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(columns - first, VF);
     for (i = 0; i < n; i++) total[i] = 0;
     for (r = 0; r < rows; r += LUNAI_FLOAT_ROWS) {
-      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL, *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
+      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL,
+          *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
       const int64_t count = lunai_min(rows - r, LUNAI_FLOAT_ROWS);
       if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, count, n, a_at, a_row, b_at, b_row, means, rstds, part);
       else if (b) LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, b_at, b_row, means, rstds, part);
@@ -3948,19 +4137,22 @@ LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a
   }
 }
 
-LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean,
+LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
+                                          const float *mean,
                                           const float *rstd, const float *dy, float *dweight, float *dbias) {
   if (dweight) LUNAI_K(column_sums)(rows, last - first, dy + first, n, x + first, n, mean, rstd, 1, dweight + first, 1);
   if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
 }
 
-LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x,
+LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor,
+                                const float *x,
                                 float *y) {
   last = lunai_min(last, n);
   LUNAI_K(column_sums)(rows, last - first, x + first, row_stride, NULL, 0, NULL, NULL, factor, y + first, 1);
 }
 
-/* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n ---- */
+/* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
+   ---- */
 /* sum of exp(x - shift) */
 LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
   return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
@@ -3980,7 +4172,8 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
     }
     for (i = 0; i < n; i += VF) {
       LUNAI_PREFETCH(next + i);
-      LUNAI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base), a->add ? LUNAI_GET(grad) : vf_zero()));
+      LUNAI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base),
+                             a->add ? LUNAI_GET(grad) : vf_zero()));
     }
     if (label >= 0 && label < n) grad[label] -= a->factor * (1 - a->smoothing);
   }
@@ -3994,7 +4187,8 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 
 /* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
    A row that does not exist has no term: in both directions that is a lower bound on i */
-LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x, const float *history,
+LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x,
+                                    const float *history,
                                     const float *weight, const float *bias, float *y) {
   float taps[LUNAI_TAPS * LUNAI_TAP_COLUMNS];
   const float *from[LUNAI_TAPS];
@@ -4022,21 +4216,25 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
   }
 }
 
-LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight,
+LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history,
+                                         const float *weight,
                                          const float *bias, float *y) {
   LUNAI_K(convolve)(false, rows, n, width, x, history, weight, bias, y);
 }
 
-LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx) {
+LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight,
+                                                  const float *dy, float *dx) {
   LUNAI_K(convolve)(true, rows, n, width, dy, NULL, weight, NULL, dx);
 }
 
-LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x,
+LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last,
+                                                 const float *x,
                                                  const float *dy, float *dweight, float *dbias) {
   int64_t i;
   for (i = 0; dweight && i < width; i++) {
     const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no such term */
-    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1, dweight + first * width + i,
+    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1,
+                         dweight + first * width + i,
                          width);
   }
   if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
@@ -4044,8 +4242,9 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
 
 /* ---- dropout ---- */
 
-/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b side by side.
-   VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd ones', lie in order */
+/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b
+   side by side. VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
+   ones', lie in order */
 #undef VU
 #undef VU_ORDER
 #undef vu
@@ -4090,7 +4289,8 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
 #define vu_set(x) ((uint64_t)(x))
 #define vu_load(p) (*(p))
 #define vu_store(p, v) \
-  ((p)[0] = (uint16_t)(v), (p)[1] = (uint16_t)((v) >> 16), (p)[2] = (uint16_t)((v) >> 32), (p)[3] = (uint16_t)((v) >> 48))
+  ((p)[0] = (uint16_t)(v), (p)[1] = (uint16_t)((v) >> 16), (p)[2] = (uint16_t)((v) >> 32), \
+   (p)[3] = (uint16_t)((v) >> 48))
 #define vu_add(a, b) ((a) + (b))
 #define vu_xor(a, b) ((a) ^ (b))
 #define vu_mul(a, b) ((uint64_t)(uint32_t)(a) * (uint32_t)(b))
@@ -4120,7 +4320,8 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
   const float keep = d->keep;
   int round, i;
   for (i = 0; i < 8; i += VU) {
-    vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op), c3 = vu_set(d->step);
+    vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
+        c3 = vu_set(d->step);
     vu k0 = vu_set(d->seed), k1 = vu_set(d->seed >> 32);
     for (round = 0; round < 10; round++) {
       const vu p = vu_mul(c0, vu_set(0xD2511F53u)), r = vu_mul(c2, vu_set(0xCD9E8D57u));
@@ -4153,7 +4354,8 @@ LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64
   }
 }
 
-LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate) {
+LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y,
+                               bool accumulate) {
   float mask[512];
   int64_t at, i;
   for (at = 0; at < n; at += 512) {
@@ -4170,7 +4372,8 @@ LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int6
 /* ---- optimisers: consume the gradient and clear it ---- */
 LUNAI_FN void LUNAI_K(sgd)(const lunai_update *update) {
   const int64_t n = update->count;
-  const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum), factor = vf_set(update->factor);
+  const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum),
+      factor = vf_set(update->factor);
   const bool moving = update->momentum != 0, nesterov = update->nesterov;
   float *value = update->value, *grad = update->grad, *first = update->moment[0];
   int64_t i;
@@ -4191,7 +4394,8 @@ LUNAI_FN void LUNAI_K(adam)(const lunai_update *update) {
   const int64_t n = update->count;
   const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
   const vf beta2 = vf_set(update->beta2), rest2 = vf_set(1 - update->beta2);
-  const vf coupled = vf_set(update->coupled ? update->decay : 0), decay = vf_set(update->coupled ? 0 : update->lr * update->decay);
+  const vf coupled = vf_set(update->coupled ? update->decay : 0),
+      decay = vf_set(update->coupled ? 0 : update->lr * update->decay);
   const vf factor = vf_set(update->factor), epsilon = vf_set(update->epsilon);
   const vf step = vf_set((float)((double)update->lr / (double)update->correction1));
   const vf root = vf_set((float)(1 / sqrt((double)update->correction2)));
@@ -4208,10 +4412,12 @@ LUNAI_FN void LUNAI_K(adam)(const lunai_update *update) {
     LUNAI_PUT(grad, vf_zero());
   }
 }
-/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a part of a parameter of d^4, (g - m) d and B d^2 */
+/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a part of a parameter of d^4, (g - m)
+   d and B d^2 */
 LUNAI_FN void LUNAI_K(apollo_sums)(const lunai_update *update, double sums[3]) {
   const vf factor = vf_set(update->factor), decay = vf_set(update->decay);
-  const float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1], *last = update->moment[2];
+  const float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
+      *last = update->moment[2];
   int64_t first, i;
   sums[0] = sums[1] = sums[2] = 0;
   for (first = 0; first < update->count; first += 1024) {
@@ -4234,10 +4440,12 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
   const int64_t n = update->count;
   const vf factor = vf_set(update->factor), decay = vf_set(update->decay), lr = vf_set(update->lr);
   const vf alpha = vf_set(update->alpha), curvature = vf_set(update->curvature), one = vf_set((float)1);
-  float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1], *last = update->moment[2];
+  float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
+      *last = update->moment[2];
   int64_t i;
   for (i = 0; i < n; i += VF) {
-    const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v)), before = LUNAI_GET(mean), d = LUNAI_GET(last);
+    const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v)), before = LUNAI_GET(mean),
+        d = LUNAI_GET(last);
     const vf m = vf_fma(alpha, vf_sub(g, before), before), b = vf_fma(curvature, vf_mul(d, d), LUNAI_GET(curve));
     const vf next = vf_div(m, vf_max(vf_abs(b), one));
     LUNAI_PUT(mean, m);
@@ -4292,17 +4500,18 @@ LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_
 
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
-   Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial result
-   (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later where the
-   blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
-   Guarded by tests/attention.c
-   ---------------------------------------------------------------------------------------------------------------------- */
+   Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
+   result (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later
+   where the blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each
+   row's log-sum-exp. Guarded by tests/attention.c
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* The reference. Offsets of row i of batch row b and head h, and how many keys it sees */
 typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
-LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
+LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i,
+                                     lunai_attention_row *r) {
   const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
   const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
   const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
@@ -4404,8 +4613,8 @@ LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, flo
   vf_store(x, p);
 }
 
-/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it. The sums
-   go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
+/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it.
+   The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
 LUNAI_INLINE void LUNAI_K(softmax_across)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
                                           float *stats) {
   int64_t i, j, l;
@@ -4462,7 +4671,8 @@ LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int6
 }
 
 /* merges a block's partial result into that of the blocks before it */
-LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out,
+LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state,
+                                       float *out,
                                        int64_t out_row) {
   int64_t i, j;
   for (i = 0; i < width; i++) {
@@ -4470,7 +4680,8 @@ LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *
     const float old = LUNAI_K(exp1)(state[i] - top), add = LUNAI_K(exp1)(stats[i] - top);
     float *row = out + i * out_row;
     state[i] = top;
-    for (j = 1; j < 3; j++) state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
+    for (j = 1; j < 3; j++)
+      state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
     for (j = 0; j < dim; j += VF) {
       const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
       LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part + i * dim + j, dim - j), vf_set(add), x), dim - j);
@@ -4568,7 +4779,8 @@ LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
 }
 
 /* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
-LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end, int64_t key,
+LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end,
+                                  int64_t key,
                                   int64_t depth) {
   lunai_tile t;
   t.query = query;
@@ -4577,7 +4789,8 @@ LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *he
   t.depth = a->causal ? lunai_min(depth, query + t.width - key) : depth;
   t.lines = head->across ? t.width : t.depth;
   t.length = head->across ? t.depth : t.width;
-  t.step = ((head->across ? depth : t.width) + 15) / 16 * 16 + (head->across ? 16 : 0); /* no power of two: lines would share cache sets */
+  /* no power of two: lines would share cache sets */
+  t.step = ((head->across ? depth : t.width) + 15) / 16 * 16 + (head->across ? 16 : 0);
   t.q_step = head->across ? t.step : 1;
   t.k_step = head->across ? 1 : t.step;
   return t;
@@ -4642,7 +4855,8 @@ LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, in
 /* whether this unit alone writes its keys' gradients */
 LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
 
-/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each query block */
+/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
+   query block */
 LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
   return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
          query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
@@ -4653,7 +4867,8 @@ LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int
 LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), few = lunai_min(depth, LUNAI_FEW_KEYS);
+  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
+      few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
   const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
@@ -4808,7 +5023,8 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
    ones cost more */
 LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
-  const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1, items = w->pairs * runs * blocks;
+  const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1,
+      items = w->pairs * runs * blocks;
   lunai_attention_space space;
   int64_t item;
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
@@ -4834,7 +5050,8 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
     const int64_t pair = item / tiles, query = item % tiles * LUNAI_TILE;
     const lunai_head head = lunai_head_at(a, pair);
     const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
-    float *partial = w->partial + pair * w->blocks * w->unit, *state = lunai_stats_of(w, partial, query); /* block 0's */
+    /* block 0's */
+    float *partial = w->partial + pair * w->blocks * w->unit, *state = lunai_stats_of(w, partial, query);
     float *out = a->out + head.out + query * a->out_row;
     if (width <= 0) continue;
     for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
@@ -4976,7 +5193,8 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE), same = a->heads * w->blocks;
+  const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE),
+      same = a->heads * w->blocks;
   const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
   int64_t item, unit;
   for (item = thread; item < units; item += threads) {
@@ -5015,8 +5233,9 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
 }
 #endif
 
-/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
-   those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
+/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries
+   at a time by those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by
+   tests/sparse.c. ---- */
 #ifndef LUNAI_PASS
 #define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
@@ -5066,7 +5285,8 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   }
   return n;
 }
-/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
+/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null:
+   counts them. */
 LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
                                    lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
   const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
@@ -5145,7 +5365,8 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
-    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
+    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout,
+                                                                 s->element + query * s->numbers + key->number),
                        a->v + s->v + key->row * a->v_row, out);
   }
   if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
@@ -5219,7 +5440,8 @@ typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
   lunai_key *key;
 } lunai_sparse_space;
 
-/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
+/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
+   value_dim] */
 typedef struct lunai_sparse_part {
   lunai_sparse s;
   lunai_sparse_run run;
@@ -5738,7 +5960,8 @@ LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s
   const vf lowest = vf_set(-INFINITY);
   vf top = lowest, sum = vf_zero(), factor;
   int64_t i;
-  for (i = 0; i < n; i += VF) top = vf_max(top, vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)));
+  for (i = 0; i < n; i += VF)
+    top = vf_max(top, vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)));
   top = vf_set(vf_hmax(top));
   for (i = 0; i < n; i += VF) {
     const vf x = vf_exp(vf_sub(vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)), top));
@@ -5799,8 +6022,10 @@ typedef struct lunai_unpack_work {
   const lunai_unpack *u;
   char *scratch;
   size_t thread_bytes;
-  int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
-  float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+  /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
+  int64_t blocks, first, last, unit;
+  /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+  float *partial;
 } lunai_unpack_work;
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
@@ -5856,7 +6081,8 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
   int64_t h;
   m->slots = lunai_unpack_slots(u, b);
   m->n = u->heads * m->slots;
-  for (h = 0; h < u->heads; h++) memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
+  for (h = 0; h < u->heads; h++)
+    memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
   if (m->slots < u->slots) {
     for (h = 0; h < u->heads; h++) {
       memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
@@ -5965,7 +6191,8 @@ LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t thr
   int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
   lunai_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; unit < last; unit++) {
-    const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK, end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
+    const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
+        end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
@@ -6009,13 +6236,13 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
 }
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [section 3.3]
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
    The state between chunks is double: S forward, as the running mean M = S / t, and R in reverse; inside a chunk all is
    float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* ---- the reference ---- */
 
@@ -6203,7 +6430,8 @@ LUNAI_FN void LUNAI_K(scale_rows)(int64_t rows, int64_t n, const float *factors,
 }
 
 /* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
-LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z, const float *x, double *mean,
+LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z,
+                                      const float *x, double *mean,
                                       int64_t mean_row, double *result) {
   double wide[8], sum[8];
   int64_t i, j;
@@ -6216,7 +6444,8 @@ LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, cons
   }
   for (j = 0; j < n; j++) result[j] = sum[j];
 }
-LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, double *mean,
+LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x,
+                                  double *mean,
                                   int64_t mean_row, double *result) {
   int64_t j;
   for (j = 0; j + 8 <= n; j += 8) LUNAI_K(step_block)(8, dim, share, y, z + j, x, mean + j, mean_row, result + j);
@@ -6408,7 +6637,8 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
 /* the triangle is computed as two triangles of half a chunk and the square below them */
 #define LUNAI_HALF (LUNAI_CHUNK / 2)
 
-/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written nor read */
+/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written
+   nor read */
 LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, int64_t depth, const float *x, int64_t x_row,
                                  const float *y, int64_t y_row) {
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
@@ -6452,8 +6682,9 @@ LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, do
   for (t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
 }
 
-/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
-   but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
+/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite
+   z changes no bit but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product,
+   and added from its own row on. */
 LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, int64_t dim, int64_t n, float factor, const float *x,
                                int64_t x_row, const float *mean, const float *z, int64_t z_row, float *out,
                                int64_t out_row, float *buffer) {
@@ -6494,8 +6725,8 @@ LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, int64_t n, int64_
   lunai_causal_apply(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
 }
 
-/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B = R^T) and of Z
-   (A = Y, B = R, X = G) */
+/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B =
+   R^T) and of Z (A = Y, B = R, X = G) */
 LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *a, int64_t a_row,
                                    const float *b, int64_t b_row, int64_t b_column, const float *x, int64_t x_row,
                                    float *grad, int64_t grad_row) {
@@ -6664,7 +6895,9 @@ LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state,
   memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
 
-typedef struct lunai_luna_steps { const lunai_kernels *kernels; const lunai_causal_luna *args; char *scratch; } lunai_luna_steps;
+typedef struct lunai_luna_steps {
+  const lunai_kernels *kernels; const lunai_causal_luna *args; char *scratch;
+} lunai_luna_steps;
 LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
   return 2 * lunai_floats(a->slots) + (int64_t)lunai_round((size_t)lunai_max(a->slots, a->head_dim) * sizeof(double));
 }
@@ -6834,9 +7067,9 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
 }
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>table: the kernels of an instruction set, its loops and the drivers that run on them
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* the reference's: no panels, and scratch only where a row's probabilities or a running mean need it */
 LUNAI_FN size_t lunai_gemm_scratch_reference(const lunai_gemm *g, int64_t threads) { return (void)g, (void)threads, 0; }
@@ -6911,9 +7144,9 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #ifndef LUNAI_PASS
 #define LUNAI_IMPLEMENTED
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>dispatch: one pass an instruction set, and the choice among them at run time
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_JOIN2(a, b) a##b
 #define LUNAI_JOIN(a, b) LUNAI_JOIN2(a, b)
 #define LUNAI_K(name) LUNAI_JOIN(LUNAI_JOIN(lunai_, name), LUNAI_SUFFIX)
@@ -6994,7 +7227,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 
 #if defined(LUNAI_MSVC)
 #elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
@@ -7055,7 +7289,8 @@ LUNAI_FN int lunai_isa_detect(void) {
   low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
   if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
-  if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
+  if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 ||
+      (r[1] & (1u << 31)) == 0)
     return LUNAI_BASELINE > LUNAI_ISA_AVX2 ? LUNAI_BASELINE : LUNA_ISA_AVX2;
   return LUNA_ISA_AVX512;
 }
@@ -7208,11 +7443,13 @@ static const char *const lunai_sentences[] = { "", LUNA_ERRORS(LUNAI_ERROR) };
 #define LUNAI_ERROR(id, status, sentence) (uint8_t)LUNA_##status,
 static const uint8_t lunai_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LUNAI_ERROR) };
 #undef LUNAI_ERROR
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>functions: the context-free calls
    Without scratch they run the reference. Guarded by tests/ops.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { if (counter && out) lunai_philox(counter, key, out); }
+   ------------------------------------------------------------------------------------------------------------------ */
+LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
+  if (counter && out) lunai_philox(counter, key, out);
+}
 
 LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
   lunai_parallel p;
@@ -7229,8 +7466,8 @@ LUNAI_FN void *lunai_scratch_of(const luna_run *run, size_t need) {
   return (void *)aligned;
 }
 
-/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach over
-   together; -1 when a size or a stride is negative, or a product too large. */
+/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach
+   over together; -1 when a size or a stride is negative, or a product too large. */
 LUNAI_FN int64_t lunai_extent(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   const int64_t last = lunai_checked(lunai_max(count, 1) - 1, *stride = given ? given : dense);
   return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LUNAI_MAX_COUNT - last ? -1 : extent + last;
@@ -7315,14 +7552,16 @@ LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t
 }
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
   const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head }, k[3] = { args->k_batch, args->k_row, args->k_head };
+  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head },
+      k[3] = { args->k_batch, args->k_row, args->k_head };
   const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
   const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
   const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
   const bool ragged = args->query_offsets != NULL;
   int64_t b, queries = args->queries, keys = args->keys;
   memset(a, 0, sizeof *a);
-  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
+  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1)
+    return LUNA_BAD_ARGUMENT;
   if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
   if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
   if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
@@ -7336,7 +7575,8 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
       !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
-  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0)
+    return LUNA_BAD_ARGUMENT;
   for (b = 0; args->lengths && b < batch; b++)
     if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
@@ -7390,9 +7630,13 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   return LUNA_OK;
 }
-LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) { return lunai_attention_call(args, false); }
+LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) {
+  return lunai_attention_call(args, false);
+}
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args) { return lunai_attention_call(args, true); }
+LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args) {
+  return lunai_attention_call(args, true);
+}
 #endif
 
 /* --- causal product --- */
@@ -7400,10 +7644,12 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
   const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
   memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim)) return LUNA_BAD_ARGUMENT;
+  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim))
+    return LUNA_BAD_ARGUMENT;
   if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
   c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
-  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim; c->value_dim = args->value_dim;
+  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim;
+  c->value_dim = args->value_dim;
   c->xy_head = args->dim;
   c->z_head = args->value_dim;
   c->xy_row = args->heads * args->dim;
@@ -7432,7 +7678,8 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   lunai_causal c;
   void *scratch;
   if (!args || lunai_causal_of(args, &c) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  if (c.batch > 0 && c.rows > 0 && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out))) return LUNA_BAD_ARGUMENT;
+  if (c.batch > 0 && c.rows > 0 && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out)))
+    return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   parallel = lunai_parallel_of(&args->run);
@@ -7443,18 +7690,20 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
 }
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args) { return lunai_causal_call(args, true); }
+LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args) {
+  return lunai_causal_call(args, true);
+}
 #endif
 #endif /* !LUNA_ONLY_STREAM */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>safetensors: reading and writing files of tensors, without allocation or stdio
-   8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype": "F32",
-   "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without holes.
-   lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
-   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n. Guarded
-   by tests/safetensors.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype":
+   "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without
+   holes. lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
+   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
+   Guarded by tests/safetensors.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
 #define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
@@ -7463,7 +7712,8 @@ typedef struct lunai_st {
   const uint8_t *bytes, *data;
   const char *header;
   size_t size, data_size, header_size;
-  size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
+  /* where the object __metadata__ begins in the header; 0: there is none */
+  size_t meta;
   size_t tensors, pairs;                         /* their number */
   bool contiguous;                               /* each tensor's data begins where the one before ends */
   uint64_t *names, *keys;                        /* the index: hash << 32 | where it opens in the header, sorted */
@@ -7496,7 +7746,8 @@ typedef struct lunai_st_tensor {
 
 /* Text: UTF-8 and the escapes of JSON. */
 
-/* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no character */
+/* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no
+   character */
 LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
   static const uint32_t min[4] = {0, 0x80, 0x800, 0x10000};
   const uint8_t *s = (const uint8_t *)*at;
@@ -7530,7 +7781,8 @@ LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
   if (end - at < 4) return LUNAI_ST_BAD;
   for (i = 0; i < 4; i++) {
     const char c = at[i];
-    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' &&
+        c <= 'F' ? c - 'A' + 10 : -1;
     if (digit < 0) return LUNAI_ST_BAD;
     value = value << 4 | (uint32_t)digit;
   }
@@ -7579,8 +7831,8 @@ LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
   return lunai_st_order(text.at, text.at + text.size, string) == 0;
 }
 
-/* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size without
-   the 0, so it was not cut if that is below room. */
+/* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size
+   without the 0, so it was not cut if that is below room. */
 LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
   const char *at = text.at, *end = text.at + text.size;
   char utf8[4];
@@ -7679,7 +7931,8 @@ LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int max) {
     }
     if (j->at == start || (zero && j->at - start > 1))
       return (void)lunai_st_fail(j, "a shape or data_offsets has something other than whole numbers"), -1;
-    if (count == max) return (void)lunai_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
+    if (count == max)
+      return (void)lunai_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
     out[count++] = value;
   } while (lunai_st_skip(j, ','));
   return lunai_st_take(j, ']') ? count : -1;
@@ -7714,7 +7967,8 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
     if (lunai_st_equal(key, "dtype")) {
       part = 1;
       if (!lunai_st_string(j, &dtype)) return false;
-      for (t->dtype = 0; t->dtype < LUNAI_ST_DTYPES && !lunai_st_equal(dtype, lunai_st_formats[t->dtype].name);) t->dtype++;
+      for (t->dtype = 0; t->dtype < LUNAI_ST_DTYPES && !lunai_st_equal(dtype, lunai_st_formats[t->dtype].name);)
+        t->dtype++;
       if (t->dtype == LUNAI_ST_DTYPES) return lunai_st_fail(j, "a tensor has an unknown dtype");
     } else if (lunai_st_equal(key, "shape")) {
       part = 2;
@@ -7749,7 +8003,8 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
 LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lunai_st_tensor *out) {
   int64_t offsets[2];
   for (; lunai_st_member(j, first, &out->name); first = false) {
-    if (!lunai_st_equal(out->name, "__metadata__")) return lunai_st_entry(j, out, offsets) && lunai_st_place(st, j, out, offsets);
+    if (!lunai_st_equal(out->name, "__metadata__"))
+      return lunai_st_entry(j, out, offsets) && lunai_st_place(st, j, out, offsets);
     if (!lunai_st_metadata(j)) return false;
   }
   return false;
@@ -7944,7 +8199,8 @@ LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bit
   const uint64_t one = (uint64_t)1 << mantissa_bits, mantissa = bits & (one - 1);
   const double sign = (bits >> (exponent_bits + mantissa_bits)) & 1 ? -1.0 : 1.0;
   if (exponent == max) return mantissa ? (double)NAN : sign * (double)INFINITY;
-  return sign * ldexp((double)(exponent ? mantissa + one : mantissa), (exponent ? exponent : 1) - max / 2 - mantissa_bits);
+  return sign * ldexp((double)(exponent ? mantissa + one : mantissa),
+                      (exponent ? exponent : 1) - max / 2 - mantissa_bits);
 }
 
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
@@ -7979,7 +8235,8 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
 
 /* the tensor's data in place where this machine can read it as float, else null */
 LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
-  const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
+  const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() &&
+      (uintptr_t)t->data % sizeof(float) == 0;
   return fits ? (const float *)(const void *)t->data : NULL;
 }
 
@@ -8128,7 +8385,8 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
   lunai_st_write_little(w, size, 8);
   lunai_st_write_header(w, metas, meta_count, tensors, tensor_count);
   for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
-  for (i = 0; i < tensor_count && !w->failed; i++) lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
+  for (i = 0; i < tensor_count && !w->failed; i++)
+    lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
   return !w->failed;
 }
 
@@ -8137,10 +8395,11 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+   ------------------------------------------------------------------------------------------------------------------ */
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
+    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
 #define LUNAI_NO_POOL
 #elif defined(_WIN32)
 #ifndef WIN32_LEAN_AND_MEAN
@@ -8194,7 +8453,9 @@ struct lunai_pool {
   lunai_worker *worker;
   void (*task)(void *work, int64_t index);
   void *work;
-  uint64_t ticket;                   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds nothing left */
+  /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds
+     nothing left */
+  uint64_t ticket;
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
   uint32_t sleepers;                 /* atomic */
@@ -8214,8 +8475,12 @@ LUNAI_INLINE void lunai_pause(void) {
 
 /* atomics, sequentially consistent */
 #ifdef LUNAI_MSVC
-LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v; }
-LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) {
+  const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v;
+}
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) {
+  const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v;
+}
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
 LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
@@ -8283,11 +8548,15 @@ LUNAI_FN void lunai_worker_run(lunai_worker *self) {
 }
 #ifdef _WIN32
 static DWORD WINAPI lunai_worker_main(LPVOID self) { lunai_worker_run((lunai_worker *)self); return 0; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return (w->thread = CreateThread(NULL, 0, lunai_worker_main, w, 0, NULL)) != NULL; }
+LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
+  return (w->thread = CreateThread(NULL, 0, lunai_worker_main, w, 0, NULL)) != NULL;
+}
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { WaitForSingleObject(thread, INFINITE); CloseHandle(thread); }
 #else
 static void *lunai_worker_main(void *self) { lunai_worker_run((lunai_worker *)self); return NULL; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->thread, NULL, lunai_worker_main, w) == 0; }
+LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
+  return pthread_create(&w->thread, NULL, lunai_worker_main, w) == 0;
+}
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
 #endif
 
@@ -8354,12 +8623,13 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
 }
 #endif /* !LUNAI_NO_POOL */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>context
-   All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin). Both are counted in
-   multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a block must hold: there the step grows up
-   from the block's start and what persists down from its end. Guarded by tests/memory.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin).
+   Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a
+   block must hold: there the step grows up from the block's start and what persists down from its end. Guarded by
+   tests/memory.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #include <stdarg.h>
 #if !defined(LUNA_MALLOC) && !defined(LUNA_FREE)
 #include <stdlib.h>
@@ -8388,7 +8658,8 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
-/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began. */
+/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
+   began. */
 typedef struct lunai_bump {
   char *start[2];                    /* small things of the host; data, null where they are only counted */
   size_t size[2], used[2], peak[2];
@@ -8443,7 +8714,8 @@ struct luna_ctx {
   luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
   bool stepped;                      /* an optimiser has made its step since begin */
   uint64_t reported;                 /* skipped steps that options.log has had */
-  luna_status status, last_status;       /* the first failure since begin; that of the last call which returned a status */
+  /* the first failure since begin; that of the last call which returned a status */
+  luna_status status, last_status;
   luna_status open_status;                /* the device could not be opened: every call says so */
   luna_error_id error_id;            /* of: */
   char error[320];
@@ -8591,8 +8863,12 @@ LUNAI_INLINE luna_status lunai_backend_result(luna_ctx *ctx, const char *name, l
   return status;
 }
 LUNAI_INLINE luna_tensor *lunai_fail(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return NULL; }
-LUNAI_INLINE void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) { (void)ctx; (void)newest; (void)id; (void)values; }
-LUNAI_INLINE luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return LUNA_BAD_ARGUMENT; }
+LUNAI_INLINE void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) {
+  (void)ctx; (void)newest; (void)id; (void)values;
+}
+LUNAI_INLINE luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) {
+  (void)ctx; (void)id; return LUNA_BAD_ARGUMENT;
+}
 LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_status status, const char *sentence) {
   (void)newest; (void)id; (void)sentence;
   ctx->status = status;
@@ -8637,7 +8913,9 @@ LUNAI_FN void lunai_leave(luna_ctx *ctx, const char *outer) { ctx->call = outer;
 LUNAI_FN const char *lunai_file_name(const luna_ctx *ctx) { return ctx->path ? ctx->path : "the file"; }
 
 /* --- memory --- */
-LUNAI_FN void *lunai_raw_allocate(const luna_allocator *a, size_t bytes) { return a->allocate ? a->allocate(a->user, bytes) : LUNA_MALLOC(bytes); }
+LUNAI_FN void *lunai_raw_allocate(const luna_allocator *a, size_t bytes) {
+  return a->allocate ? a->allocate(a->user, bytes) : LUNA_MALLOC(bytes);
+}
 LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes) {
   if (a->allocate) a->release(a->user, at, bytes);
   else LUNA_FREE(at);
@@ -8655,7 +8933,8 @@ LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
 }
 LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
-  return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes + ctx->arena[1].step_bytes;
+  return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes +
+      ctx->arena[1].step_bytes;
 }
 
 #ifndef LUNAI_SEPARATE
@@ -8665,7 +8944,8 @@ LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
 LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
   const size_t align = !remote && size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
   const size_t raw_size = (remote ? 0 : size) + sizeof(lunai_chunk) + align;
-  char *raw = raw_size < sizeof(lunai_chunk) + align ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
+  char *raw = raw_size < sizeof(lunai_chunk) + align ? NULL :
+      (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
   lunai_chunk *chunk = (lunai_chunk *)(void *)raw;
   if (!raw) return NULL;
   chunk->next = NULL;
@@ -8701,7 +8981,8 @@ LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
   if (arena->step_bytes > arena->step_peak) arena->step_peak = arena->step_bytes;
 }
 
-/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context that has one. False: none left. */
+/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context
+   that has one. False: none left. */
 LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
   const bool remote = data && lunai_on_device(ctx);
@@ -8742,7 +9023,8 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
   int i;
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
-    while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
+    while (ctx->arena[i].persistent != mark.newest[i])
+      lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
   }
 }
@@ -8804,7 +9086,8 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   lunai_arena *arena = &ctx->arena[remote];
   const bool alone = remote && LUNAI_SEPARATE;
   lunai_chunk *chunk = arena->step, **last = &arena->steps;
-  while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size)) chunk = chunk->next;
+  while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size))
+    chunk = chunk->next;
   if (chunk) return chunk;
   chunk = lunai_chunk_open(ctx, remote, alone || size > grown ? size : grown);
   if (!chunk && grown > size) chunk = lunai_chunk_open(ctx, remote, size);
@@ -8813,8 +9096,8 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin;
-     of a device, where memory is short, little more than is asked for */
+  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next
+     begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
@@ -8878,9 +9161,9 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
-/* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step ends.
-   In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count bytes
-   from the step's start, alike in every mode, and so do all decisions. */
+/* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
+   ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
+   bytes from the step's start, alike in every mode, and so do all decisions. */
 typedef struct lunai_piece {
   struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
   char *at;                          /* null where memory is only counted */
@@ -8900,7 +9183,9 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   return piece;
 }
 LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
-LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx); }
+LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) {
+  return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx);
+}
 /* the smallest free piece that is large enough; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
@@ -9002,7 +9287,8 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   for (i = 1; i >= 0; i--) {
     if (i == 0 && self) backend->close(self);
     while (arena[i].steps) lunai_chunk_close(&arena[i].steps, allocator, backend, self);
-    while (arena[i].persistent) lunai_chunk_close(&arena[i].persistent, allocator, backend, self); /* the host's oldest holds ctx itself */
+    /* the host's oldest holds ctx itself */
+    while (arena[i].persistent) lunai_chunk_close(&arena[i].persistent, allocator, backend, self);
   }
 }
 
@@ -9019,9 +9305,11 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   (void)memory;
   ctx->parallel.threads = 1;
 #else
-  if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false, &memory)) return false;
+  if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false,
+                     &memory)) return false;
   if (o->measure) return true;
-  lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))), threads - 1);
+  lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))),
+                  threads - 1);
   if (((lunai_pool *)memory)->workers == 0) return true;
   ctx->pool = (lunai_pool *)memory;
   ctx->parallel.run = lunai_pool_run;
@@ -9038,7 +9326,8 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (options) first.options = *options;
   first.kernels = lunai_kernels_of(first.options.isa);
   first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
-  if (!first.kernels || first.options.threads < 0 || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
+  if (!first.kernels || first.options.threads < 0 ||
+      !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
   if (first.options.block && lunai_on_device(&first)) return NULL;
@@ -9053,7 +9342,8 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   ctx = (luna_ctx *)memory;
   *ctx = first;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
-  if (ctx->backend->open && !ctx->options.measure) open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
+  if (ctx->backend->open && !ctx->options.measure)
+    open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
   if (open_status != LUNA_OK) {
     if (ctx->status == LUNA_OK) luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
     ctx->open_status = open_status;
@@ -9127,10 +9417,10 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
   return now;
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* columns of the table of ops */
 #define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) reads,
@@ -9158,7 +9448,8 @@ LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
   if (first < last) w->body(w->op, first, last);
 }
-LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body)(luna_op *op, int64_t first, int64_t last)) {
+LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width,
+                          void (*body)(luna_op *op, int64_t first, int64_t last)) {
   lunai_split_work w;
   w.op = op;
   w.body = body;
@@ -9208,11 +9499,16 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
         at += shape[3];
       }
 }
-LUNAI_FN luna_status lunai_permute_forward(luna_op *op) { lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK; }
-LUNAI_FN luna_status lunai_permute_backward(luna_op *op) { lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK; }
+LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
+  lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
+  lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
+}
 
 /* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
-LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows, int64_t *width, int64_t *stride) {
+LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
+                              int64_t *width, int64_t *stride) {
   int64_t inner = 1;
   int a;
   for (a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
@@ -9224,7 +9520,8 @@ LUNAI_FN luna_status lunai_slice_forward(luna_op *op) {
   int64_t rows, width, stride, r, start;
   lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
   start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (r = 0; r < rows; r++) memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
+  for (r = 0; r < rows; r++)
+    memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
@@ -9232,7 +9529,8 @@ LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
   float *dx = op->in[0]->grad;
   lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
   start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (r = 0; r < rows; r++) lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
+  for (r = 0; r < rows; r++)
+    lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
@@ -9243,7 +9541,8 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
     for (r = 0; r < rows; r++) {
       float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
       if (!back) lunai_copy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
-      else if (op->in[i]->grad) lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
+      else if (op->in[i]->grad)
+        lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
     }
     start += width;
   }
@@ -9255,7 +9554,8 @@ LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_ru
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   int64_t i;
-  for (i = 0; i < op->arg.expand.count && n > 0; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
+  for (i = 0; i < op->arg.expand.count && n > 0; i++)
+    memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
@@ -9354,8 +9654,8 @@ LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
   lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
   return LUNA_OK;
 }
-/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is that
-   of the result but for its sign, there already), then the sums over each axis along which it repeats. */
+/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
+   that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
 LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->kind] == 0; }
 #ifdef LUNA_ONLY_STREAM
@@ -9417,15 +9717,20 @@ LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y);
   else lunai_k(op)->activate((int)op->activation, last - first, x, y);
 }
-LUNAI_FN luna_status lunai_same_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_same_forward(luna_op *op) {
+  lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first, op->in[0]->grad + first);
+  lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
+                                 op->in[0]->grad + first);
 }
-LUNAI_FN luna_status lunai_activation_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
+  lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
+}
 
 LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
   const luna_step_state *state = op->ctx->state;
@@ -9443,8 +9748,12 @@ LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
   const lunai_dropout d = lunai_op_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
 }
-LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
+  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
+  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
+}
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -9498,7 +9807,8 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   int64_t r, at;
   for (r = 0; r < outer * inner; r++) {
     const int64_t start = r / inner * axis * inner + r % inner;
-    if (lunai_first_max(op->in[0]->data + start, axis, inner, &at)) op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
+    if (lunai_first_max(op->in[0]->data + start, axis, inner, &at))
+      op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
   }
   return LUNA_OK;
 }
@@ -9539,7 +9849,9 @@ LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run
 LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
-LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) { return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]]; }
+LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
+  return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]];
+}
 LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.mask.width;
   int64_t r, i;
@@ -9557,8 +9869,12 @@ LUNAI_FN void lunai_mask_back(luna_op *op, int64_t first, int64_t last) {
     if (!lunai_mask_row(op, r)) lunai_k(op)->add(n, dx, op->out[0]->grad + r * n, dx);
   }
 }
-LUNAI_FN luna_status lunai_mask_forward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_mask_backward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
+  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
+  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
+}
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -9580,11 +9896,16 @@ LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
     dx[n] -= inverse * lunai_k(op)->dot(n, dy, op->out[0]->data + r * n);
   }
 }
-LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
+}
 
 /* --- matmul --- */
-LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
+LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                           int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
   lunai_clear(g, sizeof *g);
   g->a = a; g->b = b; g->c = c;
@@ -9604,13 +9925,15 @@ LUNAI_FN void lunai_matmul_batch(const luna_op *op, lunai_gemm *g, int64_t a, in
 LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1, br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
+  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1,
+      br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
   if (which == 0) {
     lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
     g->dots = op->dots;
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
-    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n); /* dA^T = B dC^T */
+    /* dA^T = B dC^T */
+    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n);
     else lunai_matrix(g, y->grad, n, 1, w->data, bc, br, x->grad, m, k, n);            /* dA = dC B^T */
     lunai_matmul_batch(op, g, m * n, k * n, m * k);
     if (op->arg.matmul.transpose_a) {
@@ -9618,7 +9941,8 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
       g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
     }
   } else {
-    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m); /* dB^T = dC^T A */
+    /* dB^T = dC^T A */
+    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m);
     else lunai_matrix(g, x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m);            /* dB = A^T dC */
     g->batch[1] = op->arg.matmul.inner;
     g->a_batch[1] = op->arg.matmul.transpose_b ? m * n : m * k;
@@ -9626,7 +9950,8 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
-  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) { /* one b for all: the batch is more rows */
+  /* one b for all: the batch is more rows */
+  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) {
     if (which < 2) g->m *= op->arg.matmul.outer;
     else g->k *= op->arg.matmul.outer;
     g->batch[0] = 1;
@@ -9663,7 +9988,8 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation --- */
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
+   --- */
 LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
@@ -9678,12 +10004,15 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
   g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
 }
-#define LUNAI_LOGIT_COLUMNS 1024     /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
+/* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
+#define LUNAI_LOGIT_COLUMNS 1024
 LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss);
 LUNAI_FN bool lunai_drops_last(const luna_op *op) { return LUNAI_TRAINS && op->last_dropout > 0; }
 /* whether something comes between the product and y */
-LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || lunai_drops_last(op); }
+LUNAI_FN bool lunai_linear_changes(const luna_op *op) {
+  return op->activation != LUNA_ACTIVATION_NONE || lunai_drops_last(op);
+}
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
@@ -9724,9 +10053,12 @@ LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
     lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, (float *)op->workspace + first, false);
     return;
   }
-  lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first, op->out[0]->grad + first, (float *)op->workspace + first);
+  lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first,
+                              op->out[0]->grad + first, (float *)op->workspace + first);
 }
-LUNAI_FN const float *lunai_linear_dy(const luna_op *op) { return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad; }
+LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
+  return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
+}
 LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const int64_t out = lunai_last(op->out[0]);
   lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
@@ -9737,7 +10069,8 @@ LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
   lunai_k(op)->add(last - first, to, op->out[0]->grad + first, to);
 }
 LUNAI_FN void lunai_residual_backward(luna_op *op, int at) {
-  if (at < op->inputs && lunai_grad(op, at) && op->in[at]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->out[0]), 1, lunai_residual_add);
+  if (at < op->inputs && lunai_grad(op, at) && op->in[at]->grad != op->out[0]->grad)
+    lunai_split(op, luna_count(op->out[0]), 1, lunai_residual_add);
 }
 LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
@@ -9765,7 +10098,8 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
 typedef struct lunai_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
-  float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
+  /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
+  float *given, *active, *a, *dh;
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
   /* of the weights, made once for all blocks of rows, by the product that reads them */
@@ -9864,7 +10198,8 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   lunai_gemm g;
   int which;
   op->kept_size = 0;
-  if (op->training && !op->arg.feed_forward.recompute) op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
+  if (op->training && !op->arg.feed_forward.recompute)
+    op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = lunai_ffn_start(&w, op, true, NULL);
   for (which = 0; which < 6; which++) {
@@ -9917,13 +10252,15 @@ LUNAI_FN void lunai_ffn_before(void *work, int64_t thread, int64_t threads) {
   const lunai_dropout d = lunai_op_last_dropout(op);
   int64_t at, n;
   lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
-  if (op->kept_size && w->given != w->active) lunai_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
+  if (op->kept_size && w->given != w->active)
+    lunai_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
   if (op->dropout > 0) lunai_ffn_drop(work, thread, threads);
   if (!(op->last_dropout > 0)) return;
   lunai_ffn_part(w, w->out, thread, threads, &at, &n);
   lunai_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
-/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the biases */
+/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the
+   biases */
 LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
@@ -9954,11 +10291,15 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
-    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU)) lunai_run(parallel, lunai_ffn_before, &w);
+    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
+      lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
-    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
-    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden, op->in[4]->grad);
+    if (lunai_grad(op, 2))
+      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
+    if (lunai_grad(op, 4))
+      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden,
+                            op->in[4]->grad);
     for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
@@ -9967,7 +10308,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
-  return op->lengths ? lunai_min(lunai_last(op->in[0]), op->lengths[row / (lunai_rows(op->in[0]) / op->in[0]->shape[0])]) : lunai_last(op->in[0]);
+  return op->lengths ?
+      lunai_min(lunai_last(op->in[0]), op->lengths[row / (lunai_rows(op->in[0]) / op->in[0]->shape[0])]) :
+          lunai_last(op->in[0]);
 }
 LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
@@ -9982,17 +10325,23 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
   int64_t r;
   for (r = first; r < last; r++)
-    lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n, op->in[0]->grad + r * n);
+    lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
+                                  op->in[0]->grad + r * n);
 }
-LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
+}
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
 #define LUNAI_NORM_ROWS 64
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * 2 * sizeof(float);
-  op->backward_workspace_size = (size_t)(lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS) * 2 * lunai_last(op->in[0])) * sizeof(float);
+  op->backward_workspace_size = (size_t)(lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS) * 2 *
+                                         lunai_last(op->in[0])) * sizeof(float);
 }
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
@@ -10014,7 +10363,8 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
     float *sums = (float *)op->workspace + first * 2 * n;
     if (lunai_grad(op, 1) || lunai_grad(op, 2)) {
       memset(sums, 0, (size_t)(2 * n) * sizeof(float));
-      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
+      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy,
+                                      lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
     }
     if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row,
         kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
@@ -10025,9 +10375,12 @@ LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last)
   const float *sums = (const float *)op->workspace;
   int i;
   for (i = 0; i < 2; i++)
-    if (lunai_grad(op, 1 + i)) lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
+    if (lunai_grad(op, 1 + i))
+      lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
 }
-LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
   lunai_split(op, blocks, LUNAI_NORM_ROWS * n, lunai_layer_norm_back);
@@ -10048,13 +10401,18 @@ LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, in
 LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
   int64_t i;
-  for (i = first; i < last; i++) memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
+  for (i = first; i < last; i++)
+    memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
   lunai_scatter_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
-LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
+  lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
+}
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -10124,7 +10482,8 @@ LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LU
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
-LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
+LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes,
+                                                    const float *logits) {
   lunai_cross_entropy a;
   memset(&a, 0, sizeof a);
   a.logits = logits;
@@ -10135,7 +10494,9 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
-LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) { return op->arg.cross_entropy.factor * op->out[0]->grad[0]; }
+LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
+  return op->arg.cross_entropy.factor * op->out[0]->grad[0];
+}
 LUNAI_FN lunai_cross_entropy lunai_cross_entropy_args(const luna_op *op) {
   return lunai_cross_entropy_of(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), op->in[0]->data);
 }
@@ -10161,7 +10522,8 @@ LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last)
 LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
   const int64_t rows = lunai_rows(op->in[0]);
   lunai_split(op, rows, lunai_last(op->in[0]), lunai_cross_entropy_body);
-  op->out[0]->data[0] = (float)(lunai_k(op)->sum(rows, (const float *)op->workspace) * (double)op->arg.cross_entropy.factor);
+  op->out[0]->data[0] = (float)(lunai_k(op)->sum(rows, (const float *)op->workspace) *
+                                (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
@@ -10169,8 +10531,9 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   return LUNA_OK;
 }
 
-/* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel to panel and no logits kept, and
-   backward, where also LINEAR makes the gradient of logits that a cross-entropy alone reads, to the bits of the whole products. --- */
+/* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
+   to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
+   reads, to the bits of the whole products. --- */
 typedef struct lunai_logits {
   luna_op *op;                       /* with x, W and b */
   lunai_cross_entropy part;          /* of the panel */
@@ -10181,12 +10544,14 @@ typedef struct lunai_logits {
 /* a panel's products: 0 logits, 1 for x's gradient, 2 for W's */
 LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm *g) {
   const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
-  const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first, stride = w->part.grad_row;
+  const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first,
+      stride = w->part.grad_row;
   if (which == 0) {
     lunai_matrix(g, x->data, in, 1, lunai_offset(weight->data, first * in), 1, in, w->panel, rows, columns, in);
     g->c_row = stride;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
-  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad, rows, in, columns);
+  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad,
+                                      rows, in, columns);
   else {
     lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, lunai_offset(weight->grad, first * in), columns, in, rows);
     g->b_panels = w->panels;
@@ -10212,7 +10577,8 @@ LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *
   memset(w, 0, sizeof *w);
   w->op = op;
   w->part = lunai_cross_entropy_of(loss, rows, op->in[1]->shape[0], NULL);
-  w->part.grad_row = w->part.logits_row = LUNAI_LOGIT_COLUMNS + 16; /* no power of two, or rows would share cache sets */
+  /* no power of two, or rows would share cache sets */
+  w->part.grad_row = w->part.logits_row = LUNAI_LOGIT_COLUMNS + 16;
   lunai_logits_next(w, 0);
   w->panel = lunai_take(&at, rows * w->part.grad_row);
   w->part.logits = w->part.grad = w->panel;
@@ -10243,7 +10609,8 @@ LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool ba
   return bytes + gemm;
 }
 LUNAI_FN lunai_cross_entropy lunai_logits_rows(const lunai_logits *w, int64_t thread, int64_t threads) {
-  return lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads), lunai_share(w->part.rows, thread + 1, threads));
+  return lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads),
+                                  lunai_share(w->part.rows, thread + 1, threads));
 }
 LUNAI_FN void lunai_logits_sums(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
@@ -10258,7 +10625,8 @@ LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads)
 LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
   const int64_t n = w->part.columns;
-  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads), lunai_share(n, thread + 1, threads), 1.0f, w->panel,
+  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads),
+                           lunai_share(n, thread + 1, threads), 1.0f, w->panel,
                            w->op->in[2]->grad + w->part.first);
 }
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
@@ -10322,7 +10690,8 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
-   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head,
+   scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
@@ -10330,7 +10699,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
   a->lse = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
-  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries; a->keys = op->arg.attention.keys;
+  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
+  a->keys = op->arg.attention.keys;
   a->q_row = lunai_last(q); a->k_row = lunai_last(k); a->v_row = lunai_last(v);
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
@@ -10361,7 +10731,8 @@ LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
   memset(u, 0, sizeof *u);
-  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = lunai_data(op, 4); u->residual = lunai_data(op, 5);
+  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = lunai_data(op, 4);
+  u->residual = lunai_data(op, 5);
   u->out = op->out[0]->data;
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
@@ -10369,7 +10740,8 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->dropout = lunai_op_dropout(op);
   u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
-  u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
+  u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
+  u->grad_out_bias = lunai_grad(op, 4);
 }
 LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
 LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
@@ -10421,7 +10793,8 @@ LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t la
   for (b = first; b < last; b++) {
     const float *x = op->in[0]->data + b * rows * n;
     float *history = op->history ? op->history + b * (width - 1) * n : NULL;
-    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2), op->out[0]->data + b * rows * n);
+    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2),
+                                   op->out[0]->data + b * rows * n);
     if (history) lunai_history_move(history, width - 1, x, rows, n);
   }
 }
@@ -10429,13 +10802,15 @@ LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
   int64_t b;
   for (b = first; b < last; b++)
-    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data, op->out[0]->grad + b * size, op->in[0]->grad + b * size);
+    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data,
+                                            op->out[0]->grad + b * size, op->in[0]->grad + b * size);
 }
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
   int64_t b;
   for (b = 0; b < op->in[0]->shape[0]; b++)
-    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last, op->in[0]->data + b * size, op->out[0]->grad + b * size,
+    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last,
+                                           op->in[0]->data + b * size, op->out[0]->grad + b * size,
                                            lunai_grad(op, 1), lunai_grad(op, 2));
 }
 LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
@@ -10444,7 +10819,8 @@ LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
   const int64_t rows = op->in[0]->shape[0] * op->in[0]->shape[1];
-  if (op->in[0]->grad) lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_back);
+  if (op->in[0]->grad)
+    lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_back);
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
   return LUNA_OK;
 }
@@ -10492,12 +10868,15 @@ LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, lun
 
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LUNAI_SUM_BLOCK 65536
-typedef struct lunai_norm_work { const lunai_kernels *kernels; const float *x; int64_t count; double partial[64]; } lunai_norm_work;
+typedef struct lunai_norm_work {
+  const lunai_kernels *kernels; const float *x; int64_t count; double partial[64];
+} lunai_norm_work;
 LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   lunai_norm_work *w = (lunai_norm_work *)work;
   int64_t i;
   for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
-    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
+    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK),
+                                            w->x + i * LUNAI_SUM_BLOCK);
 }
 LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                     const luna_update *table, int64_t count) {
@@ -10526,7 +10905,9 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
   return LUNA_OK;
 }
 
-typedef struct lunai_update_work { const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3]; } lunai_update_work;
+typedef struct lunai_update_work {
+  const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3];
+} lunai_update_work;
 LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
   lunai_update u = *whole;
   int i;
@@ -10542,17 +10923,21 @@ LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT;
   const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * LUNAI_SPLIT, w->update.count);
   const lunai_update u = lunai_update_part(&w->update, first, last);
-  if (first < last) (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
+  if (first < last)
+    (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
+     w->kernels->adam)(&u);
 }
 LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /* of a part of at most 64 blocks */
   lunai_update_work *w = (lunai_update_work *)work;
   int64_t i;
   for (i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
-    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK, lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
+    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
+                                             lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
     w->kernels->apollo_sums(&u, w->partial[i]);
   }
 }
-/* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) / D^4 */
+/* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) /
+   D^4 */
 LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   const lunai_update whole = w->update;
   double sums[3] = { 0, 0, 0 }, d;
@@ -10611,7 +10996,8 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
 #define LUNAI_CPU_REST(query, forward, backward, can) \
   { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+      LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
   NULL, NULL, NULL, NULL,
   {
     LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
@@ -10641,7 +11027,8 @@ static const luna_backend lunai_cpu = {
     LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
     LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
     LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
+    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward,
+                   LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
     LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
     LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
                  LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
@@ -10666,16 +11053,18 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
-   An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the step (lunai_finish), the
-   backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes everything. Guarded by
-   tests/ops.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
+   An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the
+   step (lunai_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
+   everything. Guarded by tests/ops.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+LUNA_API int64_t luna_count(const luna_tensor *t) {
+  return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0;
+}
 
-/* elements of a shape; -1 when it is none: rank, a negative size, or too many, counted with each 0 as 1, so that no product
-   of some of its axes overflows */
+/* elements of a shape; -1 when it is none: rank, a negative size, or too many, counted with each 0 as 1, so that no
+   product of some of its axes overflows */
 LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
   int64_t count = 1, bound = 1;
   int a;
@@ -10725,7 +11114,8 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
+  /* nothing lies somewhere too: null + 0 is undefined */
+  if (count == 0 && !ctx->options.measure) t->data = (float *)memory;
   t->older = ctx->made;
   return ctx->made = t;
 }
@@ -10808,7 +11198,8 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   data = x->data;
   b->used[0] = scope.used[0];
   b->used[1] = scope.used[1];
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x; /* from outside */
+  /* from outside */
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x;
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
@@ -10902,7 +11293,8 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->reported = now.skipped;
   ctx->unread = false;
   if (!skipped || !ctx->options.log) return;
-  lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
+  lunai_print(sentence, sizeof sentence,
+              "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
               (int64_t)now.skipped, (int64_t)now.step);
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
@@ -11091,7 +11483,9 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, i
   s->op.in[2] = inputs > 2 ? c : NULL;
   for (i = 0; i < inputs; i++)
     if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
-    else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
+    else if (!s->op.in[i])
+      return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" :
+                             "the third input") != NULL;
   return true;
 }
 /* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
@@ -11127,7 +11521,8 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
   return NULL;
 }
 /* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
-LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max, const char *what, bool *failed) {
+LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
+                                       const char *what, bool *failed) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
   int64_t i;
@@ -11157,7 +11552,8 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
 LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
-/* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is LUNA_OK */
+/* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
+   LUNA_OK */
 LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *workspace = NULL;
@@ -11202,7 +11598,8 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
 }
 
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
-LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra, int extra_rank, const int64_t *extra_shape) {
+LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
+                                       int extra_rank, const int64_t *extra_shape) {
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
@@ -11264,7 +11661,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   return op->out[0];
 }
-LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) { return lunai_finish_two(s, rank, shape, NULL, 0, NULL); }
+LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) {
+  return lunai_finish_two(s, rank, shape, NULL, 0, NULL);
+}
 /* in[0]'s shape but for the last axis */
 LUNAI_FN luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
   int64_t shape[LUNA_MAX_RANK];
@@ -11272,7 +11671,9 @@ LUNAI_FN luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
   shape[s->op.in[0]->rank - 1] = last;
   return lunai_finish(s, s->op.in[0]->rank, shape);
 }
-LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
+LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) {
+  return lunai_finish(s, t->rank, t->shape);
+}
 
 /* --- backward --- */
 #ifndef LUNA_NO_TRAIN
@@ -11285,7 +11686,8 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
     if (owner->maker && !owner->keep_grad && !t->keep_grad) {
       if ((owner->grad_piece = lunai_piece_take(ctx, bytes)) == NULL) return false;
       memory = owner->grad_piece->at;
-    } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
+    } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) :
+                 lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
     owner->has_grad = true;
     if (owner->parameter) {
@@ -11327,7 +11729,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
-    } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
+    } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) ==
+               NULL) return false;
     owner->data = (float *)owner->data_piece->at;
     owner->released = false;
     owner->recomputed = true;
@@ -11342,8 +11745,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
   return true;
 }
 
-/* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and backward
-   does not need is released at once. */
+/* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and
+   backward does not need is released at once. */
 LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
   luna_ctx *ctx = newest->ctx;
   luna_op *op = newest->recompute_from;
@@ -11412,8 +11815,9 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   }
 }
 
-/* Leaves the gradient of a cross-entropy's logits to the LINEAR op that made them, which stores only parts of it at a time. False where that op cannot,
-   or where the gradient is kept or has other parts: something has reached it, or an op between the two reads the logits and still may. */
+/* Leaves the gradient of a cross-entropy's logits to the LINEAR op that made them, which stores only parts of it at a
+   time. False where that op cannot, or where the gradient is kept or has other parts: something has reached it, or an
+   op between the two reads the logits and still may. */
 LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   const luna_tensor *logits = lunai_owner(loss->in[0]);
   luna_op *maker = logits->maker;
@@ -11462,7 +11866,8 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (i = 0; i < op->outputs; i++)
     if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (i = 0; i < op->inputs; i++)
-    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
+    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
+      return false;
   op->sets = lunai_sets_in_place(op) ? 1 : 0;
   for (i = 0; i < op->inputs; i++)
     if (op->sets >> i || lunai_grad_in_place(op, i)) {
@@ -11534,8 +11939,8 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   t->recomputed = false;
 }
 
-/* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients of parameters
-   included: they stay, zero. On failure nothing has changed. */
+/* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients
+   of parameters included: they stay, zero. On failure nothing has changed. */
 LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss->ctx;
   const lunai_mark mark = lunai_step_mark(ctx);
@@ -11602,13 +12007,14 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 
 #endif /* !LUNA_NO_TRAIN */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>graphs
    Between begin and end the context's backend is a graph's own table, which notes calls: each is a record of a copy of
-   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At the
-   end the records are run: as they are; or while the device records them, with those copies made from one place there;
-   or not at all, where a recording with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At
+   the end the records are run: as they are; or while the device records them, with those copies made from one place
+   there; or not at all, where a recording with their hash exists: then that place alone is written. Guarded by
+   tests/cuda.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef enum lunai_call_kind {
   LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
   LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
@@ -11656,7 +12062,9 @@ LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
   }
 }
 LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
-LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) { lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value); }
+LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) {
+  lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value);
+}
 
 /* room for `size` bytes more; null where there is none, or where it would not be used */
 LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
@@ -11787,7 +12195,8 @@ LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, 
   if (bytes == 0) return LUNA_OK;
   if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
   if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
-  if (direction == 1 && !value) lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
+  if (direction == 1 && !value)
+    lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
   c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
   if (!c) return g->device->copy(ctx, to, from, bytes, direction);
   c->to = to;
@@ -11828,7 +12237,8 @@ LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, lu
   return LUNA_OK;
 }
 /* the parts stay as they are, the optimiser's, until it makes another step */
-LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule, const luna_update *parts,
+LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule,
+                                      const luna_update *parts,
                                       const luna_update *table, int64_t count) {
   lunai_call *c = lunai_note(ctx->graph, kind, 0);
   if (!c) return NULL;
@@ -11963,7 +12373,8 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
   ctx->backend = g->device;
   status = g->status;
   if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
-  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g)) status = lunai_graph_launch(g);
+  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g))
+    status = lunai_graph_launch(g);
   else if (!g->through) {
     g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
     status = lunai_calls_run(g, false);
@@ -11978,9 +12389,9 @@ LUNA_API const char *luna_graph_reason(const luna_graph *g) {
   return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct lunai_param {
   struct lunai_param *next;          /* in the set */
@@ -12007,7 +12418,8 @@ struct luna_params {
   const luna_params *shared;         /* from this set, */
   lunai_sharing sharing;             /* which ctx->sharing lists where work is queued; */
   lunai_st source;                   /* or from this file */
-  const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
+  /* while a model is loaded: new parameters must be in this file, and take their values from it */
+  const lunai_st *filling;
 };
 
 /* Records the outcome of a call that makes something. The first failure is remembered until the same call succeeds,
@@ -12064,7 +12476,8 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
-  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) || !lunai_queues(root->ctx))
+  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) ||
+      !lunai_queues(root->ctx))
     return params;
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
@@ -12110,7 +12523,8 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   status = params->ctx->options.measure ? LUNA_OK
       : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
   for (p = params->first; p && status == LUNA_OK; p = p->next)
-    if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
+    if (p->tensor.grad)
+      status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
 }
 
@@ -12140,7 +12554,8 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   return status == LUNA_OK && !matched ? lunai_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "") : status;
 }
 
-/* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every machine --- */
+/* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every
+   machine --- */
 LUNAI_FN float lunai_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
 LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method: a log, no sine */
   for (;; counter[1] += 0x10000u) {
@@ -12153,7 +12568,8 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
     }
   }
 }
-LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width, uint64_t hash, uint64_t seed) {
+LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width,
+                                 uint64_t hash, uint64_t seed) {
   int64_t i;
   for (i = 0; i < count; i++) {
     uint32_t counter[4], word[4];
@@ -12161,7 +12577,8 @@ LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
     counter[2] = (uint32_t)hash;
     counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES) out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
+    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES)
+      out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
     else if (init.kind == LUNA_INIT_NORMAL) out[i] = bound * lunai_normal(counter, seed);
     else {
       lunai_philox(counter, seed, word);
@@ -12194,7 +12611,8 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
   *wrong = LUNA_ERROR_NONE;
-  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx))
+    *wrong = LUNA_ERROR_BORROW_DEVICE;
   if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
@@ -12234,7 +12652,9 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   return lunai_backend_result(ctx, "a parameter's values", status);
 }
 
-LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64; }
+LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
+  return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
+}
 LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
   int a;
   if (t->rank != tensor->rank) return false;
@@ -12243,7 +12663,8 @@ LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor)
 }
 
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
-LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape, lunai_st_tensor *t) {
+LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape,
+                          lunai_st_tensor *t) {
   luna_tensor like;
   lunai_tensor_set(&like, ctx, rank, shape);
   if (lunai_st_find(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
@@ -12278,7 +12699,8 @@ LUNAI_FN bool lunai_param_named(const luna_params *params, const char *name) {
   else return true;
   return false;
 }
-LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
+LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, int rank, const int64_t *shape,
+                                       luna_init init) {
   luna_ctx *ctx = params->ctx;
   const int64_t count = lunai_shape_count(rank, shape);
   lunai_persistent_mark mark;
@@ -12324,7 +12746,8 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   lunai_param_join(params, p);
   return &p->tensor;
 }
-LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
+LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape,
+                                 luna_init init) {
   luna_tensor *t = params ? lunai_param_make(params, name, rank, shape, init) : NULL;
   if (params) lunai_remember(params->ctx, params, lunai_hash(name ? name : ""), t ? LUNA_OK : params->ctx->last_status);
   return t;
@@ -12448,9 +12871,9 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
   return lunai_params_put(params, key, value);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>ops: shape checks, then a call of the backend
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* of a stream or its layer: memories, and whether each is of a source, as in a decoder */
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_SOURCES(s) ((int64_t)1)
@@ -12465,7 +12888,8 @@ typedef struct lunai_past {
   const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
-  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
+  /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
+  int64_t sources;
   luna_tensor scores;                /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots,
                                         head_dim]; of one source without its axis */
   luna_tensor scores_bias;           /* rank 0: not folded; [heads slots], of several sources [sources, batch / sources,
@@ -12513,7 +12937,8 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ? lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ?
+      lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
 }
@@ -12562,7 +12987,8 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL))
+    return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
   for (i = 1; i < count; i++) {
@@ -12675,7 +13101,8 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability))
+    return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
   return lunai_finish_like(&s, x);
@@ -12698,8 +13125,12 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
   return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
 }
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum"); }
-LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean"); }
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
+}
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean");
+}
 LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) {
   const int64_t count = luna_count(x);
   return x ? luna_reshape(x, 1, &count) : NULL;
@@ -12713,7 +13144,9 @@ LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
 LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
 }
-LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
+}
 
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
@@ -12723,7 +13156,8 @@ LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool trans
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
   good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
-  for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
+  for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
+    good = a->shape[a->rank - i] == b->shape[b->rank - i];
   if (!good) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_AXES, a, b);
   m = a->shape[a->rank - (transpose_a ? 1 : 2)];
   k = a->shape[a->rank - (transpose_a ? 2 : 1)];
@@ -12759,7 +13193,8 @@ LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what,
   return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
 }
 LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
+  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t,
+                                                                   (int64_t)rank) != NULL;
 }
 
 /* whether x, weight and bias go together; false: the failure is reported */
@@ -12771,7 +13206,8 @@ LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
-LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
+LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                        luna_activation activation, luna_tensor *residual, float dropout) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
@@ -12783,12 +13219,16 @@ LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, lun
   lunai_input(&s, residual);
   return lunai_finish_rows(&s, weight->shape[0]);
 }
-LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
+LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                             luna_activation activation) {
   return lunai_linear_with(x, weight, bias, activation, NULL, 0);
 }
-LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
+LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
+}
 
-/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is reported */
+/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is
+   reported */
 LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
                                       const luna_tensor *b2, luna_activation activation,
                                       const luna_feed_forward_config *c) {
@@ -12816,7 +13256,8 @@ LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, con
   return c->gate->shape[0] == w1->shape[0] ||
          lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
 }
-LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
+                                        luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
@@ -12965,7 +13406,8 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
 }
 
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
-LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels, const luna_cross_entropy_config *config) {
+LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels,
+                           const luna_cross_entropy_config *config) {
   luna_ctx *ctx = s->op.ctx;
   luna_cross_entropy_config c;
   int64_t i, counted = 0;
@@ -12974,7 +13416,8 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (!labels) return lunai_fail_null(ctx, s->name, "labels") != NULL;
-  if (!(c.smoothing >= 0 && c.smoothing <= 1)) return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
+  if (!(c.smoothing >= 0 && c.smoothing <= 1))
+    return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
   if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(s, (size_t)rows * sizeof(int32_t)) != NULL;
   kept = (int32_t *)memory;
@@ -12991,30 +13434,38 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return rows == 0 || s->op.index != NULL;
 }
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) { return luna_cross_entropy_with(logits, labels, NULL); }
-LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config) {
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) {
+  return luna_cross_entropy_with(logits, labels, NULL);
+}
+LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
+                                              const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
   if (!lunai_has_rank(s.name, logits, 1)) return NULL;
-  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
+      lunai_abandon(&s);
 }
 
 LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
   return t->ctx->backend->op[kind].forward != NULL;
 }
-LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config) {
+LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                                const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
-  if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY)) /* a panel is all the logits, or the backend has none */
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) ||
+      !lunai_linear_fits(&s, bias)) return NULL;
+  /* a panel is all the logits, or the backend has none */
+  if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
   lunai_input(&s, bias);
   if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
     lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
     return lunai_abandon(&s);
   }
-  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
+      lunai_abandon(&s);
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -13080,7 +13531,8 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
   if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
   y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
   no = luna_add_scalar(luna_scale(y, -1), 1);
-  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") :
+                 NULL);
   no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
   return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
 }
@@ -13092,7 +13544,8 @@ LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
 }
 
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
-LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what, bool *failed) {
+LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
+                                      const char *what, bool *failed) {
   int64_t i;
   const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
   for (i = 0; i <= count && !*failed; i++)
@@ -13114,8 +13567,10 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   const int axis = ragged ? 0 : 1;
   int64_t batch, longest = 0, b;
   s->op.arg.attention.heads = heads;
-  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k)) return false;
-  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
+  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k))
+    return false;
+  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 ||
+      k->shape[axis] != v->shape[axis]) return false;
   if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
   if (ragged) {
     for (b = 0; b < c->sequences; b++)
@@ -13129,7 +13584,8 @@ LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config
   }
   batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
   if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
-  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) || (v->shape[0] != batch && v->shape[0] != 1)) return false;
+  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) ||
+      (v->shape[0] != batch && v->shape[0] != 1)) return false;
   s->op.arg.attention.batch = batch;
   s->op.arg.attention.queries = q->shape[1];
   s->op.arg.attention.keys = k->shape[1];
@@ -13180,7 +13636,8 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
   return to;
 }
 
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config) {
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
@@ -13196,7 +13653,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
   if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths", &failed);
+  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
+                                &failed);
   if (ragged) {
     s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets", &failed);
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
@@ -13214,7 +13672,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
     return NULL;
   s.op.arg.attention.causal = c->causal;
-  s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
+  s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) :
+      c->scale;
   s.op.dropout = c->dropout;
   shape[0] = ragged ? q->shape[0] : s.op.arg.attention.batch;
   shape[1] = ragged ? lunai_last(v) : q->shape[1];
@@ -13230,8 +13689,10 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   bool good;
   if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
   good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
-  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] && x->shape[1] == z->shape[1];
-  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 && z->shape[2] % heads == 0;
+  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] &&
+      x->shape[1] == z->shape[1];
+  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 &&
+      z->shape[2] % heads == 0;
   good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
   if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
   s.op.arg.causal.heads = heads;
@@ -13254,12 +13715,15 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
   return lunai_short_convolution(x, weight, bias, NULL);
 }
 
-LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
+                                luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout))
+    return NULL;
+  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] ||
+      weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
     return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
   if (!lunai_has_op(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
@@ -13282,7 +13746,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
 }
 
 /* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
-LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+                                            luna_tensor *out_bias, const int32_t *lengths, float dropout) {
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
   const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
   int64_t flat[3], grouped[4], rows[2];
@@ -13300,13 +13765,15 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   return out_bias ? luna_add(s, out_bias) : s;
 }
 
-LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
+LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+    luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
   bool good, failed = false;
   int a;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
   if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
-  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
+  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] &&
+      k->shape[3] == x->shape[2] && x->shape[2] > 0;
   for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
   good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
   good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
@@ -13324,11 +13791,13 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_ten
   s.op.dropout = dropout;
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
-LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+                                  luna_tensor *out_bias, const int32_t *lengths, float dropout) {
   return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout, 0);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega,
+LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+                                            int64_t heads, luna_activation omega,
                                             const int32_t *lengths, float dropout, float scale) {
   luna_tensor *a = luna_activate(s, omega), *w;
   int64_t grouped[4];
@@ -13348,9 +13817,11 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
   float scale;
   int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout)) return NULL;
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) ||
+      lunai_dropout_wrong(&build, dropout)) return NULL;
   if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
-  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
+  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] &&
+      s->shape[1] == q->shape[1];
   for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
   good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
   good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
@@ -13374,15 +13845,18 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
   }
   return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
 }
-LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
   return lunai_causal_nested(q, k, v, s, heads, omega, lengths, dropout, NULL);
 }
 
-LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom) {
+LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
+                                     const luna_custom *custom) {
   void *memory;
   int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL,
+                                                              NULL)) return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                            !custom->backward ? "custom->backward" : "custom->state");
@@ -13408,9 +13882,9 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_MAX_NAME 192
 /* prefix + name as one parameter name; false when too long */
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
@@ -13430,7 +13904,8 @@ LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
   init.scale = scale;
   return init;
 }
-LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a, int64_t b, luna_init init) {
+LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a,
+                                  int64_t b, luna_init init) {
   char full[LUNAI_MAX_NAME];
   int64_t shape[2];
   shape[0] = a;
@@ -13439,14 +13914,16 @@ LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const
 }
 
 /* "prefix" + "name" + ".weight" and ".bias" */
-LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t in, int64_t out, luna_init init) {
+LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name,
+                                int64_t in, int64_t out, luna_init init) {
   char full[LUNAI_MAX_NAME];
   if (!lunai_name(params, full, prefix, name)) return false;
   layer->weight = lunai_named(params, full, ".weight", 2, out, in, init);
   layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
   return layer->bias != NULL;
 }
-LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t dim) {
+LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name,
+                              int64_t dim) {
   char full[LUNAI_MAX_NAME];
   if (!lunai_name(params, full, prefix, name)) return false;
   layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_INIT_ONES, 0));
@@ -13470,7 +13947,8 @@ LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, co
   return x && made;
 }
 
-LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
+LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
@@ -13481,7 +13959,8 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
   return luna_linear(x, layer->weight, layer->bias);
 }
 
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix,
+                                          int64_t dim) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
@@ -13658,12 +14137,17 @@ LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_laye
   init = lunai_projection_init(c.bert_init, false);
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   layer->pk = layer->k = none;
-  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_SHARING_TIED ? "pc_proj" : "pv_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_SHARING_FULL)
+    good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_SHARING_TIED ? "pc_proj" : "pv_proj",
+                                   c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
+  if (c.sharing == LUNA_SHARING_FULL)
+    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
+                                   c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
+                                   lunai_projection_init(c.bert_init, true));
   if (c.sharing == LUNA_SHARING_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
   if (c.sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
   layer->config = c;
@@ -13683,11 +14167,13 @@ LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) 
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
   if (x && x->shape[1] == 1) return lunai_reshape(x, 4, x->shape[0], heads, 1, x->shape[2] / heads);
-  return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) : NULL;
+  return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) :
+      NULL;
 }
 LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
   if (x && x->shape[2] == 1) return lunai_reshape(x, 3, x->shape[0], 1, x->shape[1] * x->shape[3], 1);
-  return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) : NULL;
+  return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) :
+      NULL;
 }
 /* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
 LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
@@ -13697,15 +14183,19 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
   luna_status status = LUNA_OK;
   shape[0] = shape[1] = dim;
   if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
-  for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++) status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
+  for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
+    status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
   if (status != LUNA_OK) return lunai_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
   return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
 }
 
-LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) { return layer->weight ? luna_linear_layer_forward(layer, x) : x; }
+LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) {
+  return layer->weight ? luna_linear_layer_forward(layer, x) : x;
+}
 
 /* lengths of a memory of `max` slots, in the step, on the host */
-LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max, bool *failed) {
+LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max,
+                                             bool *failed) {
   void *memory;
   int64_t i;
   if (!lengths) return NULL;
@@ -13715,15 +14205,20 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
-/* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h bpv_h */
-LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context, const int32_t *lengths) {
-  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0, l = pq ? pq->shape[1] : 0;
+/* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
+   bpv_h */
+LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
+                                        const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0,
+      l = pq ? pq->shape[1] : 0;
   luna_tensor *sums = NULL, *g, *z, *bias;
   if (!pq) return NULL;
-  g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h), lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
+                  lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
   z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
-  bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false, false);
+  bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false,
+                     false);
   return lunai_merge_heads(luna_add(z, bias));
 }
 
@@ -13739,10 +14234,12 @@ LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *lay
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
   k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
-  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, residual, lengths, layer->config.dropout, dropout);
+  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias,
+                           residual, lengths, layer->config.dropout, dropout);
 }
 
-/* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of the long side and 4 l d */
+/* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of
+   the long side and 4 l d */
 LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int64_t projections) {
   const double d = (double)dim, l = (double)slots, n = (double)rows;
   if (ctx->options.form != LUNA_FORM_CHEAPEST) return ctx->options.form == LUNA_FORM_FOLDED;
@@ -13750,12 +14247,14 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
 }
 
 /* the first half: Y_P */
-LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context,
+                                        const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
   luna_attention_config a;
-  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key)) return lunai_pack_folded(layer, pq, context, lengths);
+  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key))
+    return lunai_pack_folded(layer, pq, context, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
   a.heads = c->pack_heads;
@@ -13857,10 +14356,13 @@ LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_laye
   good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
+  if (c.sharing == LUNA_SHARING_FULL)
+    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
+  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
+                                   c.dim, c.dim, init);
   if (c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
+  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
+                                   lunai_projection_init(c.bert_init, true));
   layer->config = c;
   return lunai_setup_end(&s, good);
 }
@@ -13872,14 +14374,15 @@ LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *la
   return lunai_split_heads(lunai_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
 }
 /* folded: pq_h Wpc_h [b, h, l, d]; *bias, unless null: pq_h bpc_h [b, h, l, 1] */
-LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq, luna_tensor **bias) {
+LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq,
+                                          luna_tensor **bias) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
   luna_tensor *g = luna_matmul(pq, lunai_reshape(layer->pc.weight, 3, h, d / h, d, 1), false, false);
   if (bias) *bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
   return g;
 }
-/* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias stays, for omega is
-   no softmax. */
+/* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key
+   bias stays, for omega is no softmax. */
 LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
   const int64_t h = layer->config.heads, n = LUNAI_SOURCES(past), rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
@@ -13894,7 +14397,8 @@ LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer
   return lunai_result(scope, s);
 }
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
-  const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
+  const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 ||
+      p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
   luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
   if (!lunai_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
@@ -13926,32 +14430,41 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
                       c->dim);
   scope = luna_scope_begin(x->ctx);
-  if (!LUNAI_BUMPS(x->ctx)) lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
+  if (!LUNAI_BUMPS(x->ctx))
+    lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
   s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
   v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
-  return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout));
+  return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
+                                               dropout));
 }
-LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, const int32_t *lengths) {
   return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
 /* from the first of `count` to the last, evenly; 0: all the same */
-LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t count) { return last == 0 || count < 2 ? first : first + (last - first) * i / (count - 1); }
+LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t count) {
+  return last == 0 || count < 2 ? first : first + (last - first) * i / (count - 1);
+}
 LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { return lunai_divide_up(c->max_length, k); }
 
-/* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one kernel [1, w] that starts as the
-   mean; false when it could not be made. No projection to learn: null, true */
-LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name, const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
+/* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one
+   kernel [1, w] that starts as the mean; false when it could not be made. No projection to learn: null, true */
+LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name,
+                                   const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
   const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
-  const int64_t max = lunai_max(c->k, lunai_max(head, layer)), widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
+  const int64_t max = lunai_max(c->k, lunai_max(head, layer)),
+      widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
   *e = NULL;
-  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) *e = lunai_named(params, prefix, name, 2, max, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
-  else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION) *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
+  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR)
+    *e = lunai_named(params, prefix, name, 2, max, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
+  else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION)
+    *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
   else return true;
   return *e != NULL;
 }
@@ -13967,7 +14480,8 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
                   LUNA_LINFORMER_PROJECTION_CONVOLUTION);
 }
 
-LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config) {
+LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
+                                               const luna_attention_layer_config *config) {
   luna_attention_layer_config c;
   luna_init init;
   lunai_setup s;
@@ -13993,18 +14507,22 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
   good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
   good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
+  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
+                                   lunai_projection_init(c.bert_init, true));
   if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE) {
     good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, 0, &layer->e);
     layer->f = layer->e;
-    if (c.linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
+    if (c.linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE)
+      good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
   }
   layer->config = c;
   return lunai_setup_end(&s, good);
 }
 
-/* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1], divided by its last column */
-LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal, const int32_t *lengths) {
+/* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
+   divided by its last column */
+LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal,
+                                             const int32_t *lengths) {
   luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
@@ -14025,7 +14543,8 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, lun
 }
 
 /* lengths of each sequence in windows, or in rows (w = 1); without lengths all are `n` */
-LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n, int64_t w) {
+LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n,
+                                             int64_t w) {
   void *memory;
   int64_t i;
   if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory))
@@ -14035,8 +14554,10 @@ LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengt
 }
 
 /* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
-LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k, const int32_t *lengths) {
-  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k), windows = lunai_divide_up(n, w);
+LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k,
+                                    const int32_t *lengths) {
+  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k),
+      windows = lunai_divide_up(n, w);
   const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
   luna_tensor *parts[2];
   int64_t shape[3];
@@ -14050,7 +14571,8 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
     parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
     x = luna_concat(parts, 2, 1);
   }
-  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL) return NULL;
+  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL)
+    return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_mean(x, 2);
@@ -14058,9 +14580,11 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
 }
 
 /* Linformer: heads [first, first + heads), which share one k */
-LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k,
+                                            luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  const int64_t width = layer->config.dim / layer->config.heads * heads, from = first * (layer->config.dim / layer->config.heads);
+  const int64_t width = layer->config.dim / layer->config.heads * heads,
+      from = first * (layer->config.dim / layer->config.heads);
   const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = k->shape[1];
   luna_attention_config a;
   memset(&a, 0, sizeof a);
@@ -14072,17 +14596,21 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
     v = luna_slice(v, 2, from, width);
   }
   if (!q || !k || !v) return NULL;
-  if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths && (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
-  return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths), lunai_shorten(c, v, layer->f, size, lengths), &a);
+  if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths &&
+      (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
+  return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
+                                lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
-LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                      const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   luna_tensor *parts[2] = { NULL, NULL };
   int64_t h;
   if (!q || !k || !v) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
-  if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
+  if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ||
+                                   c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
@@ -14092,7 +14620,8 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
   return parts[0];
 }
 
-LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
+                                                   luna_tensor *context, const int32_t *lengths) {
   const luna_attention_layer_config *c;
   luna_attention_config a;
   luna_tensor *q, *k, *v, *y;
@@ -14112,7 +14641,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   a.causal = c->causal;
   a.dropout = c->dropout;
   y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) : lunai_linformer(layer, q, k, v, lengths);
+      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) :
+          lunai_linformer(layer, q, k, v, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -14209,7 +14739,8 @@ LUNAI_FN luna_tensor *lunai_sum_normed(const luna_layer_config *c, luna_tensor *
   return c->pre_norm || !sum ? sum : luna_norm_layer_forward(norm, sum);
 }
 /* x + y after y's dropout, normed when post-norm */
-LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, const luna_norm_layer *norm) {
+LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y,
+                                     const luna_norm_layer *norm) {
   return lunai_sum_normed(c, luna_add(x, luna_dropout(y, c->dropout)), norm);
 }
 /* the input of a half-layer: normed when pre-norm */
@@ -14228,12 +14759,14 @@ LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, cons
   f.residual = x;
   f.gate = fc3->weight;
   f.gate_bias = fc3->bias;
-  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
+  /* of a layer that is computed again as well: it need not hold a hidden layer then either */
+  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
   return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
-LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params, const char *prefix, const luna_layer_config *c, bool causal) {
+LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
+                               const char *prefix, const luna_layer_config *c, bool causal) {
   luna_attention_layer_config a;
   if (c->hook) {
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
@@ -14282,10 +14815,12 @@ LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx)
 
 /* a learned P */
 LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix, int64_t slots, int64_t dim) {
-  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim, lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))));
+  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim,
+                     lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))));
 }
 
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
+                                             const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
   luna_nested_attention_layer_config attention;
   lunai_setup s;
@@ -14296,20 +14831,26 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
          lunai_name(params, name, prefix, "self_attn.");
   is_luna = lunai_is_luna(&layer->config);
-  if (good && is_luna && layer->config.own_memory) good = (layer->memory = lunai_memory_init(params, prefix, layer->config.own_memory, layer->config.dim)) != NULL;
+  if (good && is_luna && layer->config.own_memory)
+    good = (layer->memory = lunai_memory_init(params, prefix, layer->config.own_memory, layer->config.dim)) != NULL;
   attention = lunai_nested_config(&layer->config);
   if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, false);
+  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config,
+                                       false);
   good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", layer->config.dim);
+  if (is_luna)
+    good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm",
+                                   layer->config.dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
 }
 
 /* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
-LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x,
-                                luna_tensor *p, luna_tensor *context, const int32_t *lengths, const luna_norm_layer *norm,
+LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
+                                luna_tensor *x,
+                                luna_tensor *p, luna_tensor *context, const int32_t *lengths,
+                                    const luna_norm_layer *norm,
                                 const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
   const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
   luna_tensor *y_p = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
@@ -14355,12 +14896,14 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   if (x && p) *next_p = p;
   return x != NULL;
 }
-LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 const int32_t *lengths) {
   luna_tensor *y = NULL;
   return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
+                                             const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
   luna_nested_attention_layer_config cross;
   luna_causal_attention_layer_config self;
@@ -14381,7 +14924,8 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   good = good && lunai_name(params, name, prefix, "encoder_attn.");
   good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
   good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
-  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm",
+                                 layer->config.dim);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
   good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
   return lunai_setup_end(&s, good);
@@ -14405,7 +14949,8 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   if (past) {
     y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
     x = lunai_sum_normed(c, y, &layer->cross_norm);
-  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm, &layer->memory_norm, &x,
+  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm,
+                                &layer->memory_norm, &x,
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
   x = lunai_results(scope, x, p);
@@ -14414,11 +14959,13 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   if (x && p) *next_p = p;
   return x;
 }
-LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 luna_tensor *context, const int32_t *lengths) {
   return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
 }
 
-LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
+LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t memory, const luna_layer_config *config) {
   char name[LUNAI_MAX_NAME];
   luna_causal_attention_layer_config attention;
   lunai_setup s;
@@ -14435,8 +14982,10 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   attention = lunai_causal_config(&layer->config);
   if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, layer->config.dim)) != NULL;
   if (good && layer->config.convolution) {
-    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, layer->config.dim, layer->config.convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f));
-    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, layer->config.dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
+    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, layer->config.dim, layer->config.convolution,
+                                lunai_init(LUNA_INIT_IDENTITY, 0.1f));
+    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, layer->config.dim, 1,
+                                                     lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
     good = layer->kernel_bias != NULL;
   }
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
@@ -14474,13 +15023,15 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 #pragma pop_macro("LUNA_API")
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
-   >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by tests/golden.c and tests/models.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
+   tests/golden.c and tests/models.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 /* The fields of a model's config in a checkpoint's __metadata__, F(name, min, max), for writing, reading and
    checking. A field whose min is 0 may be absent. */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
+  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, \
+      1 << 22) F(convolution, 0, 1024) \
   F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) \
   F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
   F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
@@ -14498,9 +15049,11 @@ LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
   memset(c, 0, sizeof *c);
   c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
   c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
+  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
+  c->layer.omega = (luna_activation)s->omega;
   c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
+  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions;
+  c->max_length = s->max_length;
   c->features = s->features; c->outputs = s->outputs;
 }
 
@@ -14510,7 +15063,9 @@ static const lunai_field lunai_lm_fields[] = {
   LUNAI_LM_FIELDS(LUNAI_FIELD)
 #undef LUNAI_FIELD
 };
-LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
+LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) {
+  return (int64_t *)(void *)((char *)sizes + field->at);
+}
 
 /* returns the first field that a file's metadata lacks or has out of range, or null */
 LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
@@ -14533,7 +15088,8 @@ LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fi
   }
   return NULL;
 }
-LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; } /* not the model's: an optimiser's moments */
+/* not the model's: an optimiser's moments */
+LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
 LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st) { /* the model's */
   lunai_st_tensor t;
@@ -14562,10 +15118,14 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
                          "embed_tokens.weight is not [luna.vocab, luna.dim]";
   if (s->outputs && !lunai_st_matrix(st, "output_projection.weight", s->outputs, s->dim))
     return "output_projection.weight is not [luna.outputs, luna.dim]";
-  if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
-  if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim)) return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
+  if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim))
+    return "embed_positions.weight is not [luna.max_length, luna.dim]";
+  if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim))
+    return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
+  if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim))
+    return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
+  if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim))
+    return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
   return NULL;
 }
 
@@ -14574,7 +15134,8 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
   if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes))
+    return "a size of the model is missing from the metadata, or out of range";
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
@@ -14606,14 +15167,17 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
-  if (positions == LUNA_POSITIONS_SINUSOIDAL) return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
+  if (positions == LUNA_POSITIONS_SINUSOIDAL)
+    return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
     return lunai_fail(x->ctx, LUNA_ERROR_MAX_LENGTH, "learned positions", x->shape[1], table->shape[0] - first);
   return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
 }
 
 /* --- what all models' inits have in common --- */
-LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) { return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim))); }
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
+  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
+}
 
 LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, void *sizes) {
   int f;
@@ -14633,7 +15197,8 @@ LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, i
   return good;
 }
 /* Dropout is stored for further training, in units of 10^-9, which give the same float again. */
-#define LUNAI_DROPOUT_FIELDS(F) F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
+#define LUNAI_DROPOUT_FIELDS(F) \
+  F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
 typedef struct lunai_dropouts {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
@@ -14654,7 +15219,8 @@ LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *
   return NULL;
 }
 /* the model's pairs: its kind, its sizes, its dropouts */
-LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c, const lunai_field *fields, int count, void *sizes) {
+LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c,
+                                    const lunai_field *fields, int count, void *sizes) {
   lunai_dropouts d;
   if (c->hook) return true;          /* a hook cannot be stored */
 #define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
@@ -14717,8 +15283,11 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   projection = lunai_projection_init(c.layer.bert_init, true);
   memset(model, 0, sizeof *model);
   if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
-  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
+  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim,
+                                              lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
+  if (good && c.positions == LUNA_POSITIONS_LEARNED)
+    good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim,
+                                           lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
   good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
   model->layers = (luna_causal_layer *)memory;
   for (i = 0; i < c.layers && good; i++) {
@@ -14742,7 +15311,8 @@ LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *
   if (ctx && !input) lunai_fail_null(ctx, name, "the input");
   return input ? ctx : NULL;
 }
-LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b, const char *name) {
+LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b,
+                                  const char *name) {
   luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
   if (!ctx || a->batch == b->batch) return ctx;
   lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
@@ -14780,13 +15350,16 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
 
 /* --- the fields of models with an encoder --- */
 #define LUNAI_MODEL_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, 1 << 22) F(memory, 1, 1 << 20) \
+  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, \
+      1 << 22) F(memory, 1, 1 << 20) \
   F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) \
   F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
   F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
-  F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
+  F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, \
+      1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
   F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26) \
+  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, \
+      1024) F(max_target_length, 0, 1 << 26) \
   F(features, 0, 1 << 20) F(per_step, 0, 1)
 typedef struct lunai_model_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
@@ -14802,11 +15375,14 @@ static const lunai_field lunai_model_fields[] = {
 LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_sizes *s) {
   const luna_linformer_config *l = &c->layer.linformer;
   memset(s, 0, sizeof *s);
-  s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory; s->pack_heads = c->layer.pack_heads;
+  s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory;
+  s->pack_heads = c->layer.pack_heads;
   s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
   s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
-  s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position; s->embedding_scale = c->embedding_scale;
-  s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
+  s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position;
+  s->embedding_scale = c->embedding_scale;
+  s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory;
+  s->keep_padding = c->keep_padding;
   s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
   s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
   s->features = c->features;
@@ -14814,20 +15390,26 @@ LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_s
 LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
   luna_linformer_config *l = &c->layer.linformer;
   memset(c, 0, sizeof *c);
-  c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory; c->layer.pack_heads = s->pack_heads;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
+  c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory;
+  c->layer.pack_heads = s->pack_heads;
+  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
+  c->layer.omega = (luna_activation)s->omega;
   c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
   c->layer.attention = (luna_attention_kind)s->attention;
-  c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position; c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
-  c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
+  c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position;
+  c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
+  c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0;
+  c->keep_padding = s->keep_padding != 0;
   l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
-  l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
+  l->sharing = (luna_linformer_sharing)s->linformer_sharing;
+  l->projection = (luna_linformer_projection)s->linformer_projection;
   c->features = s->features;
 }
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
   return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
 }
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
+LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
+                                   lunai_model_sizes *s) {
   return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
 }
 
@@ -14840,7 +15422,9 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *c
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
-  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE : LUNA_EMBEDDING_SCALE_SQRT_DIM;
+  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
+    c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
+        LUNA_EMBEDDING_SCALE_SQRT_DIM;
   layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
@@ -14871,18 +15455,23 @@ LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encode
 LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
   const luna_encoder_config *c = &e->config;
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
-  if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
+  if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory =
+      lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
   if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
                                       lunai_projection_init(c->layer.bert_init, true)) :
       (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
-  if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
+  if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions =
+      lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) ==
+          NULL) return false;
   if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) && (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
+  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) &&
+      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
 }
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
   const int64_t count = c->tied_layers ? 1 : c->layers;
-  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook && c->layer.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
+  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook &&
+      c->layer.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
   luna_layer_config layer = c->layer;
   luna_tensor *shared = NULL;
   char name[LUNAI_MAX_NAME], number[32];
@@ -14890,17 +15479,20 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
   int64_t i;
   if (!lunai_layers_memory(params, count, sizeof(luna_encoder_layer), &memory)) return false;
   e->layers = (luna_encoder_layer *)memory;
-  if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer, &shared)) return false;
+  if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer,
+                                         &shared)) return false;
   for (i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
     layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
-    if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
+    if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name,
+        &layer) != LUNA_OK) return false;
     if (layerwise) e->layers[i].other_attention.e = e->layers[i].other_attention.f = shared;
   }
   return true;
 }
 
-LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config) {
+LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
+                                       const luna_encoder_config *config) {
   lunai_setup setup;
   lunai_model_sizes s;
   luna_encoder_config c;
@@ -14918,12 +15510,15 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
   if (good && c.layer.pre_norm) {
     good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
-    if (lunai_is_luna(&c.layer)) good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
+    if (lunai_is_luna(&c.layer))
+      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
   }
   return lunai_setup_end(&setup, good);
 }
 
-LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
+LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
+  return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f;
+}
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
                                   luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
@@ -14970,8 +15565,8 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
 }
 
-/* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is null
-   where its result is not wanted, and what only that needs is not computed. */
+/* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
+   null where its result is not wanted, and what only that needs is not computed. */
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
@@ -15013,10 +15608,12 @@ LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
 }
 LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
+  s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits;
+  s->pair = c->pair;
   s->per_step = c->per_step;
 }
-LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config) {
+LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
+                                          const luna_classifier_config *config) {
   luna_classifier_config c;
   lunai_model_sizes s;
   lunai_setup setup;
@@ -15043,8 +15640,12 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
   memset(model, 0, sizeof *model);
   features = c.encoder.dim * (c.pair ? 4 : 1);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  if (good && c.pre_logits) good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits, lunai_projection_init(c.encoder.layer.bert_init, true));
-  if (good) model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes, c.pre_logits ? c.pre_logits : features, lunai_projection_init(c.encoder.layer.bert_init, true));
+  if (good && c.pre_logits)
+    good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits,
+                             lunai_projection_init(c.encoder.layer.bert_init, true));
+  if (good)
+    model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes,
+        c.pre_logits ? c.pre_logits : features, lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && model->projection && lunai_model_describe(params, "classifier", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
@@ -15067,7 +15668,8 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
-LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
+                                           const int32_t *lengths) {
   const bool memory = model && lunai_pools_memory(model->config.pooling);
   luna_tensor *rows = memory ? p : x;
   if (!lunai_layer_made(rows ? rows : x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
@@ -15076,7 +15678,8 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
     return NULL;
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x)
-                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
+                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1,
+                                                               1);
     case LUNA_POOLING_MEMORY: return lunai_mean_rows(p, lengths);
     case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
     default: return lunai_mean_rows(x, lengths);
@@ -15091,7 +15694,8 @@ LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, co
   return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
-  if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_ACTIVATION_GELU);
+  if (model->pre_logits.weight)
+    features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_ACTIVATION_GELU);
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
@@ -15101,7 +15705,8 @@ LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, cons
     return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
-LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second) {
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
+                                                   const luna_input *second) {
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, first, second, "luna_classifier_forward_pair");
   luna_tensor *part[4];
   if (!ctx) return NULL;
@@ -15115,7 +15720,8 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
 }
 
 /* --- masked language model --- */
-LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config) {
+LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
+                                         const luna_masked_lm_config *config) {
   luna_masked_lm_config c;
   lunai_model_sizes s;
   lunai_setup setup;
@@ -15131,7 +15737,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   s.vocab = c.vocab;
   memset(model, 0, sizeof *model);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
+  good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim,
+                                   lunai_projection_init(c.encoder.layer.bert_init, true));
   good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   if (good) model->output = !c.features ? model->encoder.embedding :
@@ -15145,7 +15752,8 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
-  return luna_norm_layer_forward(&model->norm, lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU));
+  return luna_norm_layer_forward(&model->norm, lunai_linear_activated(x, model->dense.weight, model->dense.bias,
+                                                                      LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
   luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
@@ -15176,11 +15784,13 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
       places[count] = (int32_t)i;
       chosen[count++] = labels[i];
     }
-  x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
+  /* the rows at those places */
+  x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count);
   return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
 }
 
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
+                                  int32_t *labels) {
   luna_masking m;
   double p;
   int64_t b, i, count = 0;
@@ -15216,14 +15826,16 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
 /* --- encoder-decoder --- */
 LUNAI_FN void lunai_seq2seq_sizes(const luna_seq2seq_config *c, lunai_model_sizes *s) {
   lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->target_vocab = c->target_vocab; s->share_embeddings = c->share_embeddings; s->separate_output = c->separate_output;
+  s->vocab = c->vocab; s->target_vocab = c->target_vocab; s->share_embeddings = c->share_embeddings;
+  s->separate_output = c->separate_output;
   s->decoder_layers = c->decoder_layers; s->max_target_length = c->max_target_length;
 }
 LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
   lunai_model_sizes s;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
-  if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
+  if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
+    c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
   if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
     lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, "an encoder-decoder");
     return false;
@@ -15245,17 +15857,22 @@ LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const
   char prefix[48];
   void *memory;
   int64_t i;
-  model->embedding = c->share_embeddings ? model->encoder.embedding : lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
+  model->embedding = c->share_embeddings ? model->encoder.embedding :
+      lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
   if (!model->embedding) return false;
-  if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions = lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d, init)) == NULL) return false;
+  if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions =
+      lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d,
+                  init)) == NULL) return false;
   if (!lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
   model->layers = (luna_decoder_layer *)memory;
   for (i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
     if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) && lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
-  model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab, d, init) : model->embedding;
+  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) &&
+      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
+  model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab,
+                                                   d, init) : model->embedding;
   return model->output != NULL;
 }
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
@@ -15270,14 +15887,16 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
   if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
   lunai_seq2seq_sizes(&c, &s);
   memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK && lunai_decoder_init(model, params, &c);
+  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK &&
+      lunai_decoder_init(model, params, &c);
   good = good && lunai_model_describe(params, "seq2seq", &c.encoder.layer, &s);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
 }
 
-LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target) {
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_input *target) {
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
   luna_tensor *p = NULL, *context, *x;
   luna_encoder_config c;
@@ -15299,14 +15918,15 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
 }
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
   static const luna_schedule constant = { LUNA_DECAY_CONSTANT, 0, 0, 0, 0, { 0, 0, 0, 0 }, 0 };
   const luna_schedule *s = schedule ? schedule : &constant;
-  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor, from = (double)s->warmup_from;
+  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor,
+      from = (double)s->warmup_from;
   const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
   double factor = 1, done;
   int i;
@@ -15316,7 +15936,8 @@ LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
   if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
-  for (i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++) if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
+  for (i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++)
+    if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   return (float)(factor > floor ? factor : floor);
 }
 
@@ -15460,7 +16081,8 @@ LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *co
   return lunai_optimizer_open(params, &o, "luna_sgd");
 }
 
-LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind, const char *name) {
+LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind,
+                                    const char *name) {
   luna_optimizer o;
   memset(&o, 0, sizeof o);
   if (config) o.config = *config;
@@ -15475,7 +16097,9 @@ LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) {
   return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam");
 }
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw"); }
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) {
+  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw");
+}
 
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
   luna_optimizer o;
@@ -15660,9 +16284,9 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *o) { return lunai_optim
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void)skipped; }
 #endif /* !LUNA_NO_TRAIN */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct lunai_saving { luna_ctx *ctx; luna_io io; } lunai_saving;
 LUNAI_FN bool lunai_save_write(void *user, const void *bytes, size_t size) {
   const luna_io *io = &((lunai_saving *)user)->io;
@@ -15674,7 +16298,9 @@ LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_
 }
 
 /* what a file holds besides a set's parameters and pairs */
-typedef struct lunai_extras { const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count; } lunai_extras;
+typedef struct lunai_extras {
+  const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count;
+} lunai_extras;
 
 LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
                                 const char *name) {
@@ -15689,7 +16315,8 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
   lunai_saving saving;
   if (params->ctx->call) name = params->ctx->call;
   for (m = params->metas; m; m = m->next) pair_count++;
-  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
+  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) ||
+      !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
     lunai_step_rewind(params->ctx, mark);
     return lunai_fail_memory(params->ctx, name, (size_t)(params->size + count) * sizeof *sources);
   }
@@ -15931,7 +16558,8 @@ LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna
   }
   return status;
 }
-LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection) {
+LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
+                                        const luna_inspection *inspection) {
   lunai_file file;
   luna_status status;
   if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
@@ -15948,7 +16576,8 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (p = params->first; p && status == LUNA_OK; p = p->next) {
-    const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
+    const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
+        "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
     if (!why && !params->ctx->options.measure) status = lunai_fill(params->ctx, p->tensor.data, &t);
     if (why) m->missing++;
@@ -16015,21 +16644,25 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   return lunai_setup_end(&s, good);
 }
 
-LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind, const lunai_model_sizes *s, const luna_layer_config *dropouts) {
+LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind,
+                                      const lunai_model_sizes *s, const luna_layer_config *dropouts) {
   luna_classifier_config classifier;
   luna_masked_lm_config masked_lm;
   luna_seq2seq_config seq2seq;
   luna_encoder_config encoder;
   lunai_encoder_from_sizes(s, &encoder);
-  encoder.layer.dropout = dropouts->dropout; encoder.layer.attention_dropout = dropouts->attention_dropout; encoder.layer.activation_dropout = dropouts->activation_dropout;
+  encoder.layer.dropout = dropouts->dropout; encoder.layer.attention_dropout = dropouts->attention_dropout;
+  encoder.layer.activation_dropout = dropouts->activation_dropout;
   memset(&classifier, 0, sizeof classifier);
   memset(&masked_lm, 0, sizeof masked_lm);
   memset(&seq2seq, 0, sizeof seq2seq);
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
-  classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits; classifier.pair = s->pair != 0;
+  classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits;
+  classifier.pair = s->pair != 0;
   classifier.per_step = s->per_step != 0;
-  seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0; seq2seq.separate_output = s->separate_output != 0;
+  seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0;
+  seq2seq.separate_output = s->separate_output != 0;
   seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
   if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
   if (kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &masked_lm);
@@ -16078,7 +16711,8 @@ LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *param
   return lunai_setup_end(&s, good);
 }
 
-/* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16 hexadecimal digits each --- */
+/* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
+   hexadecimal digits each --- */
 #ifndef LUNA_NO_TRAIN
 static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
                                                  "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
@@ -16270,8 +16904,12 @@ LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const vo
   (void)into;
   return luna_load_bytes(params, bytes, size);
 }
-LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) { return luna_lm_load_bytes((luna_lm *)model, params, bytes, size); }
-LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) { return luna_load_model_bytes((luna_model *)model, params, bytes, size); }
+LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) {
+  return luna_lm_load_bytes((luna_lm *)model, params, bytes, size);
+}
+LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) {
+  return luna_load_model_bytes((luna_model *)model, params, bytes, size);
+}
 typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
 LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
   (void)params;
@@ -16338,8 +16976,12 @@ ssize_t readlink(const char *path, char *to, size_t room);
 #endif
 #endif
 
-LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
-LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
+LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) {
+  return fwrite(bytes, 1, size, (FILE *)user) == size;
+}
+LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) {
+  return fread(bytes, 1, size, (FILE *)user) == size;
+}
 
 /* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, is
    luna.h's: one whose process has ended is removed by a later save in that folder. --- */
@@ -16549,12 +17191,16 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_save
   ctx->call = ctx->path = NULL;
   return status;
 }
-LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) { return luna_save_io((const luna_params *)params, io); }
+LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) {
+  return luna_save_io((const luna_params *)params, io);
+}
 LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
   return params ? lunai_save_path(params->ctx, "luna_save", lunai_save_params, params, path) : LUNA_BAD_ARGUMENT;
 }
 #ifndef LUNA_NO_TRAIN
-LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) { return luna_save_training_io((const luna_optimizer *)optimizer, io); }
+LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) {
+  return luna_save_training_io((const luna_optimizer *)optimizer, io);
+}
 LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) {
   return o ? lunai_save_path(o->params->ctx, "luna_save_training", lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT;
 }
@@ -16603,7 +17249,8 @@ LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, con
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
-  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, report ? report : &none, params,
+  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, report ? report : &none,
+                         params,
                          path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
@@ -16621,14 +17268,14 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 #endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>stream: the layers in step form: a few rows of each sequence, and of the tokens before them what lunai_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
-   the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in a
-   block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
+   a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
    tests/cuda.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
     LUNAI_SLOT_TOKENS, LUNAI_SLOT_FEATURES, LUNAI_SLOT_OUTPUTS, LUNAI_SLOT_LEARNED, LUNAI_SLOT_PRE_NORM };
 /* The parameters of a stream's layers and of its model: name.weight [rows, columns] and name.bias [rows] beside it; a
@@ -16726,7 +17373,9 @@ struct luna_stream {
 };
 
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
-LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
+LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) {
+  return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim;
+}
 LUNAI_FN bool lunai_stream_on_device(const luna_stream *s) { return lunai_on_device(&s->ctx); }
 
 /* copies bytes of the stream, or only counts; false: the device has failed, now or before */
@@ -16852,12 +17501,14 @@ LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
   for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
     lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means);
     lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means);
-    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].past.history, (s->sizes.convolution - 1) * s->sizes.dim);
+    if (s->sizes.convolution > 1)
+      lunai_stream_reorder_rows(s, s->layers[i].past.history, (s->sizes.convolution - 1) * s->sizes.dim);
   }
 }
 
 /* the bias of one source's folded scores, for each of its sequences; queries [heads slots, head_dim] */
-LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, int64_t count, float *out) {
+LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias,
+                                     int64_t count, float *out) {
   const int64_t l = z->memory, hl = z->heads * l, d = z->dim / z->heads;
   int64_t i, j;
   for (i = 0; i < count * hl; i++) {
@@ -16869,23 +17520,28 @@ LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queri
 /* what the scores need of a layer's memory [sources, slots, dim], once: on a device of all sources at a time */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
+  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention :
+      &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
-  const int64_t each = device ? LUNAI_SOURCES(s) : 1, beam = LUNAI_SOURCES(s) > 1 ? s->batch / LUNAI_SOURCES(s) : 1, hl = z->heads * z->memory;
+  const int64_t each = device ? LUNAI_SOURCES(s) : 1, beam = LUNAI_SOURCES(s) > 1 ? s->batch / LUNAI_SOURCES(s) : 1,
+      hl = z->heads * z->memory;
   luna_tensor p, *queries, *scores, *bias = NULL;
   int64_t b;
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
     s->bump.used[0] = s->bump.used[1] = 0;
-    p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory, z->dim, 1);
+    p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
+                            z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
     if (folds) scores = lunai_causal_folded(attention, queries, device ? &bias : NULL);
     if (folds && device) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, each, hl, 1, 1), beam), 1, 0, 2, 3);
     if (!scores || (folds && device && !bias)) return false;
-    if (folds && !device && lunai_computes(&s->ctx)) lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, beam, out_bias);
+    if (folds && !device && lunai_computes(&s->ctx))
+      lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, beam, out_bias);
     if (bias && !lunai_stream_move(s, out_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0)) return false;
-    if (!lunai_stream_move(s, lunai_offset(layer->past.scores.data, b * lunai_stream_fold_size(z)), scores->data, (size_t)luna_count(scores) * sizeof(float), 0)) return false;
+    if (!lunai_stream_move(s, lunai_offset(layer->past.scores.data, b * lunai_stream_fold_size(z)), scores->data,
+                           (size_t)luna_count(scores) * sizeof(float), 0)) return false;
   }
   return true;
 }
@@ -17006,7 +17662,8 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
                                                    lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads, z->memory, d / z->heads);
   else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
   layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
-                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) : lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) :
+                                lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
   if (LUNAI_CROSS(s)) {
     layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
     layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
@@ -17075,8 +17732,10 @@ LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
-  const int64_t means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
-  const int64_t beams = LUNAI_SOURCES(s) > 1 ? s->batch : 1, cross = LUNAI_CROSS(s) ? LUNAI_SOURCES(s) * z->memory * z->dim : 0;
+  const int64_t means = s->batch * z->dim * z->memory, past =
+      z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
+  const int64_t beams = LUNAI_SOURCES(s) > 1 ? s->batch : 1,
+      cross = LUNAI_CROSS(s) ? LUNAI_SOURCES(s) * z->memory * z->dim : 0;
   const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
   size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
   int64_t i;
@@ -17103,8 +17762,10 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->state_size = used - state;
   for (i = 0; i < z->layers; i++) {
     if (base) layer = &s->layers[i];
-    layer->past.scores.data = (float *)lunai_stream_take(base, &used, LUNAI_SOURCES(s) * lunai_stream_fold_size(z), sizeof(float));
-    layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
+    layer->past.scores.data = (float *)lunai_stream_take(base, &used, LUNAI_SOURCES(s) * lunai_stream_fold_size(z),
+                                                         sizeof(float));
+    layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used,
+        lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
     layer->past.keys.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
     layer->past.values.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
   }
@@ -17120,7 +17781,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
 }
 
 /* --- opening from a checkpoint's bytes --- */
-LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size, const luna_stream_config *config) {
+LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size,
+                                           const luna_stream_config *config) {
   const char *wrong;
   memset(s, 0, sizeof *s);
   s->ctx.backend = luna_cpu_backend();
@@ -17147,7 +17809,8 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
 }
 
-LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error) {
+LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
+                                             void *memory, size_t memory_size, const char **error) {
   luna_stream first, *s = NULL;
   lunai_st st;
   const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
@@ -17203,7 +17866,8 @@ LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, co
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
   return lunai_backend_result(ctx, name, s->ctx.status);
 }
-/* A stream of one of the model's layers and tables, in memory from the context's allocator, of a model on a device from there */
+/* A stream of one of the model's layers and tables, in memory from the context's allocator, of a model on a device from
+   there */
 LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, const void *layer) {
   luna_stream *s;
   char *raw;
@@ -17240,7 +17904,8 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
-  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx); /* of a single token; without memory for it there is none */
+  /* of a single token; without memory for it there is none */
+  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx);
   if (good) return s;
   (void)lunai_stream_report(ctx, s, "luna_stream_open");
   luna_stream_close(s);
@@ -17269,12 +17934,15 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) && lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
+        lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
   return lunai_stream_opened(ctx, s, good);
 }
 
-/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
-LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
+   target changes none of it) */
+LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own,
+                                   luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
@@ -17284,13 +17952,16 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   v = luna_linear_layer_forward(&cross->v, packed_context);
   k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
   *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
-  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) && lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
+  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) &&
+      lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
 LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
   int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
   int64_t i;
-  for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n, s->sizes.memory);
+  for (i = 0; i < count; i++)
+    slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
+                                  s->sizes.memory);
   return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
@@ -17319,7 +17990,8 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
   first.sizes.omega = c->encoder.layer.omega;
-  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
+  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
+  first.sizes.max_length = c->max_target_length;
   if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
   first.sources = source->batch;
   first.cross = true;
@@ -17440,7 +18112,9 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   for (b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
   lunai_copy(order, from, (size_t)s->batch * sizeof(int32_t));
-  if (s->inputs != s->host_inputs) (void)lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, (size_t)s->batch * sizeof(int32_t), 1);
+  if (s->inputs != s->host_inputs)
+    (void)lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, (size_t)s->batch * sizeof(int32_t),
+                            1);
   if (lunai_stream_ready(s)) lunai_stream_reorder_all(s);
   return lunai_stream_status(s);
 }
@@ -17475,7 +18149,9 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
 typedef struct lunai_stream_head { uint64_t magic; lunai_int64 batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
-LUNA_API size_t luna_stream_state_size(const luna_stream *s) { return s ? sizeof(lunai_stream_head) + s->state_size : 0; }
+LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
+  return s ? sizeof(lunai_stream_head) + s->state_size : 0;
+}
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
   lunai_stream_head head;
   if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
@@ -17585,7 +18261,8 @@ LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampli
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first `beam` is a result --- */
+/* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first
+   `beam` is a result --- */
 typedef struct lunai_candidate { double score; int64_t row; int32_t token; } lunai_candidate;
 typedef struct lunai_beam {
   luna_beam_config search;
@@ -17614,9 +18291,11 @@ LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *lo
     const double base = s->score[row] - lunai_log_sum(x, s->vocab);
     for (token = 0; token < s->vocab; token++) {
       const double score = base + (double)x[token];
-      if (!(score > (double)-INFINITY) || (length == s->search.max_length && token != s->search.end) || (count == room && score <= s->candidates[count - 1].score)) continue;
+      if (!(score > (double)-INFINITY) || (length == s->search.max_length && token != s->search.end) ||
+          (count == room && score <= s->candidates[count - 1].score)) continue;
       if (count < room) count++;
-      for (at = count - 1; at > 0 && s->candidates[at - 1].score < score; at--) s->candidates[at] = s->candidates[at - 1];
+      for (at = count - 1; at > 0 && s->candidates[at - 1].score < score; at--)
+        s->candidates[at] = s->candidates[at - 1];
       s->candidates[at].score = score;
       s->candidates[at].row = row;
       s->candidates[at].token = (int32_t)token;
@@ -17647,10 +18326,12 @@ LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int
     s->from[row] = (int32_t)c->row;
     kept++;
   }
-  for (kept = 0, i = 0; i < count && kept < beam; i++) if (s->candidates[i].token != s->search.end) s->score[b * beam + kept++] = s->candidates[i].score;
+  for (kept = 0, i = 0; i < count && kept < beam; i++)
+    if (s->candidates[i].token != s->search.end) s->score[b * beam + kept++] = s->candidates[i].score;
   for (i = kept; i < beam; i++) s->score[b * beam + i] = (double)-INFINITY;
   if (kept == 0 || (!s->search.exhaustive && s->finished[b] >= beam)) return false;
-  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(max + 1), s->penalty) > s->best[b];
+  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(max + 1), s->penalty) >
+      s->best[b];
 }
 
 LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
@@ -17686,7 +18367,8 @@ LUNAI_FN bool lunai_beam_good(luna_ctx *ctx, const lunai_beam *s, const luna_inp
     lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "length_penalty", (double)c->length_penalty);
   return lunai_is_finite(c->length_penalty);
 }
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search,
+                                           const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores) {
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   luna_stream *stream;
@@ -17713,7 +18395,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
       !lunai_beam_good(ctx, &s, source)) return ctx->last_status;
   stream = luna_seq2seq_stream_open(model, source, s.search.beam);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
-  if (!lunai_beam_memory(ctx, &s)) status = lunai_fail_memory(ctx, "luna_seq2seq_generate", (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
+  if (!lunai_beam_memory(ctx, &s))
+    status = lunai_fail_memory(ctx, "luna_seq2seq_generate",
+                               (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
   for (i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
