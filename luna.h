@@ -498,11 +498,11 @@ typedef int64_t lunai_int64;         /* of 64 bits in every build: positions, an
 #endif
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
-/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
-   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
-   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
-   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
-   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
+   is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
+   not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
+   out. A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the
+   keys of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
    queries too: queries and keys beyond are not read. */
 typedef struct luna_key_run {
   int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
@@ -1792,10 +1792,13 @@ typedef struct luna_op {
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
-  struct luna_op *loss;              /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
-                                        is asked again; or null */
-  /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
-  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
+  /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
+     is asked again; or null */
+  struct luna_op *loss;
+  /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and
+     updates; else null */
+  /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
+  double *mean_ka, *mean_av;
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
@@ -2177,10 +2180,12 @@ typedef struct lunai_causal_luna {
   int64_t batch, rows, heads, head_dim, slots;
   const int32_t *lengths;            /* [batch] real memory slots; null: all */
   float scale;
-  int activation;                    /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
+  /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
+  int activation;
   lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
-  double *mean_ka, *mean_av;         /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]
-                                        running means of k^T A and A^T v over the tokens so far; read and updated by forward */
+  /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
+     and A^T v over the tokens so far; read and updated by forward */
+  double *mean_ka, *mean_av;
   const float *grad_out;
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
 } lunai_causal_luna;
@@ -2354,9 +2359,13 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 
 /* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
 LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
-  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
-  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
-  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
+  const double turns = floor(x * 0.63661977236758134308 + 0.5),
+      r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
+  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q *
+      (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
+  const double c = 1 + q *
+      (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
+                                                     (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
   const int quarter = (int)((lunai_int64)turns & 3);
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
@@ -6471,7 +6480,8 @@ typedef struct lunai_sweep {
   const void *args;
   void (*sum)(const void *args, const lunai_causal_chunk *c);
   void (*output)(const void *args, const lunai_causal_chunk *c);
-  void (*exchange)(const void *args, int64_t item, double *state, bool store); /* loads or stores the caller's state; null: starts at 0 */
+  /* loads or stores the caller's state; null: starts at 0 */
+  void (*exchange)(const void *args, int64_t item, double *state, bool store);
   int64_t items, heads, rows, dim, value_dim;
   lunai_int64 position;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
@@ -17396,6 +17406,13 @@ LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, 
   return t;
 }
 
+/* the shape of what lies in t->data, [sources, a, b, c], of one source [a, b, c]; so many of a, b, c */
+LUNAI_FN void lunai_stream_shape(luna_stream *s, luna_tensor *t, int64_t sources, int axes, int64_t a, int64_t b,
+                                 int64_t c) {
+  *t = sources > 1 ? lunai_stream_tensor(s, t->data, axes + 1, sources, a, b, c) :
+                     lunai_stream_tensor(s, t->data, axes, a, b, c, 1);
+}
+
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
   lunai_int64 *position;             /* rows before these */
@@ -17412,7 +17429,8 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
   in.features = in.angles + angles;
-  in.size = sizeof(lunai_int64) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
+  in.size = sizeof(lunai_int64) +
+            (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
@@ -17572,11 +17590,11 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
-  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
-    return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
-      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
+  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(rows, z->ffn) < 0 || lunai_checked(rows, z->features + 1) < 0 ||
+      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 ||
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
@@ -17609,10 +17627,10 @@ LUNAI_FN bool lunai_stream_parameters(luna_stream *s, const lunai_slot *slots, i
     for (part = 0; part < (slot->alone ? 1 : 2); part++, own++) {
       const int rank = part || slot->columns == LUNAI_NO_COLUMNS ? 1 : 2;
       const int64_t columns = rank == 1 ? 1 : *(const int64_t *)(const void *)(sizes + slot->columns);
-      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] : NULL;
-      if (from && !model) continue;  /* a decoder's output has no bias */
-      ((luna_tensor **)(void *)((char *)to + slot->at))[part] = own;
-      *own = model ? *model : lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+      luna_tensor *const *model = from ? (luna_tensor *const *)(const void *)((const char *)from + slot->at) : NULL;
+      if (model && !model[part]) continue; /* a decoder's output has no bias */
+      *own = model ? *model[part] : lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+      ((luna_tensor **)(void *)((char *)to + slot->at))[part] = own; /* which may be where `from` is */
       own->ctx = &s->ctx;
       if (!st) continue;
       name.at = s->ctx.error;
@@ -17624,7 +17642,8 @@ LUNAI_FN bool lunai_stream_parameters(luna_stream *s, const lunai_slot *slots, i
       if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == rows &&
           (rank == 1 || found.shape[1] == columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
       if (own->data) continue;
-      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian");
+      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
+                       "or this machine is not little-endian");
       *name.at = 0;
       return false;
     }
@@ -17636,6 +17655,8 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   const lunai_lm_sizes *z = &s->sizes;
   lunai_stream_layer *layer = &s->layers[index];
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
+  const bool folds = lunai_stream_folds(z);
+  lunai_past *past = &layer->past;
   const lunai_slot *slots = lunai_causal_slots;
   int count = LUNAI_LENGTH(lunai_causal_slots);
   luna_lm_config config;
@@ -17658,20 +17679,16 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   }
 #endif
   if (!lunai_stream_parameters(s, slots, count, prefix, from, st, &layer->of, layer->parameters)) return false;
-  if (!lunai_stream_folds(z)) layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads, 1) :
-                                                   lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads, z->memory, d / z->heads);
-  else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
-  layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
-                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) :
-                                lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+  lunai_stream_shape(s, &past->scores, n, folds ? 2 : 3, folds ? hl : z->heads, folds ? d : z->memory, d / z->heads);
+  if (folds) lunai_stream_shape(s, &past->scores_bias, n, n == 1 ? 1 : 2, n == 1 ? hl : s->batch / n, hl, 1);
   if (LUNAI_CROSS(s)) {
-    layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
-    layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+    past->keys = lunai_stream_tensor(s, past->keys.data, 3, n, z->memory, d, 1);
+    past->values = lunai_stream_tensor(s, past->values.data, 3, n, z->memory, d, 1);
   }
-  layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
-  layer->past.sources = n;
-  layer->past.slots = s->slots;
-  layer->past.source_slots = s->source_slots;
+  past->position = lunai_stream_inputs(s, s->inputs, 1).position;
+  past->sources = n;
+  past->slots = s->slots;
+  past->source_slots = s->source_slots;
   return true;
 }
 /* the same of what is beside the layers; of a model s->tables are its */
@@ -17712,7 +17729,8 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->sizes.layers = 1;
   s->ctx.reserving = true;
   good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_tables_open(s, NULL);
-  for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1) good = lunai_stream_forward(s, rows, true) != NULL;
+  for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
+    good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_fold(s, &layer, NULL);
   if (good) lunai_stream_reorder_all(s);
   s->ctx.reserving = false;
@@ -17925,7 +17943,8 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     return NULL;
   }
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
-  if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  if (lunai_stream_on_device(&first) &&
+      lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
   first.tables.embedding = model->embedding;
   first.tables.positions = model->positions;
   first.tables.input = model->input;
@@ -17985,7 +18004,9 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  first.sizes.vocab = first.sizes.outputs = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
+  first.sizes.layers = c->decoder_layers;
+  first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
@@ -18003,7 +18024,8 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.tables.output.weight = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  good = lunai_stream_real(s, s->slots, s->batch, source) && lunai_stream_real(s, s->source_slots, source->batch, source);
+  good = lunai_stream_real(s, s->slots, s->batch, source) &&
+         lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
            lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
@@ -18147,7 +18169,11 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 }
 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
-typedef struct lunai_stream_head { uint64_t magic; lunai_int64 batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
+typedef struct lunai_stream_head {
+  uint64_t magic;
+  lunai_int64 batch, position;
+  lunai_lm_sizes sizes;
+} lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
   return s ? sizeof(lunai_stream_head) + s->state_size : 0;
@@ -18167,7 +18193,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   lunai_stream_head head;
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
-  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 ||
+      head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
