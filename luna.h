@@ -692,12 +692,14 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
    tokens are such steps without a call; its steps have no place between begin and end. */
 typedef struct luna_graph luna_graph;
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
 LUNA_API luna_status luna_graph_end(luna_graph *graph);
 /* why the last one was not one launch; "": it was */
 LUNA_API const char *luna_graph_reason(const luna_graph *graph);
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
@@ -1829,8 +1831,10 @@ typedef struct luna_op {
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
+#ifndef LUNA_ONLY_STREAM
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
+#endif
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -8863,7 +8867,9 @@ LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_
   lunai_fail_backend(ctx, true, name, status);
   return ctx->last_status;
 }
-#else /* no sentences: what a stream runs has been checked */
+#define LUNAI_NAME(name) (name)
+#else /* no sentences, and no names in them: what a stream runs has been checked */
+#define LUNAI_NAME(name) ((void)(name), "")
 LUNAI_INLINE luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
   (void)ctx; (void)newest; (void)name; (void)status;
   return NULL;
@@ -10999,12 +11005,16 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   return LUNA_OK;
 }
 
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL } /* not in streams */
+#else
 #define LUNAI_CPU_OP(query, forward, backward, can) \
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST LUNAI_CPU_OP
+#endif
 #define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
   LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-#define LUNAI_CPU_REST(query, forward, backward, can) \
-  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
       LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
@@ -11473,7 +11483,7 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
-  s->name = name;
+  s->name = LUNAI_NAME(name);
   if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
   else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
@@ -12025,6 +12035,11 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    there; or not at all, where a recording with their hash exists: then that place alone is written. Guarded by
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
+LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
+#else
 typedef enum lunai_call_kind {
   LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
   LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
@@ -12398,6 +12413,7 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
 LUNA_API const char *luna_graph_reason(const luna_graph *g) {
   return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
 }
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
