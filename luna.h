@@ -479,9 +479,6 @@ typedef struct luna_input {
   const float *features;
 } luna_input;
 
-/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
-typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
-
 #endif /* what every build has */
 
 #if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
@@ -489,7 +486,24 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <string.h>
 #endif
+typedef int64_t lunai_int64;         /* of 64 bits in every build: positions, and what the caller's sizes may be */
+/* A stream's sizes and indices have 32 bits where addresses have: a fifth of its code. */
+#if defined(LUNA_ONLY_STREAM) && SIZE_MAX <= UINT32_MAX
+#define LUNAI_SMALL_SIZES
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
+#endif
+/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
+typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 /* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
    is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
    not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
@@ -684,12 +698,14 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
    tokens are such steps without a call; its steps have no place between begin and end. */
 typedef struct luna_graph luna_graph;
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
 LUNA_API luna_status luna_graph_end(luna_graph *graph);
 /* why the last one was not one launch; "": it was */
 LUNA_API const char *luna_graph_reason(const luna_graph *graph);
+#endif
 
 #ifndef LUNA_ONLY_STREAM
 /* Where time goes: every op that runs between begin and end is timed.
@@ -1623,6 +1639,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
+#endif
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
 #endif
@@ -1720,6 +1740,12 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
 #endif
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
@@ -1821,7 +1847,7 @@ typedef struct luna_op {
      updates; else null */
   /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   double *mean_ka, *mean_av;
-  const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
+  const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
   void *kept;                        /* kept_size bytes, from forward to backward */
@@ -1852,8 +1878,10 @@ typedef struct luna_op {
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
+#ifndef LUNA_ONLY_STREAM
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
+#endif
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -2023,12 +2051,14 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
-  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return (lunai_int64)a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+/* a caller's size; -1 when it is negative or too large */
+LUNAI_FN int64_t lunai_size(lunai_int64 size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : (int64_t)size; }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
@@ -2203,7 +2233,7 @@ typedef struct lunai_causal_luna {
   float scale;
   /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   int activation;
-  int64_t position;                  /* tokens before row 0 (streaming); 0 without a state */
+  lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
   /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
      and A^T v over the tokens so far; read and updated by forward */
   double *mean_ka, *mean_av;
@@ -2387,7 +2417,7 @@ LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
   const double c = 1 + q *
       (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
                                                      (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
+  const int quarter = (int)((lunai_int64)turns & 3);
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
@@ -6317,7 +6347,7 @@ LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
 /* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
-LUNAI_FN void lunai_mean_step(int64_t t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
+LUNAI_FN void lunai_mean_step(lunai_int64 t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
                               double *mean, int64_t mean_row, double factor, float *result) {
   int64_t i, j;
   for (j = 0; j < n; j++) {
@@ -6503,7 +6533,8 @@ typedef struct lunai_sweep {
   void (*output)(const void *args, const lunai_causal_chunk *c);
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
-  int64_t items, heads, rows, position, dim, value_dim;
+  int64_t items, heads, rows, dim, value_dim;
+  lunai_int64 position;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
@@ -8023,7 +8054,7 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
-  if (offsets[1] - offsets[0] != t->count * lunai_st_formats[t->dtype].size)
+  if ((size_t)(offsets[1] - offsets[0]) != (size_t)t->count * (size_t)lunai_st_formats[t->dtype].size)
     return lunai_st_fail(j, "a tensor's data_offsets do not fit its dtype and shape");
   t->data = st->data + (size_t)offsets[0];
   t->bytes = (size_t)(offsets[1] - offsets[0]);
@@ -8786,7 +8817,6 @@ struct luna_ctx {
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
-#ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
@@ -8799,6 +8829,7 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   if (value < 0) digits[--i] = '-';
   lunai_put(text, digits + i);
 }
+#ifndef LUNA_ONLY_STREAM
 /* to six decimals */
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
@@ -8908,7 +8939,9 @@ LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_
   lunai_fail_backend(ctx, true, name, status);
   return ctx->last_status;
 }
-#else /* no sentences: what a stream runs has been checked */
+#define LUNAI_NAME(name) (name)
+#else /* no sentences, and no names in them: what a stream runs has been checked */
+#define LUNAI_NAME(name) ((void)(name), "")
 LUNAI_INLINE luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
   (void)ctx; (void)newest; (void)name; (void)status;
   return NULL;
@@ -11050,12 +11083,16 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   return LUNA_OK;
 }
 
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL } /* not in streams */
+#else
 #define LUNAI_CPU_OP(query, forward, backward, can) \
   { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST LUNAI_CPU_OP
+#endif
 #define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
   LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-#define LUNAI_CPU_REST(query, forward, backward, can) \
-  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
 static const luna_backend lunai_cpu = {
   1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
       LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
@@ -11248,7 +11285,10 @@ LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
 LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
-#ifndef LUNA_ONLY_STREAM
+#ifdef LUNA_ONLY_STREAM
+  (void)backward;
+  return functions->forward(op);
+#else
   if (ctx->profile) {
     lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
                                                 op->out[0]);
@@ -11258,8 +11298,8 @@ LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
                       lunai_op_flops(op) * (backward ? 2 : 1));
     return status;
   }
-#endif
   return backward ? functions->backward(op) : functions->forward(op);
+#endif
 }
 
 #ifndef LUNA_ONLY_STREAM
@@ -11910,7 +11950,7 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
-  s->name = name;
+  s->name = LUNAI_NAME(name);
   if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
   else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
@@ -12465,6 +12505,11 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    there; or not at all, where a recording with their hash exists: then that place alone is written. Guarded by
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
+LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
+#else
 typedef enum lunai_call_kind {
   LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
   LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
@@ -12838,6 +12883,7 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
 LUNA_API const char *luna_graph_reason(const luna_graph *g) {
   return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
 }
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
@@ -13341,7 +13387,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
-  const int64_t *position;           /* tokens before */
+  const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
@@ -15699,7 +15745,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
 }
 
 /* one row of sinusoidal positions */
-LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
+LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
   int64_t i;
@@ -17736,43 +17782,63 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
-    LUNAI_SLOT_MATRIX };
-/* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows], an RMS norm has no bias; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
-typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
+    LUNAI_SLOT_TOKENS, LUNAI_SLOT_FEATURES, LUNAI_SLOT_OUTPUTS, LUNAI_SLOT_LEARNED, LUNAI_SLOT_PRE_NORM };
+/* The parameters of a stream's layers and of its model: name.weight [rows, columns] and name.bias [rows] beside it; a
+   norm's are both [rows], an RMS norm has no bias; one that is alone has its whole name. rows and columns are offsets in
+   lunai_lm_sizes. */
+typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; bool alone; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
-#define LUNAI_SLOT(type, field, name, rows, columns, when) \
-  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when },
+#define LUNAI_SLOT(type, field, name, rows, columns, when, alone) \
+  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when, alone },
 #define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
 static const lunai_slot lunai_causal_slots[] = {
-#define LUNAI_FIELD(field, name, rows, columns, when) LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, when)
-  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
-  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(feed_forward.fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(feed_forward.fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(feed_forward.fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
-  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
-  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(feed_forward.norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
+#define LUNAI_FIELD(field, name, rows, columns, when) \
+  LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), TIED)
+  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc1, "fc1", ffn, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc2, "fc2", dim, LUNAI_SIZE(ffn), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, "fc3", ffn, LUNAI_SIZE(dim), GATED)
+  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), CONVOLUTION)
+  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_FIELD(feed_forward.norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_SLOT(luna_causal_layer, memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS, true)
+#undef LUNAI_FIELD
+};
+/* what a model has beside its layers, as in luna_lm */
+typedef struct lunai_stream_tables {
+  luna_tensor *embedding, *positions;
+  luna_input_layer input;
+  luna_norm_layer norm;
+  luna_linear_layer output;
+} lunai_stream_tables;
+static const lunai_slot lunai_table_slots[] = {
+#define LUNAI_FIELD(field, name, rows, columns, when, alone) \
+  LUNAI_SLOT(lunai_stream_tables, field, name, rows, columns, LUNAI_SLOT_##when, alone)
+  LUNAI_FIELD(embedding, "embed_tokens.weight", vocab, LUNAI_SIZE(dim), TOKENS, true)
+  LUNAI_FIELD(positions, "embed_positions.weight", max_length, LUNAI_SIZE(dim), LEARNED, true)
+  LUNAI_FIELD(input.mean, "input_norm.mean", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.scale, "input_norm.scale", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.projection, "input_proj", dim, LUNAI_SIZE(features), FEATURES, false)
+  LUNAI_FIELD(norm, "layer_norm", dim, LUNAI_NO_COLUMNS, PRE_NORM, false)
+  LUNAI_FIELD(output, "output_projection", outputs, LUNAI_SIZE(dim), OUTPUTS, false)
 #undef LUNAI_FIELD
 };
 #ifndef LUNA_ONLY_STREAM
 static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
-#define LUNAI_FIELD(field, when) LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, when)
-  LUNAI_FIELD(self_attention.pq, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.pc, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_attention.q, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.k, LUNAI_SLOT_FULL)
-  LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(feed_forward.fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(feed_forward.fc2, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(feed_forward.fc3, LUNAI_SLOT_GATED)
-  LUNAI_FIELD(feed_forward.norm, LUNAI_SLOT_ALWAYS)
+#define LUNAI_FIELD(field, when) \
+  LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(self_attention.pq, ALWAYS) LUNAI_FIELD(self_attention.pc, ALWAYS) LUNAI_FIELD(self_attention.q, ALWAYS)
+  LUNAI_FIELD(self_attention.k, FULL) LUNAI_FIELD(self_attention.v, ALWAYS) LUNAI_FIELD(self_attention.out, ALWAYS)
+  LUNAI_FIELD(self_norm, ALWAYS) LUNAI_FIELD(cross_attention.q, ALWAYS) LUNAI_FIELD(cross_attention.out, ALWAYS)
+  LUNAI_FIELD(cross_norm, ALWAYS) LUNAI_FIELD(feed_forward.fc1, ALWAYS) LUNAI_FIELD(feed_forward.fc2, ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, GATED)
+  LUNAI_FIELD(feed_forward.norm, ALWAYS)
 #undef LUNAI_FIELD
 };
 #endif
@@ -17792,13 +17858,11 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_tensor embedding, output, positions; /* [vocab, dim], [outputs, dim]; a learned table */
-  luna_tensor output_bias;           /* of rank 0: none */
-  luna_tensor mean, feature_scale, projection, projection_bias; /* of features, in the embedding's place */
-  float *standard;                   /* mean and scale on the host, [2, features] */
-  luna_tensor norm_weight, norm_bias;
-  luna_norm_layer norm;              /* these, where there are any */
-  int64_t batch, chunk, position, first_position;
+  lunai_stream_tables tables;
+  luna_tensor parameters[9];         /* theirs */
+  float *standard;                   /* mean and scale of features on the host, [2, features] */
+  int64_t batch, chunk;
+  lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
@@ -17839,9 +17903,16 @@ LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, 
   return t;
 }
 
+/* the shape of what lies in t->data, [sources, a, b, c], of one source [a, b, c]; so many of a, b, c */
+LUNAI_FN void lunai_stream_shape(luna_stream *s, luna_tensor *t, int64_t sources, int axes, int64_t a, int64_t b,
+                                 int64_t c) {
+  *t = sources > 1 ? lunai_stream_tensor(s, t->data, axes + 1, sources, a, b, c) :
+                     lunai_stream_tensor(s, t->data, axes, a, b, c, 1);
+}
+
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
-  int64_t *position;                 /* rows before these */
+  lunai_int64 *position;             /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
   float *features;                   /* standardised, [batch, rows, features] */
@@ -17850,22 +17921,24 @@ typedef struct lunai_inputs {
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
   lunai_inputs in;
-  in.position = (int64_t *)(void *)at;
+  in.position = (lunai_int64 *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
   in.features = in.angles + angles;
-  in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
+  in.size = sizeof(lunai_int64) +
+            (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const int64_t first = s->first_position + s->position, k = s->sizes.features;
+  const lunai_int64 first = s->first_position + s->position;
+  const int64_t k = s->sizes.features;
   int64_t i, f;
   *in.position = s->position;
   for (i = 0; i < s->batch * rows; i++) {
-    const int64_t row = i / rows * from->n + at + i % rows;
+    const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
     for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
       const float x = from->features[row * k + f];
@@ -17897,8 +17970,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear(&features, &s->projection, &s->projection_bias);
-  } else x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+    x = y = luna_linear_layer_forward(&s->tables.input.projection, &features);
+  } else x = y = luna_embedding(s->tables.embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -17907,7 +17980,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   angles.data = in.angles;
   if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(&s->positions, in.places, 1, rows), 2, shape));
+    y = luna_add(y, luna_reshape(luna_embedding(s->tables.positions, in.places, 1, rows), 2, shape));
   x = lunai_stream_keep(s, x, y, mark);
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
@@ -17921,8 +17994,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
-  if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
-  return luna_linear(x, &s->output, s->output_bias.rank ? &s->output_bias : NULL);
+  if (s->tables.norm.weight && x) x = luna_norm_layer_forward(&s->tables.norm, x);
+  return luna_linear_layer_forward(&s->tables.output, x);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -18004,8 +18077,8 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
-  s->batch = config && config->batch ? config->batch : 1;
-  s->chunk = config && config->chunk ? config->chunk : 64;
+  s->batch = config && config->batch ? lunai_size(config->batch) : 1;
+  s->chunk = config && config->chunk ? lunai_size(config->chunk) : 64;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->ctx.parallel.threads = 1;
   s->sources = 1;
@@ -18013,60 +18086,86 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
-  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) <
-      0)
-    return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 ||
-      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 ||
-          lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
-      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
+  if (rows < 0) return "config.batch or config.chunk is negative or too large";
+  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(rows, z->ffn) < 0 || lunai_checked(rows, z->features + 1) < 0 ||
+      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 ||
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
-/* A parameter of the stream: that of a model, or the file's by that name; neither: its shape alone. False: it is not as
-   it should be. */
-LUNAI_FN bool lunai_stream_parameter(luna_stream *s, luna_tensor *t, const luna_tensor *from, const lunai_st *st,
-                                     const char *prefix, const char *name, const char *suffix,
-                                     int rank, int64_t rows, int64_t columns) {
-  char full[96];                     /* all three are ours: at most 26, 40 and 7 characters */
-  lunai_st_tensor found;
-  size_t at = strlen(prefix), size = strlen(name);
-  *t = lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
-  if (from) {
-    *t = *from;
-    t->ctx = &s->ctx;
+LUNAI_FN bool lunai_slot_exists(const lunai_lm_sizes *z, int when) {
+  switch (when) {
+    case LUNAI_SLOT_FULL: return z->sharing;
+    case LUNAI_SLOT_TIED: return !z->sharing;
+    case LUNAI_SLOT_GATED: return z->gated;
+    case LUNAI_SLOT_CONVOLUTION: return z->convolution;
+    case LUNAI_SLOT_TOKENS: return !z->features;
+    case LUNAI_SLOT_FEATURES: return z->features;
+    case LUNAI_SLOT_OUTPUTS: return z->outputs;
+    case LUNAI_SLOT_LEARNED: return z->positions == LUNA_POSITIONS_LEARNED;
+    case LUNAI_SLOT_PRE_NORM: return z->pre_norm;
+    default: return true;
   }
-  if (from || !st) return true;
-  memcpy(full, prefix, at);
-  memcpy(full + at, name, size);
-  memcpy(full + at + size, suffix, strlen(suffix) + 1);
-  if (!lunai_st_find(st, full, &found) || found.rank != rank || found.shape[0] != rows ||
-      (rank == 2 && found.shape[1] != columns)) return false;
-  t->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-  return t->data != NULL;
 }
-LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
-  char digits[24];
-  int i = 23, at = 7;
-  memcpy(out, "layers.", 7);
-  digits[23] = 0;
-  do digits[--i] = (char)('0' + layer % 10); while ((layer /= 10) != 0);
-  while (digits[i]) out[at++] = digits[i++];
-  out[at++] = '.';
-  out[at] = 0;
+/* The parameters of a layer or of the model: `from`'s, or the file's by their names; neither: their shapes alone. Their
+   own tensors are stored from `own` on, and pointers to these in `to`. False: s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_parameters(luna_stream *s, const lunai_slot *slots, int count, const char *prefix,
+                                      const void *from, const lunai_st *st, void *to, luna_tensor *own) {
+  const char *sizes = (const char *)&s->sizes;
+  lunai_st_tensor found;
+  lunai_text name;
+  int i, part;
+  for (i = 0; i < count; i++) {
+    const lunai_slot *slot = &slots[i];
+    const int64_t rows = *(const int64_t *)(const void *)(sizes + slot->rows);
+    if (!lunai_slot_exists(&s->sizes, slot->when)) continue;
+    const int parts = slot->alone || (slot->columns == LUNAI_NO_COLUMNS && s->sizes.norm) ? 1 : 2;
+    for (part = 0; part < parts; part++, own++) {
+      const int rank = part || slot->columns == LUNAI_NO_COLUMNS ? 1 : 2;
+      const int64_t columns = rank == 1 ? 1 : *(const int64_t *)(const void *)(sizes + slot->columns);
+      luna_tensor *const *model = from ? (luna_tensor *const *)(const void *)((const char *)from + slot->at) : NULL;
+      if (model && !model[part]) continue; /* a decoder's output has no bias */
+      *own = model ? *model[part] : lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+      ((luna_tensor **)(void *)((char *)to + slot->at))[part] = own; /* which may be where `from` is */
+      own->ctx = &s->ctx;
+      if (!st) continue;
+      name.at = s->ctx.error;
+      name.end = s->ctx.error + sizeof s->ctx.error - 1;
+      lunai_put(&name, prefix);
+      lunai_put(&name, slot->name);
+      if (!slot->alone) lunai_put(&name, part ? ".bias" : ".weight");
+      *name.at = 0;
+      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == rows &&
+          (rank == 1 || found.shape[1] == columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if (own->data) continue;
+      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
+                       "or this machine is not little-endian");
+      *name.at = 0;
+      return false;
+    }
+  }
+  return true;
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
-  lunai_lm_sizes *z = &s->sizes;
+  const lunai_lm_sizes *z = &s->sizes;
   lunai_stream_layer *layer = &s->layers[index];
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
+  const bool folds = lunai_stream_folds(z);
+  lunai_past *past = &layer->past;
   const lunai_slot *slots = lunai_causal_slots;
-  int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
+  int count = LUNAI_LENGTH(lunai_causal_slots);
   luna_lm_config config;
   char prefix[32];
-  lunai_stream_prefix(index, prefix);
+  lunai_text text;
+  text.at = prefix;
+  text.end = prefix + sizeof prefix - 1;
+  lunai_put(&text, "layers.");
+  lunai_put_number(&text, index);
+  lunai_put(&text, ".");
+  *text.at = 0;
   lunai_lm_from_sizes(z, &config);
   layer->of.causal.config = config.layer;
   layer->of.causal.attention.config = lunai_causal_config(&config.layer);
@@ -18077,83 +18176,35 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     count = LUNAI_LENGTH(lunai_decoder_slots);
   }
 #endif
-  for (i = 0; i < count; i++) {
-    const lunai_slot *slot = &slots[i];
-    const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
-    const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
-    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
-        (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
-        (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix || (norm && z->norm == LUNA_NORM_RMS) ? 1 : 2); part++) {
-      luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
-      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] :
-          NULL;
-      if (!lunai_stream_parameter(s, &layer->parameters[used], model, st, prefix, slot->name,
-                                  matrix ? "" : part ? ".bias" : ".weight",
-                                  norm || part ? 1 : 2, rows, norm || part ? 1 :
-                                      *(int64_t *)(void *)((char *)z + slot->columns))) return false;
-      *at = &layer->parameters[used++];
-    }
-  }
-  if (!lunai_stream_folds(z))
-    layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads,
-                                                      1) :
-                                                   lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads,
-                                                       z->memory, d / z->heads);
-  else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) :
-      lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
-  layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
-                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) :
-                                lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+  if (!lunai_stream_parameters(s, slots, count, prefix, from, st, &layer->of, layer->parameters)) return false;
+  lunai_stream_shape(s, &past->scores, n, folds ? 2 : 3, folds ? hl : z->heads, folds ? d : z->memory, d / z->heads);
+  if (folds) lunai_stream_shape(s, &past->scores_bias, n, n == 1 ? 1 : 2, n == 1 ? hl : s->batch / n, hl, 1);
   if (LUNAI_CROSS(s)) {
-    layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
-    layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+    past->keys = lunai_stream_tensor(s, past->keys.data, 3, n, z->memory, d, 1);
+    past->values = lunai_stream_tensor(s, past->values.data, 3, n, z->memory, d, 1);
   }
-  layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
-  layer->past.sources = n;
-  layer->past.slots = s->slots;
-  layer->past.source_slots = s->source_slots;
+  past->position = lunai_stream_inputs(s, s->inputs, 1).position;
+  past->sources = n;
+  past->slots = s->slots;
+  past->source_slots = s->source_slots;
   return true;
 }
-/* the parameters beside the layers'; null, or what is wrong with them */
-#define LUNAI_STREAM_UNREADABLE \
-  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
-LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t k = z->features;
-  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
-                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
-                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab,
-                                         z->dim);
-  if (!good)
-    return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  s->output = s->embedding;
-  if (z->outputs) {
-    const char *name = "output_projection";
-    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
-           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
-    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
-  }
-  if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "",
-      "embed_positions", ".weight", 2, z->max_length, z->dim))
-    return "embed_positions.weight is missing or of another shape";
-  s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm && z->norm != LUNA_NORM_RMS ? &s->norm_bias : NULL;
-  if ((s->norm.weight && !lunai_stream_parameter(s, s->norm.weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
-                                                 1)) ||
-      (s->norm.bias && !lunai_stream_parameter(s, s->norm.bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1)))
-    return "layer_norm is missing or of another shape";
-  return NULL;
+/* the same of what is beside the layers; of a model s->tables are its */
+LUNAI_FN bool lunai_stream_tables_open(luna_stream *s, const lunai_st *st) {
+  lunai_stream_tables *t = &s->tables;
+  const lunai_stream_tables *from = s->model_ctx ? t : NULL;
+  if (!lunai_stream_parameters(s, lunai_table_slots, LUNAI_LENGTH(lunai_table_slots), "", from, st, t, s->parameters))
+    return false;
+  if (!s->sizes.outputs) t->output.weight = t->embedding;
+  return true;
 }
 
 /* means and scales to the host; false: the device has failed */
 LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
   const int64_t k = s->sizes.features;
   const size_t bytes = (size_t)k * sizeof(float);
-  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
-                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
+  return k == 0 || (lunai_stream_move(s, s->standard, s->tables.input.mean->data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->tables.input.scale->data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -18175,7 +18226,7 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->bump.size[1] = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
-  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_parameters(s, NULL) == NULL;
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_tables_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
     good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_fold(s, &layer, NULL);
@@ -18186,9 +18237,10 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   return good;
 }
 
-LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  const size_t bytes = lunai_round((size_t)count * size);
   char *at = base ? base + *used : NULL;
-  *used += lunai_round((size_t)count * size);
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
   return at;
 }
 /* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
@@ -18291,9 +18343,9 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
     lunai_stream_lay_out(s, (char *)s);
     wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong) wrong = lunai_stream_parameters(s, &st);
+  if (!wrong && !lunai_stream_tables_open(s, &st)) wrong = s->ctx.error;
   for (i = 0; !wrong && i < s->sizes.layers; i++)
-    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
+    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
@@ -18360,21 +18412,11 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
     good = true;
   }
   lunai_stream_lay_out(s, (char *)s);
+  good = good && lunai_stream_tables_open(s, NULL);
   if (good) luna_stream_reset(s);
   if (good) return s;
   luna_stream_close(s);
   return NULL;
-}
-/* the stream's own tensors of a model's tables */
-LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output,
-                                  const luna_tensor *positions, const luna_norm_layer *norm) {
-  if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
-  (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
-  if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  s->norm.weight = norm->weight ? &s->norm_weight : NULL;
-  s->norm.bias = norm->bias ? &s->norm_bias : NULL;
-  if (norm->weight) (void)lunai_stream_parameter(s, s->norm.weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  if (norm->bias) (void)lunai_stream_parameter(s, s->norm.bias, norm->bias, NULL, "", "", "", 1, 1, 1);
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
@@ -18399,20 +18441,15 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     return NULL;
   }
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
-  if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open",
-                                                             lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  if (lunai_stream_on_device(&first) &&
+      lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.input = model->input;
+  first.tables.norm = model->norm;
+  first.tables.output = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
-  if (model->output.bias)
-    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
-  if (s->sizes.features) {
-    const luna_input_layer *in = &model->input;
-    (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->feature_scale, in->scale, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection, in->projection.weight, NULL, "", "", "", 2, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection_bias, in->projection.bias, NULL, "", "", "", 1, 1, 1);
-  }
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
         lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
@@ -18465,7 +18502,9 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
+  first.sizes.layers = c->decoder_layers;
+  first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
@@ -18478,11 +18517,14 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.norm = model->norm;
+  first.tables.output.weight = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, model->output, model->positions, &model->norm);
   good = lunai_stream_real(s, s->slots, s->batch, source) &&
-      lunai_stream_real(s, s->source_slots, source->batch, source);
+         lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
            lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
@@ -18515,12 +18557,12 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = input->n;
+  const int64_t n = lunai_size(input->n);
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+  if (input->n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
@@ -18565,7 +18607,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
-LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
+LUNA_API lunai_int64 luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
 LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
@@ -18626,7 +18668,11 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 }
 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
-typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
+typedef struct lunai_stream_head {
+  uint64_t magic;
+  lunai_int64 batch, position;
+  lunai_lm_sizes sizes;
+} lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
   return s ? sizeof(lunai_stream_head) + s->state_size : 0;
@@ -18647,7 +18693,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 ||
-      head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+      head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
@@ -18697,27 +18743,27 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
   return low;
 }
 
-LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
+LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
   const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
-  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const int64_t n = lunai_size(vocab);
+  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < n ? sampling->top_k : n;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
-  if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature)))
-    return -1;
+  if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
-  for (i = 0; i < vocab; i++) {
+  for (i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
   if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
-  if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  if (k < n) limit = lunai_kth(logits, n, k, &above);
   if (top_p < 1) {
-    const float nucleus = lunai_nucleus(logits, vocab, limit, max, temperature, top_p);
-    if (nucleus > limit) k = vocab;    /* all that are equal to it */
+    const float nucleus = lunai_nucleus(logits, n, limit, max, temperature, top_p);
+    if (nucleus > limit) k = n;    /* all that are equal to it */
     limit = nucleus;
   }
   counter[0] = (uint32_t)sampling->drawn;
@@ -18728,8 +18774,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
                                                     limit the first few count */
     double sum = 0;
-    for (ties = k - above, i = 0; i < vocab; i++) {
-      if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
+    for (ties = k - above, i = 0; i < n; i++) {
+      if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
       sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
@@ -18910,6 +18956,10 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
 #endif
 #endif /* !LUNAI_PASS */
 #endif /* LUNA_IMPLEMENTATION */
