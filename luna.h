@@ -74,10 +74,11 @@
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
-     allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
-     calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
-     the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     empties: a steady step allocates nothing, and a loop without begin takes more in each round. `options.block` gives
+     a context one block for everything; then no allocator is called. A context opened with `options.measure` computes
+     nothing, and after one dry run of the same calls at the largest sizes, with the same threads and isa and the files
+     that it loads, luna_memory(ctx).peak is the exact size of that block. Streams have memory of their own: with a
+     block, luna_stream_open_bytes.
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
@@ -286,8 +287,10 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
-    "or called twice)") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
+    "made after luna_begin_step") \
+  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
     "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
@@ -396,9 +399,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
+  X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
+    "luna_load_model take it from the file") \
   X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
   X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
   X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
@@ -664,8 +670,9 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
-   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model,
+/* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
+   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
    luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
    name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
    its own and close it. */
@@ -1097,8 +1104,9 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
-/* Into a set whose parameters have the file's names and shapes. What is in neither, as heads, pooling, activation or
-   positions, is not compared: luna_load_model takes it from the file. */
+/* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the config
+   from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -1521,7 +1529,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
-   kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
+   kind opens by luna_load_model; the others are for those who know which it is. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1534,9 +1542,17 @@ typedef struct luna_model {
 } luna_model;
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
+LUNA_API luna_status luna_classifier_load_bytes(luna_classifier *model, luna_params *params, const void *bytes,
+                                                size_t size);
+LUNA_API luna_status luna_masked_lm_load_bytes(luna_masked_lm *model, luna_params *params, const void *bytes,
+                                               size_t size);
+LUNA_API luna_status luna_seq2seq_load_bytes(luna_seq2seq *model, luna_params *params, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_classifier_load(luna_classifier *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_masked_lm_load(luna_masked_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_seq2seq_load(luna_seq2seq *model, luna_params *params, const char *path);
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -8743,6 +8759,18 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
+/* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
+   places: what a begin has ended is still a tensor in the step after it, one whose data were released. */
+#define LUNAI_SLAB 16
+typedef struct lunai_slab {
+  struct lunai_slab *next;
+  luna_tensor of_step[2][LUNAI_SLAB];
+} lunai_slab;
+typedef struct lunai_slabs {
+  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
+  int used;                          /* of that */
+  size_t end;                        /* of the newest, in bytes that persist */
+} lunai_slabs;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 #ifndef LUNA_ONLY_STREAM
@@ -8783,6 +8811,8 @@ struct luna_ctx {
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
+  lunai_slabs slabs;
+  bool odd;                          /* which half of the slabs this step has */
   char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
@@ -9109,6 +9139,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i])
@@ -9122,6 +9153,8 @@ typedef struct lunai_mark {
   size_t used[2], bytes[2], gaps[2];
   int64_t pieces_made;
   luna_tensor *made;
+  lunai_slab *slab;
+  int slab_used;
   char *small, *small_end;
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
@@ -9141,6 +9174,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
+  mark.slab = ctx->slabs.now;
+  mark.slab_used = ctx->slabs.used;
   mark.small = ctx->small;
   mark.small_end = ctx->small_end;
   return mark;
@@ -9155,7 +9190,12 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     ctx->bump->used[1] = mark.bytes[1];
     return;
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
+  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
+    lunai_release(ctx->made);
+    ctx->made->grad = NULL;
+  }
+  ctx->slabs.now = mark.slab;
+  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
@@ -9249,6 +9289,23 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
+/* room for a tensor of the step */
+LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
+  lunai_slabs *slabs = &ctx->slabs;
+  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+  void *memory;
+  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+    if (!*next) {
+      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
+      *next = (lunai_slab *)memory;
+      slabs->end = ctx->arena[0].persistent_bytes;
+    }
+    slabs->now = *next;
+    slabs->used = 0;
+  }
+  return &slabs->now->of_step[ctx->odd][slabs->used++];
+}
+
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
    bytes from the step's start, alike in every mode, and so do all decisions. */
@@ -9337,6 +9394,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
+  ctx->odd = !ctx->odd;
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
@@ -11578,13 +11636,12 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
     t->data = (float *)data;
     return t;
   }
-  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
+  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory;
+  if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   t->older = ctx->made;
   return ctx->made = t;
 }
@@ -12484,6 +12541,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
+  if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+  if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
@@ -13405,9 +13464,11 @@ LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory;
+  void *memory = NULL;
   luna_tensor *t;
-  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
+  else memory = lunai_slab_take(x->ctx);
+  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
@@ -16880,6 +16941,21 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   /* a name with a zero byte in it is no parameter's */
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
 }
+/* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
+   differ, and so may the longest sequence, which a learned table has as its shape. */
+LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  const lunai_meta *m;
+  char in_file[40];
+  lunai_st_text value;
+  for (m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
+    if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
+    if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
+    lunai_st_decode(value, in_file, sizeof in_file);
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_CONFIG, ctx->call, m->key, in_file, lunai_file_name(ctx), m->value);
+  }
+  return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
@@ -16887,6 +16963,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   int64_t matched = 0;
   lunai_param *p;
+  const luna_status status = lunai_load_config(params, st);
+  if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     char name[80];
     if (lunai_st_ours(t.name)) continue;
@@ -16994,6 +17072,7 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   luna_error_id wrong;
   void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
   for (p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
@@ -17164,17 +17243,6 @@ LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
 }
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_lm_load_bytes", params, NULL, model, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_lm_load_bytes") == LUNA_OK;
-  if (good) {
-    good = lunai_lm_load_st(model, &s, &file.st);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
-}
 
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -17183,8 +17251,9 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
-  static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
+/* wanted: the kind that the file must have; 0: any */
+LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+  static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
   luna_ctx *ctx = s->params->ctx;
   lunai_model_config m;
   lunai_st_text kind;
@@ -17192,29 +17261,57 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   memset(&m, 0, sizeof m);
   if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
-  model->kind = LUNA_MODEL_LM;
-  if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
-  model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
+  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (wanted && wanted != model->kind)
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
+                             kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
+  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
   if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
       !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
       !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+/* into `model`, `size` bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load { const char *name; luna_model_kind kind; void *model; size_t at, size; } lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
+  const lunai_kind_load *k = (const lunai_kind_load *)load;
+  luna_model any;
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_load_model_bytes", params, NULL, model, sizeof *model);
-  if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_load_model_bytes") == LUNA_OK;
+  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
+              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
+  memset(&any, 0, sizeof any);
   if (good) {
-    good = lunai_model_load_st(model, &s, &file.st);
+    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
+    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
     lunai_file_close(&file, LUNA_OK);
   }
   return lunai_setup_end(&s, good);
 }
+#define LUNAI_KIND_LOADS(F) \
+  F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
+  F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
+  F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
+  F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
+LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
+  lunai_kind_load k;
+  k.name = name;
+  k.kind = (luna_model_kind)kind;
+  k.model = model;
+  k.at = at;
+  k.size = size;
+  return k;
+}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
+    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
+    return lunai_load_kind_bytes(&k, params, bytes, size); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
@@ -17408,12 +17505,6 @@ typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void 
 LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
   (void)into;
   return luna_load_bytes(params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_lm_load_bytes((luna_lm *)model, params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_load_model_bytes((luna_model *)model, params, bytes, size);
 }
 typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
 LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
@@ -17739,18 +17830,16 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
   return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
 }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_lm_load", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_lm_load", lunai_load_lm, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_load_model", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
+    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
+    lunai_setup s; \
+    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
+    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
+    return lunai_setup_end(&s, good); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
