@@ -286,7 +286,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "or called twice)") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
-  X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
+  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
@@ -299,17 +299,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(WEIGHT_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [out, %d]") \
-  X(VECTOR_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d]") \
-  X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
-  X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
-  X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
-  X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
-    "[batch, m, h e] (with offsets all [rows, ...])") \
   X(PATTERNS, BAD_ARGUMENT, \
     "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
     "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
@@ -317,15 +309,6 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
-    "[batch, n, h a] twice and [batch, n, h b]") \
-  X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
-    "[d, width]") \
-  X(PACK_SHAPES, BAD_ARGUMENT, "luna_pack: weights %t and context %t must be [batch, r, d] and [batch, m, d]") \
-  X(UNPACK_SHAPES, BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t must be [batch, n, d], [batch, h, l, d], " \
-    "[batch, h, l], [batch, h, l, d], with at least one slot") \
-  X(CAUSAL_NESTED_SHAPES, BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads must be " \
-    "[batch, n, h d] three times and [batch, n, h l]") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
@@ -9416,6 +9399,12 @@ static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
 
+/* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST(query, forward, backward, can) \
+  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can }
+
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
@@ -9488,6 +9477,7 @@ LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
   lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
 }
+#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
 /* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
@@ -9516,6 +9506,7 @@ LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
     lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   int64_t rows, width, stride, r, start = 0;
   int i;
@@ -9533,6 +9524,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
 }
 LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
 LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -9546,6 +9538,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct lunai_sum_work {
@@ -9707,6 +9700,7 @@ LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
   lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
                                  op->in[0]->grad + first);
@@ -9714,6 +9708,7 @@ LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
 }
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
 LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
   const luna_step_state *state = op->ctx->state;
@@ -9737,6 +9732,7 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
 }
+#define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -9767,6 +9763,7 @@ LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
   lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -9795,6 +9792,7 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
@@ -9830,6 +9828,7 @@ LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int
 }
 LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
 LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
@@ -9858,6 +9857,7 @@ LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
 }
+#define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -9885,6 +9885,7 @@ LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
 }
+#define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
@@ -9970,6 +9971,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0)
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
@@ -10072,6 +10074,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   lunai_residual_backward(op, 3);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LINEAR \
+  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -10288,6 +10293,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   return LUNA_OK;
 }
 #endif
+#define LUNAI_CPU_FEED_FORWARD \
+  LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
@@ -10317,6 +10325,7 @@ LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
 }
+#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
@@ -10370,6 +10379,8 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, blocks, lunai_layer_norm_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LAYER_NORM \
+  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE)
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -10396,6 +10407,7 @@ LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
   lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
 }
+#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -10421,6 +10433,8 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
       lunai_scatter_through);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCATTER_ADD \
+  LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
    its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
@@ -10477,6 +10491,7 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
@@ -10513,6 +10528,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_CROSS_ENTROPY \
+  LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 /* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
    to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
@@ -10648,6 +10665,9 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
+#define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
+  LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
+                 LUNA_SETS_GRAD(0))
 
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
@@ -10709,6 +10729,9 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+#define LUNAI_CPU_SOFTMAX_ATTENTION LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
+#define LUNAI_CPU_SPARSE_ATTENTION LUNAI_CPU_SOFTMAX_ATTENTION
+#define LUNAI_CPU_PACK LUNAI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -10731,6 +10754,8 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
 }
+#define LUNAI_CPU_UNPACK \
+  LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -10747,6 +10772,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
 }
 LUNAI_KERNEL_OP(causal, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
    kept: W --- */
@@ -10768,6 +10794,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
+#define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -10807,6 +10834,7 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -10824,6 +10852,7 @@ LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
+#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
@@ -10971,59 +11000,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   }
   return LUNA_OK;
 }
-
-#define LUNAI_CPU_OP(query, forward, backward, can) \
-  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
-#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
-  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-#define LUNAI_CPU_REST(query, forward, backward, can) \
-  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
-static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-      LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
-  NULL, NULL, NULL, NULL,
-  {
-    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
-    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
-    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
-    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
-    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
-    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
-    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
-    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
-    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
-    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward,
-                   LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
-  }
-};
-#undef LUNAI_CPU_EACH
-#undef LUNAI_CPU_OP
-#undef LUNAI_CPU_REST
-LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
@@ -11453,22 +11429,22 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   s->op.ctx = ctx;
   s->op.outputs = 1;
 }
-/* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
-                          luna_tensor *b, luna_tensor *c) {
-  luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
+/* `count` inputs, of which the first `required` must not be null */
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
+                          int count) {
+  static const char *const numbers[] = { "the first input", "the second input", "the third input",
+                                         "the fourth input" };
+  luna_ctx *ctx = NULL;
   int i;
+  for (i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   lunai_start_in(s, ctx, kind, name);
-  s->op.inputs = inputs;
-  s->op.in[0] = a;
-  s->op.in[1] = inputs > 1 ? b : NULL;
-  s->op.in[2] = inputs > 2 ? c : NULL;
-  for (i = 0; i < inputs; i++)
-    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
-    else if (!s->op.in[i])
-      return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" :
-                             "the third input") != NULL;
+  s->op.inputs = count;
+  for (i = 0; i < count; i++) {
+    s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
+    if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
+  }
   return true;
 }
 /* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
@@ -11485,8 +11461,6 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
-/* one more input, which may be null */
-LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
@@ -12884,6 +12858,80 @@ typedef struct lunai_past {
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
+/* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
+   it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+typedef struct lunai_pattern {
+  int64_t sizes[128];                /* of the letters; -1: not met */
+  const luna_tensor *leading;        /* the first input with leading axes */
+  int after;                         /* its axes after them */
+} lunai_pattern;
+/* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
+   '[' for their number */
+LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
+  const bool open = axes[1] == '.';
+  const char *first = axes + (open ? 5 : 1), *at = first;
+  int a, rank, before;
+  while (at[0] && at[1] == ',') at += 2;
+  rank = (int)(at - first) / 2 + 1;
+  before = t->rank - rank;
+  if (open ? before < 0 : before != 0) return '[';
+  for (a = 0; a < rank; a++) {
+    const char letter = first[2 * a];
+    const int64_t size = t->shape[before + a];
+    int64_t *known = &p->sizes[letter & 127];
+    if (*known < 0) *known = size;
+    if (size != *known || (size < 1 && letter < 'a')) return letter;
+  }
+  if (open && !p->leading) p->leading = t, p->after = rank;
+  return !open || (p->leading->rank - p->after == before &&
+                   memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+}
+LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+  const char *at = pattern;
+  lunai_pattern p;
+  int i;
+  memset(&p, -1, sizeof p.sizes);
+  p.leading = NULL;
+  for (i = 0; *at; i++) {
+    const luna_tensor *t = s->op.in[i];
+    char name[16], wrong[2] = { 0, 0 }, why[40];
+    size_t length = 0;
+    bool optional;
+    for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+    name[length] = 0;
+    optional = *at == '?';
+    while (*at != '[') at++;
+    if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
+    if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
+      const int64_t size = p.sizes[wrong[0] & 127];
+      lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
+                  size > 0 || wrong[0] > 'Z' ? "%s is %d" : "%s is at least 1", wrong, size);
+      return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
+    }
+    while (*at != ']') at++;
+    at += 1 + (at[1] == ' ');
+  }
+  return true;
+}
+LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
+  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
+}
+LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
+  if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
+  return lunai_fail(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max) != NULL;
+}
+/* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
+LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
+  int i;
+  for (i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
+    const int64_t dim = lunai_last(s->op.in[i]);
+    if (heads < 1 || dim % heads != 0)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
+    if (!lunai_product_fits(s, 1, dim / heads, LUNAI_MAX_SCRATCH)) return false;
+  }
+  return true;
+}
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory;
@@ -12903,7 +12951,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int a, open = -1;
   lunai_build s;
   luna_tensor asked;
-  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
@@ -12920,7 +12968,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ?
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
       lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
@@ -12929,7 +12977,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return lunai_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
@@ -12945,7 +12993,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int a, seen = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
@@ -12970,7 +13018,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL))
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
     return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
@@ -12979,7 +13027,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
-    lunai_input(&s, x[i]);
   }
   s.op.arg.concat.axis = axis;
   return lunai_finish(&s, x[0]->rank, shape);
@@ -12989,7 +13036,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
@@ -13016,8 +13063,9 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { a, b };
   lunai_build s;
-  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, kind, name, in, 2, 2) ? lunai_elementwise(&s) : NULL;
 }
 #define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
@@ -13032,13 +13080,13 @@ LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
   return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
 }
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   lunai_build s;
-  if (condition && condition->needs_grad) condition = luna_detach(condition);
-  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3) ? lunai_elementwise(&s) : NULL;
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", &x, 1, 1)) return NULL;
   if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
   s.op.arg.elementwise.scalar[1] = low;
   s.op.arg.elementwise.scalar[2] = high;
@@ -13046,14 +13094,14 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
 }
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
   s.op.arg.elementwise.scalar[1] = number;
   return lunai_elementwise(&s);
 }
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
   s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
@@ -13063,7 +13111,7 @@ LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, lun
 }
 LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, &x, 1, 1)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -13084,7 +13132,7 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability))
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || lunai_dropout_wrong(&s, probability))
     return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
@@ -13096,7 +13144,7 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
@@ -13134,10 +13182,11 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  luna_tensor *const in[] = { a, b };
   int i;
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", in, 2, 2)) return NULL;
   good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
   for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
     good = a->shape[a->rank - i] == b->shape[b->rank - i];
@@ -13166,40 +13215,20 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
-/* whether a vector, where it is there, has that size; a weight [out, in] */
-LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
-}
-LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
-}
-LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t,
-                                                                   (int64_t)rank) != NULL;
-}
-
-/* whether x, weight and bias go together; false: the failure is reported */
-LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
-  const luna_tensor *x = s->op.in[0], *weight = s->op.in[1];
-  return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
-         lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
-}
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                         luna_activation activation, luna_tensor *residual, float dropout) {
+  luna_tensor *const in[] = { x, weight, bias, residual };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", in, 2, 4) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
-  lunai_input(&s, bias);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
-  lunai_input(&s, residual);
   return lunai_finish_rows(&s, weight->shape[0]);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
@@ -13210,43 +13239,24 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
 }
 
-/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is
-   reported */
-LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
-                                      const luna_tensor *b2, luna_activation activation,
-                                      const luna_feed_forward_config *c) {
-  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
-  luna_ctx *ctx = x->ctx;
-  luna_tensor want;
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, luna_activation activation, const luna_feed_forward_config *c) {
+  luna_ctx *ctx = s->op.ctx;
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
-  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
   if (lunai_is_checked(ctx)) return true;
   if (!lunai_is_activation(activation))
     return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
-  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
-  lunai_tensor_set(&want, ctx, x->rank, x->shape);
-  want.shape[x->rank - 1] = w2->shape[0];
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
-  if (!c->gate) return true;
-  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
-      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
-  return c->gate->shape[0] == w1->shape[0] ||
-         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+  return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
+         lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
+  luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
-      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+      !lunai_feed_forward_fits(&s, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -13254,10 +13264,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
-  lunai_input(&s, b1);
-  lunai_input(&s, w2);
-  lunai_input(&s, b2);
-  lunai_input(&s, c->residual);
+  s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -13269,8 +13276,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -13279,8 +13286,8 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   int64_t b;
   bool failed = false, full = true;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
@@ -13296,7 +13303,7 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
   lunai_build s;
   shape[0] = luna_count(x);
   shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
   s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
@@ -13306,21 +13313,19 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_RATIO_EMPTY, x);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "x [...,N]")) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
   return lunai_finish(&s, x->rank, shape);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, in, 1, 3) ||
+      !lunai_fits(&s, "x [...,d] weight? [d] bias? [d]")) return NULL;
   s.op.arg.norm.rms = rms;
-  lunai_input(&s, weight);
-  lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
@@ -13334,8 +13339,8 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   int64_t shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
-  if (table->rank != 2) return lunai_fail(table->ctx, LUNA_ERROR_EMBEDDING_TABLE, table);
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -13349,7 +13354,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   int64_t shape[2];
   if (!x || x->rank == 2) return x;
-  if (!lunai_has_rank(name, x, 1)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   shape[0] = x->shape[0];
   shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
   return luna_reshape(x, 2, shape);
@@ -13372,16 +13377,18 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
       count, count) : NULL;
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
   luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
       "luna_scatter_add_rows") : NULL;
+  luna_tensor *in[2];
   lunai_build s;
   int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  in[0] = flat, in[1] = added;
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
       return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
@@ -13424,8 +13431,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
                                               const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(s.name, logits, 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
   return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
       lunai_abandon(&s);
 }
@@ -13436,17 +13443,14 @@ LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) ||
-      !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", in, 2, 3) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
-  lunai_input(&s, bias);
-  if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
-    lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
-    return lunai_abandon(&s);
-  }
+  if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
       lunai_abandon(&s);
 }
@@ -13463,7 +13467,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   lunai_build s;
   void *memory;
   int32_t *given;
-  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
   if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
@@ -13521,11 +13525,6 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 }
 
 /* --- attention --- */
-LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
-  return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
-                    s->op.arg.attention.heads);
-}
-
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
                                       const char *what, bool *failed) {
@@ -13544,34 +13543,29 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
-  const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = ragged ? 0 : 1;
-  int64_t batch, longest = 0, b;
-  s->op.arg.attention.heads = heads;
-  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k))
-    return false;
-  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 ||
-      k->shape[axis] != v->shape[axis]) return false;
-  if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (ragged) {
-    for (b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->sequences;
-    s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
-    s->op.arg.attention.keys = longest;
-    return true;
+/* the longest sequence of a ragged batch */
+LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
+  int64_t longest = 0, b;
+  for (b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  return longest;
+}
+LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
+  const bool ragged = c->sequences > 0;
+  int64_t batch = 1;
+  int i;
+  s->op.arg.attention.heads = c->heads ? c->heads : 1;
+  if (!lunai_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
+      !lunai_heads_fit(s, s->op.arg.attention.heads)) return false;
+  for (i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+    const int64_t own = s->op.in[i]->shape[0];
+    if (batch != 1 && own != 1 && own != batch)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
+    if (own != 1) batch = own;
   }
-  batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
-  if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
-  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) ||
-      (v->shape[0] != batch && v->shape[0] != 1)) return false;
-  s->op.arg.attention.batch = batch;
-  s->op.arg.attention.queries = q->shape[1];
-  s->op.arg.attention.keys = k->shape[1];
+  s->op.arg.attention.batch = ragged ? c->sequences : batch;
+  s->op.arg.attention.queries = ragged ? lunai_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
+  s->op.arg.attention.keys = ragged ? lunai_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
   return true;
 }
 
@@ -13626,16 +13620,17 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
+  luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
-                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
+                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
   if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
+  if (!lunai_attention_fits(&s, c)) return NULL;
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
                                 &failed);
   if (ragged) {
@@ -13668,29 +13663,21 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  luna_tensor *const in[] = { x, y, z };
   lunai_build s;
-  bool good;
-  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
-  good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
-  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] &&
-      x->shape[1] == z->shape[1];
-  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 &&
-      z->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
+  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
+      !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
+      !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
   return lunai_finish_like(&s, z);
 }
 
 LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                               const lunai_past *past) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (!lunai_is_checked(x->ctx) &&
-      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
-    return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
-  if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
-  lunai_input(&s, bias);
+  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
+      !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
@@ -13702,12 +13689,10 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
                                 luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
+  luna_tensor *const in[] = { weights, context };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout))
-    return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] ||
-      weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
-    return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
   if (!lunai_has_op(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
@@ -13750,25 +13735,17 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
 
 LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
     luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  bool good, failed = false;
-  int a;
+  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
+  bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
-  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] &&
-      k->shape[3] == x->shape[2] && x->shape[2] > 0;
-  for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
-  good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
-  good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
-  if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
+      !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
+      !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
-  lunai_input(&s, v);
-  lunai_input(&s, out_bias);
-  lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
@@ -13796,27 +13773,20 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                          int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
                                          const lunai_past *past) {
-  bool good, failed = false;
+  luna_tensor *const in[] = { q, k, v, s };
+  bool failed = false;
   float scale;
-  int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) ||
-      lunai_dropout_wrong(&build, dropout)) return NULL;
-  if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
-  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] &&
-      s->shape[1] == q->shape[1];
-  for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
-  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
-    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
+      lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
+      !lunai_heads_fit(&build, heads) ||
+      !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
@@ -13836,14 +13806,12 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom) {
   void *memory;
-  int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL,
-                                                              NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
+    return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                            !custom->backward ? "custom->backward" : "custom->state");
-  for (i = 1; i < count; i++) lunai_input(&s, in[i]);
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
@@ -13864,6 +13832,21 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   run.threads = (int)op->ctx->parallel.threads;
   return run;
 }
+
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+static const luna_backend lunai_cpu = {
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+  {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+    LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+  }
+};
+LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
