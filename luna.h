@@ -527,6 +527,8 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 #define LUNA_SHARED (-1)
 
+#endif
+
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
    heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
@@ -554,11 +556,13 @@ typedef struct luna_attention_args {
   const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+#endif
 
 /* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
    rows, heads, value_dim] */
@@ -566,10 +570,12 @@ typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
   luna_run run;
 } luna_causal_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
@@ -2032,6 +2038,18 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
    under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
    dropout. */
 typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
@@ -2078,29 +2096,15 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
-   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
-   when ragged. */
-typedef struct lunai_attention {
-  const float *q, *k, *v;
-  float *out;
-  /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
-  float *lse;
-  float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
-  int64_t batch, heads, queries, keys, head_dim, value_dim;
-  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
-  float scale;
-  bool causal;                       /* query i sees keys j <= i */
-  lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
-  const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
-  /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  float *grad_q, *grad_k, *grad_v;
-  const luna_attention_pattern *patterns; /* null: dense */
-  int64_t pattern_count;
-  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
-} lunai_attention;
+/* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
+   batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
+   when ragged. grad_k may equal grad_v. */
+typedef luna_attention_args lunai_attention;
+typedef luna_causal_args lunai_causal;
+LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
+  return lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+}
+LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
    out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
@@ -2117,17 +2121,6 @@ typedef struct lunai_unpack {
   /* backward adds; any may be null; grad_x may be grad_out: added in place */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
-
-/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out
-   [batch, rows, heads, value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
-typedef struct lunai_causal {
-  const float *x, *y, *z;
-  float *out;
-  int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
-  const float *grad_out;
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-} lunai_causal;
 
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
@@ -4499,6 +4492,7 @@ LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_atte
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
   int64_t j, e, first;
   for (j = 0; j < r->keys; j++) {
@@ -4511,14 +4505,15 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
     total = kept = 0;
     for (j = 0; j < r->keys; j++) {
       const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
       total += p;
       kept += masked;
       for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
     for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->log_sum_exp)
+    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
   if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
 }
 LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
@@ -4536,19 +4531,21 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   lunai_attention_row r;
   int64_t b, h, i, j;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
         const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
                      (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
-          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
+          const double p = (double)lunai_exp1_scalar((float)score);
+          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
           const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
           const double ds = (double)a->scale * p * (dp - mean);
           if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
@@ -4836,7 +4833,7 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
       few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = lunai_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, masked * scores);
@@ -4870,7 +4867,7 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 
 /* see below */
 LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
-  return a->patterns || (backward && a->grad_lse);
+  return a->patterns || (backward && a->grad_log_sum_exp);
 }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
@@ -4909,10 +4906,11 @@ LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_
 /* keep or 0 for each score of the tile */
 LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                               const lunai_tile *t, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
     float *to = t->k_step == 1 ? mask + i * t->q_step : row;
-    kernels->dropout_mask(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
@@ -4939,8 +4937,8 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   for (i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[at] = head->keys ? state[i] : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] : 1;
+    if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : lunai_drops(a) ? state[2 * LUNAI_TILE + i] : 1;
   }
 }
 
@@ -4953,7 +4951,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const int64_t d = a->head_dim, dv = a->value_dim,
                 panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
+  float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
     kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
@@ -5057,9 +5055,9 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
-    lse[i] = a->lse[at];
+    lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
-    if (!a->grad_sums || !a->dropout.threshold) continue;
+    if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
   }
@@ -5086,7 +5084,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
@@ -5293,7 +5291,7 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   int64_t i = s.p->blocks ? 0 : s.queries;
   for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
   }
 }
 
@@ -5318,6 +5316,7 @@ LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
@@ -5331,26 +5330,29 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
-    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout,
-                                                                 s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
+    lunai_scale_add_reference(a->value_dim,
+                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
+                              a->v + s->v + key->row * a->v_row, out);
   }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (a->log_sum_exp) /* -Inf without a key */
+    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                                         int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
-  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
+                     (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5493,7 +5495,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
   m->scores = lunai_take(&scratch, w->tile * depth);
   m->slopes = lunai_take(&scratch, back * w->tile * depth);
   m->mask = lunai_take(&scratch, masked * w->tile * depth);
@@ -5607,11 +5609,12 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_ti
 }
 LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
                                 float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(s->a);
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5634,7 +5637,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
-  float *mask = a->dropout.threshold ? m->mask : NULL;
+  float *mask = lunai_drops(a) ? m->mask : NULL;
   if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
   kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
@@ -5686,7 +5689,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+    if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
@@ -5747,8 +5750,9 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
   for (i = 0; i < q->t.width; i++) {
     const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->lse[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+    lse[i] = a->log_sum_exp[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -5764,7 +5768,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
   memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
@@ -7355,18 +7359,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
   return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
 }
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
-}
 
 /* --- sparse attention: which keys a query sees --- */
 /* whether patterns are valid for these sizes */
@@ -7506,61 +7498,47 @@ LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
-                             const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
-  int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
-  extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (ragged) *batch_stride = 0;
-  else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
-  else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+/* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row,
+                             int64_t *head) {
+  int64_t extent = lunai_extent(size[3], size[2], *head, size[3], head);
+  extent = lunai_extent(extent, size[1], *row, lunai_checked(size[2], size[3]), row);
+  if (ragged) *batch = 0;
+  else if (shared) extent = lunai_extent_shared(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
+  else extent = lunai_extent(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
   return extent >= 0;
 }
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
-  const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head },
-      k[3] = { args->k_batch, args->k_row, args->k_head };
-  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
-  const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
-  const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
+  const int64_t pairs = lunai_checked(args->batch, args->heads), d = args->head_dim;
+  const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
-  int64_t b, queries = args->queries, keys = args->keys;
-  memset(a, 0, sizeof *a);
-  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1)
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
-  if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (ragged) {
-    queries = lunai_ragged_rows(args->query_offsets, args->batch);
-    keys = lunai_ragged_rows(args->key_offsets, args->batch);
-  }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  const int64_t queries = ragged ? lunai_ragged_rows(args->query_offsets, args->batch) : args->queries;
+  const int64_t keys = ragged && args->key_offsets ? lunai_ragged_rows(args->key_offsets, args->batch) : args->keys;
+  const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
+  const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
+  int64_t b;
+  *a = *args;
+  a->value_dim = dv;
+  if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
+  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
+  if (lunai_max(d, dv) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (!(a->dropout >= 0 && a->dropout < 1) || !lunai_is_finite(a->scale)) return LUNA_BAD_ARGUMENT;
+  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_heads_of(q, ragged, true, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(k, ragged, true, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(v, ragged, true, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(out, ragged, false, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
-  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0)
+  if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; a->lengths && b < a->batch; b++)
+    if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
-  for (b = 0; args->lengths && b < batch; b++)
-    if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
-    return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < args->pattern_count; b++)
-    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+  for (b = 0; b < a->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
-  a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
-  a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
-  a->head_dim = args->head_dim; a->value_dim = value_dim;
-  a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
-  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
-  a->causal = args->causal;
-  a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
-  a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
-  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
-  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -7586,7 +7564,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
   keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
+  if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
@@ -7606,24 +7584,13 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
-/* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
-  const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
-  memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim))
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
-  c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
-  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim;
-  c->value_dim = args->value_dim;
-  c->xy_head = args->dim;
-  c->z_head = args->value_dim;
-  c->xy_row = args->heads * args->dim;
-  c->z_row = args->heads * args->value_dim;
-  c->xy_batch = args->rows * c->xy_row;
-  c->z_batch = args->rows * c->z_row;
-  c->grad_out = args->grad_out; c->grad_x = args->grad_x; c->grad_y = args->grad_y; c->grad_z = args->grad_z;
-  return LUNA_OK;
+  const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
+  const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
+  *c = *args;
+  return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
+         lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
+         lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
@@ -10700,7 +10667,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
-  a->lse = (float *)op->kept;
+  a->log_sum_exp = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
   a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
   a->keys = op->arg.attention.keys;
@@ -10715,17 +10682,20 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
-  a->dropout = lunai_op_dropout(op);
+  a->dropout = op->dropout;
+  a->seed = op->ctx->state->seed;
+  a->dropout_op = op->dropout_op;
+  a->step = (uint32_t)op->ctx->state->step;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
-  a->lse = op->out[1]->data;
+  a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
   /* sizes are asked before that gradient is there */
-  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
+  a->grad_log_sum_exp = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
