@@ -888,6 +888,8 @@ LUNA_MAPS(LUNAI_MAP)
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
 /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
+/* x - ln sum e^x over the last axis: exact where a softmax is 0 */
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
                                                                                for null */
@@ -1724,6 +1726,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
+  R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
@@ -13887,6 +13890,64 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
       lunai_abandon(&s);
+}
+
+/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  float part[256], number;
+  int64_t r, i, at;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
+    double sum = 0;
+    (void)lunai_first_max(in[0], n, 1, &at);
+    number = in[0][at];
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
+    }
+    number = lunai_log1_scalar((float)sum);
+    in[0] = y;
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+  }
+}
+LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r, i;
+  for (r = first; r < last; r++) {
+    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
+    const float sum = (float)lunai_k(op)->sum(n, dy);
+    float *dx = op->in[0]->grad + r * n, part[256];
+    lunai_k(op)->add(n, dx, dy, dx);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      lunai_k(op)->scale_add(lunai_min(256, n - i), -sum, part, dx + i);
+    }
+  }
+}
+LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
+  return LUNA_OK;
+}
+#define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  luna_tensor *z;
+  int axis;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  if (lunai_has_op(x, LUNA_OP_LOG_SOFTMAX)) return lunai_finish_like(&s, x);
+  axis = x->rank - 1;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
 /* --- losses of numbers, composed of the ops above --- */
