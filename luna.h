@@ -136,8 +136,11 @@
        config.patterns = &window, config.pattern_count = 1;
      Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
      broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
-     instruction sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's
-     table, a function that checks shapes and builds it, and a case in tests/op_cases.h.
+     instruction sets and of the device, and its tests. Any other op takes four places: a row of LUNA_OPS; the
+     declaration; in >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the
+     function that checks the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and
+     nothing else: a name in COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from
+     other ops, where a backend does not have it.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -295,7 +298,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
-  X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
+  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
@@ -308,17 +311,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(WEIGHT_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [out, %d]") \
-  X(VECTOR_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d]") \
-  X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
-  X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
-  X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
-  X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
-    "[batch, m, h e] (with offsets all [rows, ...])") \
   X(PATTERNS, BAD_ARGUMENT, \
     "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
     "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
@@ -326,15 +321,6 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
-    "[batch, n, h a] twice and [batch, n, h b]") \
-  X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
-    "[d, width]") \
-  X(PACK_SHAPES, BAD_ARGUMENT, "luna_pack: weights %t and context %t must be [batch, r, d] and [batch, m, d]") \
-  X(UNPACK_SHAPES, BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t must be [batch, n, d], [batch, h, l, d], " \
-    "[batch, h, l], [batch, h, l, d], with at least one slot") \
-  X(CAUSAL_NESTED_SHAPES, BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads must be " \
-    "[batch, n, h d] three times and [batch, n, h l]") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
@@ -570,6 +556,8 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 #define LUNA_SHARED (-1)
 
+#endif
+
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
    heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
@@ -597,11 +585,13 @@ typedef struct luna_attention_args {
   const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+#endif
 
 /* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
    rows, heads, value_dim] */
@@ -609,10 +599,12 @@ typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
   luna_run run;
 } luna_causal_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
@@ -919,6 +911,8 @@ LUNA_MAPS(LUNAI_MAP)
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
 /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
+/* x - ln sum e^x over the last axis: exact where a softmax is 0 */
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
                                                                                for null */
@@ -1780,6 +1774,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
+  R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
@@ -2142,6 +2137,18 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
    under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
    dropout. */
 typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
@@ -2188,29 +2195,15 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
-   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
-   when ragged. */
-typedef struct lunai_attention {
-  const float *q, *k, *v;
-  float *out;
-  /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
-  float *lse;
-  float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
-  int64_t batch, heads, queries, keys, head_dim, value_dim;
-  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
-  float scale;
-  bool causal;                       /* query i sees keys j <= i */
-  lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
-  const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
-  /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  float *grad_q, *grad_k, *grad_v;
-  const luna_attention_pattern *patterns; /* null: dense */
-  int64_t pattern_count;
-  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
-} lunai_attention;
+/* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
+   batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
+   when ragged. grad_k may equal grad_v. */
+typedef luna_attention_args lunai_attention;
+typedef luna_causal_args lunai_causal;
+LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
+  return lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+}
+LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
    out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
@@ -2227,17 +2220,6 @@ typedef struct lunai_unpack {
   /* backward adds; any may be null; grad_x may be grad_out: added in place */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
-
-/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out
-   [batch, rows, heads, value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
-typedef struct lunai_causal {
-  const float *x, *y, *z;
-  float *out;
-  int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
-  const float *grad_out;
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-} lunai_causal;
 
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
@@ -4609,6 +4591,7 @@ LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_atte
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
   int64_t j, e, first;
   for (j = 0; j < r->keys; j++) {
@@ -4621,14 +4604,15 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
     total = kept = 0;
     for (j = 0; j < r->keys; j++) {
       const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
       total += p;
       kept += masked;
       for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
     for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->log_sum_exp)
+    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
   if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
 }
 LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
@@ -4646,19 +4630,21 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   lunai_attention_row r;
   int64_t b, h, i, j;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
         const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
                      (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
-          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
+          const double p = (double)lunai_exp1_scalar((float)score);
+          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
           const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
           const double ds = (double)a->scale * p * (dp - mean);
           if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
@@ -4946,7 +4932,7 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
       few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = lunai_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, masked * scores);
@@ -4980,7 +4966,7 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 
 /* see below */
 LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
-  return a->patterns || (backward && a->grad_lse);
+  return a->patterns || (backward && a->grad_log_sum_exp);
 }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
@@ -5019,10 +5005,11 @@ LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_
 /* keep or 0 for each score of the tile */
 LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                               const lunai_tile *t, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
     float *to = t->k_step == 1 ? mask + i * t->q_step : row;
-    kernels->dropout_mask(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
@@ -5049,8 +5036,8 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   for (i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[at] = head->keys ? state[i] : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] : 1;
+    if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : lunai_drops(a) ? state[2 * LUNAI_TILE + i] : 1;
   }
 }
 
@@ -5063,7 +5050,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const int64_t d = a->head_dim, dv = a->value_dim,
                 panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
+  float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
     kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
@@ -5167,9 +5154,9 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
-    lse[i] = a->lse[at];
+    lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
-    if (!a->grad_sums || !a->dropout.threshold) continue;
+    if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
   }
@@ -5196,7 +5183,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
@@ -5403,7 +5390,7 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   int64_t i = s.p->blocks ? 0 : s.queries;
   for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
   }
 }
 
@@ -5428,6 +5415,7 @@ LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
@@ -5441,26 +5429,29 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
-    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout,
-                                                                 s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
+    lunai_scale_add_reference(a->value_dim,
+                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
+                              a->v + s->v + key->row * a->v_row, out);
   }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (a->log_sum_exp) /* -Inf without a key */
+    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                                         int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
-  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
+                     (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5603,7 +5594,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
   m->scores = lunai_take(&scratch, w->tile * depth);
   m->slopes = lunai_take(&scratch, back * w->tile * depth);
   m->mask = lunai_take(&scratch, masked * w->tile * depth);
@@ -5717,11 +5708,12 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_ti
 }
 LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
                                 float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(s->a);
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5744,7 +5736,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
-  float *mask = a->dropout.threshold ? m->mask : NULL;
+  float *mask = lunai_drops(a) ? m->mask : NULL;
   if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
   kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
@@ -5796,7 +5788,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+    if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
@@ -5857,8 +5849,9 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
   for (i = 0; i < q->t.width; i++) {
     const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->lse[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+    lse[i] = a->log_sum_exp[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -5874,7 +5867,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
   memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
@@ -7466,18 +7459,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
   return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
 }
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
-}
 
 /* --- sparse attention: which keys a query sees --- */
 /* whether patterns are valid for these sizes */
@@ -7617,61 +7598,47 @@ LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
-                             const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
-  int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
-  extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (ragged) *batch_stride = 0;
-  else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
-  else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+/* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row,
+                             int64_t *head) {
+  int64_t extent = lunai_extent(size[3], size[2], *head, size[3], head);
+  extent = lunai_extent(extent, size[1], *row, lunai_checked(size[2], size[3]), row);
+  if (ragged) *batch = 0;
+  else if (shared) extent = lunai_extent_shared(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
+  else extent = lunai_extent(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
   return extent >= 0;
 }
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
-  const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head },
-      k[3] = { args->k_batch, args->k_row, args->k_head };
-  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
-  const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
-  const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
+  const int64_t pairs = lunai_checked(args->batch, args->heads), d = args->head_dim;
+  const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
-  int64_t b, queries = args->queries, keys = args->keys;
-  memset(a, 0, sizeof *a);
-  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1)
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
-  if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (ragged) {
-    queries = lunai_ragged_rows(args->query_offsets, args->batch);
-    keys = lunai_ragged_rows(args->key_offsets, args->batch);
-  }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  const int64_t queries = ragged ? lunai_ragged_rows(args->query_offsets, args->batch) : args->queries;
+  const int64_t keys = ragged && args->key_offsets ? lunai_ragged_rows(args->key_offsets, args->batch) : args->keys;
+  const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
+  const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
+  int64_t b;
+  *a = *args;
+  a->value_dim = dv;
+  if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
+  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
+  if (lunai_max(d, dv) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (!(a->dropout >= 0 && a->dropout < 1) || !lunai_is_finite(a->scale)) return LUNA_BAD_ARGUMENT;
+  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_heads_of(q, ragged, true, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(k, ragged, true, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(v, ragged, true, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(out, ragged, false, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
-  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0)
+  if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; a->lengths && b < a->batch; b++)
+    if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
-  for (b = 0; args->lengths && b < batch; b++)
-    if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
-    return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < args->pattern_count; b++)
-    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+  for (b = 0; b < a->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
-  a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
-  a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
-  a->head_dim = args->head_dim; a->value_dim = value_dim;
-  a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
-  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
-  a->causal = args->causal;
-  a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
-  a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
-  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
-  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -7697,7 +7664,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
   keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
+  if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
@@ -7717,24 +7684,13 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
-/* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
-  const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
-  memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim))
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
-  c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
-  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim;
-  c->value_dim = args->value_dim;
-  c->xy_head = args->dim;
-  c->z_head = args->value_dim;
-  c->xy_row = args->heads * args->dim;
-  c->z_row = args->heads * args->value_dim;
-  c->xy_batch = args->rows * c->xy_row;
-  c->z_batch = args->rows * c->z_row;
-  c->grad_out = args->grad_out; c->grad_x = args->grad_x; c->grad_y = args->grad_y; c->grad_z = args->grad_z;
-  return LUNA_OK;
+  const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
+  const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
+  *c = *args;
+  return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
+         lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
+         lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
@@ -9585,6 +9541,16 @@ static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
 
+/* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL }
+#else
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST LUNAI_CPU_OP
+#endif
+
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
@@ -9657,6 +9623,7 @@ LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
   lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
 }
+#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
 /* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
@@ -9685,6 +9652,7 @@ LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
     lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   int64_t rows, width, stride, r, start = 0;
   int i;
@@ -9702,6 +9670,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
 }
 LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
 LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -9715,6 +9684,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct lunai_sum_work {
@@ -9876,6 +9846,7 @@ LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
   lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
                                  op->in[0]->grad + first);
@@ -9883,6 +9854,7 @@ LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
 }
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
 LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
   const luna_step_state *state = op->ctx->state;
@@ -9906,6 +9878,7 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
 }
+#define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -9936,6 +9909,7 @@ LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
   lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -9964,6 +9938,7 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
@@ -9999,6 +9974,7 @@ LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int
 }
 LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
 LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
@@ -10027,6 +10003,7 @@ LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
 }
+#define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -10054,6 +10031,7 @@ LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
 }
+#define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
@@ -10139,6 +10117,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0)
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
@@ -10241,6 +10220,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   lunai_residual_backward(op, 3);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LINEAR \
+  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -10457,6 +10439,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   return LUNA_OK;
 }
 #endif
+#define LUNAI_CPU_FEED_FORWARD \
+  LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
@@ -10486,6 +10471,7 @@ LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
 }
+#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
@@ -10539,6 +10525,8 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, blocks, lunai_layer_norm_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LAYER_NORM \
+  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE)
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -10565,6 +10553,7 @@ LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
   lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
 }
+#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -10590,6 +10579,8 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
       lunai_scatter_through);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCATTER_ADD \
+  LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
    its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
@@ -10646,6 +10637,7 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
@@ -10682,6 +10674,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_CROSS_ENTROPY \
+  LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 /* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
    to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
@@ -10817,6 +10811,9 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
+#define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
+  LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
+                 LUNA_SETS_GRAD(0))
 
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
@@ -10849,7 +10846,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
-  a->lse = (float *)op->kept;
+  a->log_sum_exp = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
   a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
   a->keys = op->arg.attention.keys;
@@ -10864,20 +10861,26 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
-  a->dropout = lunai_op_dropout(op);
+  a->dropout = op->dropout;
+  a->seed = op->ctx->state->seed;
+  a->dropout_op = op->dropout_op;
+  a->step = (uint32_t)op->ctx->state->step;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
-  a->lse = op->out[1]->data;
+  a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
   /* sizes are asked before that gradient is there */
-  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
+  a->grad_log_sum_exp = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+#define LUNAI_CPU_SOFTMAX_ATTENTION LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
+#define LUNAI_CPU_SPARSE_ATTENTION LUNAI_CPU_SOFTMAX_ATTENTION
+#define LUNAI_CPU_PACK LUNAI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -10900,6 +10903,8 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
 }
+#define LUNAI_CPU_UNPACK \
+  LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -10916,6 +10921,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
 }
 LUNAI_KERNEL_OP(causal, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
    kept: W --- */
@@ -10937,6 +10943,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
+#define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -10976,6 +10983,7 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -10993,6 +11001,7 @@ LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
+#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
@@ -11140,63 +11149,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   }
   return LUNA_OK;
 }
-
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
-#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL } /* not in streams */
-#else
-#define LUNAI_CPU_OP(query, forward, backward, can) \
-  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
-#define LUNAI_CPU_REST LUNAI_CPU_OP
-#endif
-#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
-  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-      LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
-  NULL, NULL, NULL, NULL,
-  {
-    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
-    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
-    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
-    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
-    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
-    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
-    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
-    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
-    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
-    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward,
-                   LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
-  }
-};
-#undef LUNAI_CPU_EACH
-#undef LUNAI_CPU_OP
-#undef LUNAI_CPU_REST
-LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
@@ -12017,22 +11969,22 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   if (ctx->profile) s->op.scope = ctx->profile->scope;
 #endif
 }
-/* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
-                          luna_tensor *b, luna_tensor *c) {
-  luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
+/* `count` inputs, of which the first `required` must not be null */
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
+                          int count) {
+  static const char *const numbers[] = { "the first input", "the second input", "the third input",
+                                         "the fourth input" };
+  luna_ctx *ctx = NULL;
   int i;
+  for (i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   lunai_start_in(s, ctx, kind, name);
-  s->op.inputs = inputs;
-  s->op.in[0] = a;
-  s->op.in[1] = inputs > 1 ? b : NULL;
-  s->op.in[2] = inputs > 2 ? c : NULL;
-  for (i = 0; i < inputs; i++)
-    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
-    else if (!s->op.in[i])
-      return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" :
-                             "the third input") != NULL;
+  s->op.inputs = count;
+  for (i = 0; i < count; i++) {
+    s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
+    if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
+  }
   return true;
 }
 /* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
@@ -12049,8 +12001,6 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
-/* one more input, which may be null */
-LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
@@ -13462,6 +13412,80 @@ typedef struct lunai_past {
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
+/* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
+   it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+typedef struct lunai_pattern {
+  int64_t sizes[128];                /* of the letters; -1: not met */
+  const luna_tensor *leading;        /* the first input with leading axes */
+  int after;                         /* its axes after them */
+} lunai_pattern;
+/* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
+   '[' for their number */
+LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
+  const bool open = axes[1] == '.';
+  const char *first = axes + (open ? 5 : 1), *at = first;
+  int a, rank, before;
+  while (at[0] && at[1] == ',') at += 2;
+  rank = (int)(at - first) / 2 + 1;
+  before = t->rank - rank;
+  if (open ? before < 0 : before != 0) return '[';
+  for (a = 0; a < rank; a++) {
+    const char letter = first[2 * a];
+    const int64_t size = t->shape[before + a];
+    int64_t *known = &p->sizes[letter & 127];
+    if (*known < 0) *known = size;
+    if (size != *known || (size < 1 && letter < 'a')) return letter;
+  }
+  if (open && !p->leading) p->leading = t, p->after = rank;
+  return !open || (p->leading->rank - p->after == before &&
+                   memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+}
+LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+  const char *at = pattern;
+  lunai_pattern p;
+  int i;
+  memset(&p, -1, sizeof p.sizes);
+  p.leading = NULL;
+  for (i = 0; *at; i++) {
+    const luna_tensor *t = s->op.in[i];
+    char name[16], wrong[2] = { 0, 0 }, why[40];
+    size_t length = 0;
+    bool optional;
+    for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+    name[length] = 0;
+    optional = *at == '?';
+    while (*at != '[') at++;
+    if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
+    if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
+      const int64_t size = p.sizes[wrong[0] & 127];
+      lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
+                  size > 0 || wrong[0] > 'Z' ? "%s is %d" : "%s is at least 1", wrong, size);
+      return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
+    }
+    while (*at != ']') at++;
+    at += 1 + (at[1] == ' ');
+  }
+  return true;
+}
+LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
+  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
+}
+LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
+  if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
+  return lunai_fail(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max) != NULL;
+}
+/* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
+LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
+  int i;
+  for (i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
+    const int64_t dim = lunai_last(s->op.in[i]);
+    if (heads < 1 || dim % heads != 0)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
+    if (!lunai_product_fits(s, 1, dim / heads, LUNAI_MAX_SCRATCH)) return false;
+  }
+  return true;
+}
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory = NULL;
@@ -13483,7 +13507,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int a, open = -1;
   lunai_build s;
   luna_tensor asked;
-  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
@@ -13500,7 +13524,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ?
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
       lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
@@ -13509,7 +13533,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return lunai_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
@@ -13525,7 +13549,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int a, seen = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
@@ -13550,7 +13574,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL))
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
     return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
@@ -13559,7 +13583,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
-    lunai_input(&s, x[i]);
   }
   s.op.arg.concat.axis = axis;
   return lunai_finish(&s, x[0]->rank, shape);
@@ -13569,7 +13592,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
@@ -13596,8 +13619,9 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { a, b };
   lunai_build s;
-  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, kind, name, in, 2, 2) ? lunai_elementwise(&s) : NULL;
 }
 #define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
@@ -13612,13 +13636,13 @@ LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
   return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
 }
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   lunai_build s;
-  if (condition && condition->needs_grad) condition = luna_detach(condition);
-  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3) ? lunai_elementwise(&s) : NULL;
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", &x, 1, 1)) return NULL;
   if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
   s.op.arg.elementwise.scalar[1] = low;
   s.op.arg.elementwise.scalar[2] = high;
@@ -13626,14 +13650,14 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
 }
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
   s.op.arg.elementwise.scalar[1] = number;
   return lunai_elementwise(&s);
 }
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
   s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
@@ -13643,7 +13667,7 @@ LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, lun
 }
 LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, &x, 1, 1)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -13664,7 +13688,7 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability))
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || lunai_dropout_wrong(&s, probability))
     return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
@@ -13676,7 +13700,7 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
@@ -13714,10 +13738,11 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  luna_tensor *const in[] = { a, b };
   int i;
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", in, 2, 2)) return NULL;
   good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
   for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
     good = a->shape[a->rank - i] == b->shape[b->rank - i];
@@ -13746,40 +13771,20 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
-/* whether a vector, where it is there, has that size; a weight [out, in] */
-LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
-}
-LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
-}
-LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t,
-                                                                   (int64_t)rank) != NULL;
-}
-
-/* whether x, weight and bias go together; false: the failure is reported */
-LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
-  const luna_tensor *x = s->op.in[0], *weight = s->op.in[1];
-  return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
-         lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
-}
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                         luna_activation activation, luna_tensor *residual, float dropout) {
+  luna_tensor *const in[] = { x, weight, bias, residual };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", in, 2, 4) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
-  lunai_input(&s, bias);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
-  lunai_input(&s, residual);
   return lunai_finish_rows(&s, weight->shape[0]);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
@@ -13790,43 +13795,24 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
 }
 
-/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is
-   reported */
-LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
-                                      const luna_tensor *b2, luna_activation activation,
-                                      const luna_feed_forward_config *c) {
-  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
-  luna_ctx *ctx = x->ctx;
-  luna_tensor want;
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, luna_activation activation, const luna_feed_forward_config *c) {
+  luna_ctx *ctx = s->op.ctx;
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
-  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
   if (lunai_is_checked(ctx)) return true;
   if (!lunai_is_activation(activation))
     return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
-  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
-  lunai_tensor_set(&want, ctx, x->rank, x->shape);
-  want.shape[x->rank - 1] = w2->shape[0];
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
-  if (!c->gate) return true;
-  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
-      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
-  return c->gate->shape[0] == w1->shape[0] ||
-         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+  return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
+         lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
+  luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
-      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+      !lunai_feed_forward_fits(&s, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -13834,10 +13820,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
-  lunai_input(&s, b1);
-  lunai_input(&s, w2);
-  lunai_input(&s, b2);
-  lunai_input(&s, c->residual);
+  s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -13849,8 +13832,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -13859,8 +13842,8 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   int64_t b;
   bool failed = false, full = true;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
@@ -13876,7 +13859,7 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
   lunai_build s;
   shape[0] = luna_count(x);
   shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
   s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
@@ -13886,21 +13869,19 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_RATIO_EMPTY, x);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "x [...,N]")) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
   return lunai_finish(&s, x->rank, shape);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, in, 1, 3) ||
+      !lunai_fits(&s, "x [...,d] weight? [d] bias? [d]")) return NULL;
   s.op.arg.norm.rms = rms;
-  lunai_input(&s, weight);
-  lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
@@ -13914,8 +13895,8 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   int64_t shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
-  if (table->rank != 2) return lunai_fail(table->ctx, LUNA_ERROR_EMBEDDING_TABLE, table);
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -13929,7 +13910,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   int64_t shape[2];
   if (!x || x->rank == 2) return x;
-  if (!lunai_has_rank(name, x, 1)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   shape[0] = x->shape[0];
   shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
   return luna_reshape(x, 2, shape);
@@ -13952,16 +13933,18 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
       count, count) : NULL;
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
   luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
       "luna_scatter_add_rows") : NULL;
+  luna_tensor *in[2];
   lunai_build s;
   int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  in[0] = flat, in[1] = added;
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
       return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
@@ -14004,8 +13987,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
                                               const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(s.name, logits, 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
   return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
       lunai_abandon(&s);
 }
@@ -14016,19 +13999,74 @@ LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) ||
-      !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", in, 2, 3) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
-  lunai_input(&s, bias);
-  if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
-    lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
-    return lunai_abandon(&s);
-  }
+  if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
       lunai_abandon(&s);
+}
+
+/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  float part[256], number;
+  int64_t r, i, at;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
+    double sum = 0;
+    (void)lunai_first_max(in[0], n, 1, &at);
+    number = in[0][at];
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
+    }
+    number = lunai_log1_scalar((float)sum);
+    in[0] = y;
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+  }
+}
+LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r, i;
+  for (r = first; r < last; r++) {
+    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
+    const float sum = (float)lunai_k(op)->sum(n, dy);
+    float *dx = op->in[0]->grad + r * n, part[256];
+    lunai_k(op)->add(n, dx, dy, dx);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      lunai_k(op)->scale_add(lunai_min(256, n - i), -sum, part, dx + i);
+    }
+  }
+}
+LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
+  return LUNA_OK;
+}
+#define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  luna_tensor *z;
+  int axis;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  if (lunai_has_op(x, LUNA_OP_LOG_SOFTMAX)) return lunai_finish_like(&s, x);
+  axis = x->rank - 1;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -14043,7 +14081,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   lunai_build s;
   void *memory;
   int32_t *given;
-  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
   if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
@@ -14101,11 +14139,6 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 }
 
 /* --- attention --- */
-LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
-  return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
-                    s->op.arg.attention.heads);
-}
-
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
                                       const char *what, bool *failed) {
@@ -14124,34 +14157,29 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
-  const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = ragged ? 0 : 1;
-  int64_t batch, longest = 0, b;
-  s->op.arg.attention.heads = heads;
-  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k))
-    return false;
-  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 ||
-      k->shape[axis] != v->shape[axis]) return false;
-  if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (ragged) {
-    for (b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->sequences;
-    s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
-    s->op.arg.attention.keys = longest;
-    return true;
+/* the longest sequence of a ragged batch */
+LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
+  int64_t longest = 0, b;
+  for (b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  return longest;
+}
+LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
+  const bool ragged = c->sequences > 0;
+  int64_t batch = 1;
+  int i;
+  s->op.arg.attention.heads = c->heads ? c->heads : 1;
+  if (!lunai_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
+      !lunai_heads_fit(s, s->op.arg.attention.heads)) return false;
+  for (i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+    const int64_t own = s->op.in[i]->shape[0];
+    if (batch != 1 && own != 1 && own != batch)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
+    if (own != 1) batch = own;
   }
-  batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
-  if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
-  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) ||
-      (v->shape[0] != batch && v->shape[0] != 1)) return false;
-  s->op.arg.attention.batch = batch;
-  s->op.arg.attention.queries = q->shape[1];
-  s->op.arg.attention.keys = k->shape[1];
+  s->op.arg.attention.batch = ragged ? c->sequences : batch;
+  s->op.arg.attention.queries = ragged ? lunai_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
+  s->op.arg.attention.keys = ragged ? lunai_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
   return true;
 }
 
@@ -14206,16 +14234,17 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
+  luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
-                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
+                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
   if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
+  if (!lunai_attention_fits(&s, c)) return NULL;
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
                                 &failed);
   if (ragged) {
@@ -14248,29 +14277,21 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  luna_tensor *const in[] = { x, y, z };
   lunai_build s;
-  bool good;
-  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
-  good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
-  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] &&
-      x->shape[1] == z->shape[1];
-  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 &&
-      z->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
+  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
+      !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
+      !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
   return lunai_finish_like(&s, z);
 }
 
 LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                               const lunai_past *past) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (!lunai_is_checked(x->ctx) &&
-      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
-    return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
-  if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
-  lunai_input(&s, bias);
+  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
+      !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
@@ -14282,12 +14303,10 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
                                 luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
+  luna_tensor *const in[] = { weights, context };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout))
-    return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] ||
-      weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
-    return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
   if (!lunai_has_op(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
@@ -14330,25 +14349,17 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
 
 LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
     luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  bool good, failed = false;
-  int a;
+  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
+  bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
-  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] &&
-      k->shape[3] == x->shape[2] && x->shape[2] > 0;
-  for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
-  good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
-  good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
-  if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
+      !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
+      !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
-  lunai_input(&s, v);
-  lunai_input(&s, out_bias);
-  lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
@@ -14376,27 +14387,20 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                          int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
                                          const lunai_past *past) {
-  bool good, failed = false;
+  luna_tensor *const in[] = { q, k, v, s };
+  bool failed = false;
   float scale;
-  int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) ||
-      lunai_dropout_wrong(&build, dropout)) return NULL;
-  if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
-  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] &&
-      s->shape[1] == q->shape[1];
-  for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
-  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
-    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
+      lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
+      !lunai_heads_fit(&build, heads) ||
+      !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
@@ -14416,14 +14420,12 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom) {
   void *memory;
-  int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL,
-                                                              NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
+    return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                            !custom->backward ? "custom->backward" : "custom->state");
-  for (i = 1; i < count; i++) lunai_input(&s, in[i]);
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
@@ -14444,6 +14446,21 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   run.threads = (int)op->ctx->parallel.threads;
   return run;
 }
+
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+static const luna_backend lunai_cpu = {
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+  {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+    LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+  }
+};
+LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
