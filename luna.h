@@ -1102,8 +1102,11 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
 /* likewise: weight [dim], ones; bias [dim], zeros */
-typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
+/* RMS: x / rms(x) weight, without mean and bias [arXiv 1910.07467] */
+typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
+typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
 /* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
@@ -1254,6 +1257,7 @@ struct luna_layer_config {
                                         with LUNA_ACTIVATION_SILU */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
+  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
   float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
                                         models also of embeddings and of a classifier's features */
@@ -2293,7 +2297,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
                        float *y, float *mean, float *rstd)) \
-  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
+  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
       float *mean, float *rstd)) \
   T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
       const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
@@ -14366,6 +14370,45 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
+/* A field of a config, and what it may hold; a fraction is a float from 0 to below 1. Tables of them check configs, and
+   write and read a model's in a checkpoint's metadata as luna.NAME: there a field whose min is 0 may be absent, and a
+   fraction is in units of 10^-9, which give the same float again. */
+typedef struct lunai_field { const char *key; uint16_t at; uint8_t size; bool fraction; int32_t min, max; } lunai_field;
+#define LUNAI_FIELD_OF(config, name, field, min, max) \
+  { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), false, min, max },
+#define LUNAI_FRACTION_OF(config, name) \
+  { "luna." #name, (uint16_t)offsetof(config, name), (uint8_t)sizeof(float), true, 0, 999999999 },
+LUNAI_FN int64_t lunai_field_get(const lunai_field *f, const void *config) {
+  const char *at = (const char *)config + f->at;
+  int64_t number;
+  int32_t word;
+  float fraction;
+  if (f->size == 1) return *(const int8_t *)(const void *)at; /* bool, or a short enum */
+  if (f->size == sizeof number) return memcpy(&number, at, sizeof number), number;
+  if (f->fraction) return memcpy(&fraction, at, sizeof fraction), (int64_t)((double)fraction * 1e9 + 0.5);
+  return memcpy(&word, at, sizeof word), word;
+}
+LUNAI_FN void lunai_field_set(const lunai_field *f, void *config, int64_t value) {
+  char *at = (char *)config + f->at;
+  const int32_t word = (int32_t)value;
+  const float fraction = (float)((double)value * 1e-9);
+  if (f->size == 1) *at = (char)value;
+  else if (f->size == sizeof value) memcpy(at, &value, sizeof value);
+  else if (f->fraction) memcpy(at, &fraction, sizeof fraction);
+  else memcpy(at, &word, sizeof word);
+}
+/* whether all of them hold what they may; false with a sentence */
+LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, const void *config) {
+  const lunai_field *f;
+  float fraction;
+  for (f = fields; f < fields + count; f++) {
+    if (f->fraction) memcpy(&fraction, (const char *)config + f->at, sizeof fraction);
+    if (f->fraction ? !lunai_is_probability(ctx, ctx->call, f->key + 5, fraction) :
+                      !lunai_in(ctx, ctx->call, f->key + 5, lunai_field_get(f, config), f->min, f->max)) return false;
+  }
+  return true;
+}
+
 #define LUNAI_MAX_NAME 192
 /* prefix + name as one parameter name; false when too long */
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
@@ -14404,11 +14447,13 @@ LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, c
   return layer->bias != NULL;
 }
 LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name,
-                              int64_t dim) {
+                              const luna_layer_config *c) {
   char full[LUNAI_MAX_NAME];
   if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_INIT_ONES, 0));
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
+  layer->weight = lunai_named(params, full, ".weight", 1, c->dim, 1, lunai_init(LUNA_INIT_ONES, 0));
+  layer->bias = NULL;
+  if (!layer->weight || c->norm == LUNA_NORM_RMS) return layer->weight != NULL;
+  layer->bias = lunai_named(params, full, ".bias", 1, c->dim, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   return layer->bias != NULL;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
@@ -14440,16 +14485,21 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
   return luna_linear(x, layer->weight, layer->bias);
 }
 
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix,
-                                          int64_t dim) {
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind) {
   char name[LUNAI_MAX_NAME];
+  luna_layer_config c;
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
+  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
+  memset(&c, 0, sizeof c);
+  c.dim = dim;
+  c.norm = kind;
+  good = good && lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
+  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", &c));
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
-  return luna_layer_norm(x, layer->weight, layer->bias);
+  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
 }
 
 /* --- features --- */
@@ -15163,6 +15213,17 @@ LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna
   layer->heads = *heads;
   layer->ffn = *ffn;
 }
+#define LUNAI_DROPOUTS 3                /* the rows of lunai_layer_fields that are in every model's metadata */
+static const lunai_field lunai_layer_fields[] = {
+  LUNAI_FRACTION_OF(luna_layer_config, dropout) LUNAI_FRACTION_OF(luna_layer_config, attention_dropout)
+  LUNAI_FRACTION_OF(luna_layer_config, activation_dropout)
+#define LUNAI_LAYER_FIELD(name, min, max) LUNAI_FIELD_OF(luna_layer_config, name, name, min, max)
+  LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
+  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
+  LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
+  LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
+#undef LUNAI_LAYER_FIELD
+};
 /* fills in the defaults; false with a sentence when the config is invalid */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
@@ -15174,15 +15235,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  return lunai_in(ctx, ctx->call, "dim", c->dim, 1, 1 << 24) && lunai_in(ctx, ctx->call, "ffn", c->ffn, 1, 1 << 26) &&
-         lunai_in(ctx, ctx->call, "layer.convolution", c->convolution, 0, 1024) &&
-         lunai_is_probability(ctx, ctx->call, "layer.dropout", c->dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.attention_dropout", c->attention_dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.activation_dropout", c->activation_dropout) &&
-         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_TANH) &&
-         lunai_in(ctx, ctx->call, "layer.attention", (int64_t)c->attention, 0, LUNA_ATTENTION_LINFORMER) &&
-         lunai_in(ctx, ctx->call, "layer.recompute", (int64_t)c->recompute, 0, LUNA_RECOMPUTE_LAYER) &&
-         lunai_in(ctx, ctx->call, "layer.own_memory", c->own_memory, 0, 1 << 20) &&
+  return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
          lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                         !c->hook || (c->hook->init && c->hook->forward));
 }
@@ -15318,12 +15371,12 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config,
                                        false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   if (is_luna)
     good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm",
-                                   layer->config.dim);
+                                   &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15401,14 +15454,14 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   cross = lunai_nested_config(&layer->config);
   self = lunai_causal_config(&layer->config);
   good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   good = good && lunai_name(params, name, prefix, "encoder_attn.");
   good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", &layer->config);
   good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm",
-                                 layer->config.dim);
+                                 &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15471,9 +15524,9 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   }
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15508,64 +15561,61 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
    tests/golden.c and tests/models.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* The fields of a model's config in a checkpoint's __metadata__, F(name, min, max), for writing, reading and
-   checking. A field whose min is 0 may be absent. */
+/* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, \
-      1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
+  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, memory, 1, 1 << 20) \
+  F(dim, layer.dim, 1, 1 << 20) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, 1 << 22) \
+  F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
+  F(activation, layer.activation, 1, LUNA_ACTIVATION_TANH) F(gated, layer.gated, 0, 1) \
+  F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
+  F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
+  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
 typedef struct lunai_lm_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_LM_SIZE(name, field, min, max) int64_t name;
+  LUNAI_LM_FIELDS(LUNAI_LM_SIZE)
+#undef LUNAI_LM_SIZE
 } lunai_lm_sizes;
 LUNAI_FN int64_t lunai_lm_outputs(const lunai_lm_sizes *s) { return s->outputs ? s->outputs : s->vocab; }
-
-LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
-  memset(c, 0, sizeof *c);
-  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
-  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
-  c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions;
-  c->max_length = s->max_length;
-  c->features = s->features; c->outputs = s->outputs;
-}
-
-typedef struct lunai_field { const char *key; size_t at; int64_t min, max; } lunai_field;
 static const lunai_field lunai_lm_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_lm_sizes, name), min, max },
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_LM_FIELD(name, field, min, max) LUNAI_FIELD_OF(luna_lm_config, name, field, min, max)
+  LUNAI_LM_FIELDS(LUNAI_LM_FIELD)
+#undef LUNAI_LM_FIELD
 };
-LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) {
-  return (int64_t *)(void *)((char *)sizes + field->at);
+LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
+  int f;
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    ((int64_t *)(void *)s)[f] = lunai_field_get(&lunai_lm_fields[f], c);
+}
+LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
+  int f;
+  memset(c, 0, sizeof *c);
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    lunai_field_set(&lunai_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
 }
 
-/* returns the first field that a file's metadata lacks or has out of range, or null */
-LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
-  lunai_st_text value;
+/* a decimal number of at most nine digits, or -1 */
+LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
+  int64_t value = 0;
   size_t i;
-  int f;
-  for (f = 0; f < count; f++) {
-    int64_t *out = lunai_field_of(&fields[f], sizes);
-    *out = 0;
-    if (!lunai_st_meta(st, fields[f].key, &value)) {
-      if (fields[f].min > 0) return fields[f].key;
-      continue;
-    }
-    if (value.size == 0 || value.size > 9) return fields[f].key;
-    for (i = 0; i < value.size; i++) {
-      if (value.at[i] < '0' || value.at[i] > '9') return fields[f].key;
-      *out = *out * 10 + (value.at[i] - '0');
-    }
-    if (*out < fields[f].min || *out > fields[f].max) return fields[f].key;
+  if (text.size == 0 || text.size > 9) return -1;
+  for (i = 0; i < text.size; i++) {
+    if (text.at[i] < '0' || text.at[i] > '9') return -1;
+    value = value * 10 + (text.at[i] - '0');
+  }
+  return value;
+}
+/* returns the first field that a file's metadata lacks or has out of range, or null */
+LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
+  const lunai_field *f;
+  lunai_st_text text;
+  for (f = fields; f < fields + count; f++) {
+    const bool found = lunai_st_meta(st, f->key, &text);
+    const int64_t value = found ? lunai_st_number(text) : 0;
+    if (value < f->min || value > f->max) return f->key;
+    lunai_field_set(f, config, value);
   }
   return NULL;
 }
@@ -15589,9 +15639,10 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
-  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t norm = s->norm == LUNA_NORM_RMS ? 1 : 2;
+  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 2 * norm;
   if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
-                              s->layers * layer + (s->pre_norm ? 2 : 0))
+                              s->layers * layer + (s->pre_norm ? norm : 0))
     return "its tensors are not those of luna.layers layers";
   if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
                     !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
@@ -15612,11 +15663,13 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 
 /* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
+  luna_lm_config config;
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
   if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes))
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
+  lunai_lm_to_sizes(&config, sizes);
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
@@ -15660,55 +15713,25 @@ LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
   return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
 }
 
-LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, void *sizes) {
-  int f;
-  for (f = 0; f < count; f++)
-    if (!lunai_in(ctx, ctx->call, fields[f].key + 5, *lunai_field_of(&fields[f], sizes), fields[f].min, fields[f].max))
-      return false;
-  return true;
-}
-LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, void *sizes) {
+LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
   int f;
   bool good = true;
   for (f = 0; f < count && good; f++) {
-    lunai_print(text, sizeof text, "%d", *lunai_field_of(&fields[f], sizes));
+    lunai_print(text, sizeof text, "%d", lunai_field_get(&fields[f], config));
     good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
   return good;
 }
-/* Dropout is stored for further training, in units of 10^-9, which give the same float again. */
-#define LUNAI_DROPOUT_FIELDS(F) \
-  F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
-typedef struct lunai_dropouts {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_dropouts;
-static const lunai_field lunai_dropout_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_dropouts, name), min, max },
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-};
-LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *c) {
-  lunai_dropouts d;
-  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
-  if (wrong) return wrong;
-#define LUNAI_FIELD(name, min, max) c->name = (float)((double)d.name * 1e-9);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return NULL;
-}
 /* the model's pairs: its kind, its sizes, its dropouts */
-LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c,
-                                    const lunai_field *fields, int count, void *sizes) {
-  lunai_dropouts d;
-  if (c->hook) return true;          /* a hook cannot be stored */
-#define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
-         lunai_fields_put(params, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
+LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
+                                    const lunai_field *fields, int count, const void *config) {
+  if (layer->hook) return true;      /* a hook cannot be stored */
+  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
+         lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer);
+}
+LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *layer) {
+  return lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
 }
 /* memory for a model's layers, zeroed */
 LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
@@ -15717,17 +15740,8 @@ LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t siz
 }
 
 /* --- the causal language model --- */
-LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
-  s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
-  s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
-  s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
-  s->features = c->features; s->outputs = c->outputs;
-}
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
-  lunai_lm_sizes s;
   luna_layer_config layer;
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
@@ -15745,14 +15759,12 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
       !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
   c->layer = layer;
   c->ffn = layer.ffn;
-  lunai_lm_to_sizes(c, &s);
-  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &s);
+  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
 }
 
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
   char prefix[48];
   lunai_setup s;
-  lunai_lm_sizes sizes;
   luna_lm_config c;
   luna_init projection;
   void *memory = NULL;
@@ -15775,12 +15787,11 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
-  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
+  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", &c.layer);
   if (good && c.outputs)
     good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
-  lunai_lm_to_sizes(&c, &sizes);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
-                                       &sizes);
+                                       &c);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&s, good);
@@ -15830,76 +15841,54 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
-/* --- the fields of models with an encoder --- */
-#define LUNAI_MODEL_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, \
-      1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
-  F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
-  F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, \
-      1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
-  F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, \
-      1024) F(max_target_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(per_step, 0, 1)
-typedef struct lunai_model_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_model_sizes;
+/* --- the models with an encoder: what their metadata holds, alike for all: a field of another model is 0 --- */
+typedef struct lunai_model_config {
+  int64_t vocab;
+  luna_encoder_config encoder;       /* of the model below */
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+} lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_model_sizes, name), min, max },
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.dim, 1, 1 << 20)
+  LUNAI_F(heads, encoder.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
+  LUNAI_F(ffn, encoder.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
+  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
+  LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
+  LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
+  LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
+  LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
+  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.own_memory, 0, 1)
+  LUNAI_F(keep_padding, encoder.keep_padding, 0, 1) LUNAI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
+  LUNAI_F(linformer_sharing, encoder.layer.linformer.sharing, 0, 2)
+  LUNAI_F(linformer_projection, encoder.layer.linformer.projection, 0, 3)
+  LUNAI_F(classes, classifier.classes, 0, 1 << 24) LUNAI_F(pooling, classifier.pooling, 0, 4)
+  LUNAI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LUNAI_F(pair, classifier.pair, 0, 1)
+  LUNAI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LUNAI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
+  LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
+  LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
+  LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
+#undef LUNAI_F
 };
-
-LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_sizes *s) {
-  const luna_linformer_config *l = &c->layer.linformer;
-  memset(s, 0, sizeof *s);
-  s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory;
-  s->pack_heads = c->layer.pack_heads;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
-  s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position;
-  s->embedding_scale = c->embedding_scale;
-  s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory;
-  s->keep_padding = c->keep_padding;
-  s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
-  s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
-  s->features = c->features;
+LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
+  return lunai_fields_describe(params, kind, &m->encoder.layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields),
+                               m);
 }
-LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
-  luna_linformer_config *l = &c->layer.linformer;
-  memset(c, 0, sizeof *c);
-  c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory;
-  c->layer.pack_heads = s->pack_heads;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
-  c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention;
-  c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position;
-  c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
-  c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0;
-  c->keep_padding = s->keep_padding != 0;
-  l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
-  l->sharing = (luna_linformer_sharing)s->linformer_sharing;
-  l->projection = (luna_linformer_projection)s->linformer_projection;
-  c->features = s->features;
-}
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
-  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
-}
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
-                                   lunai_model_sizes *s) {
-  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
+/* whether a model's config is good, its encoder's defaults filled in */
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
+                               const luna_encoder_config *encoder) {
+  m->vocab = vocab;
+  m->encoder = *encoder;
+  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), m);
 }
 
 /* --- encoder --- */
-LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *config, luna_encoder_config *c) {
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
   luna_layer_config layer;
-  if (config) *c = *config;
-  else memset(c, 0, sizeof *c);
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -15946,8 +15935,8 @@ LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, con
       lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) ==
           NULL) return false;
   if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) &&
-      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
+  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", &c->layer) &&
+      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", &c->layer));
 }
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
@@ -15974,26 +15963,27 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
 }
 
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
-                                       const luna_encoder_config *config) {
+    const luna_encoder_config *config) {
   lunai_setup setup;
-  lunai_model_sizes s;
+  lunai_model_config m;
   luna_encoder_config c;
   bool good;
   if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
     return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
+  memset(&m, 0, sizeof m);
+  if (config) m.encoder = *config;
   if (vocab == 0) vocab = 256;
-  lunai_encoder_to_sizes(&c, &s);
-  s.vocab = vocab;
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
+  if (!lunai_encoder_defaults(params->ctx, &m.encoder) || !lunai_model_good(params->ctx, &m, vocab, &m.encoder))
+    return lunai_setup_end(&setup, false);
+  c = m.encoder;
   memset(e, 0, sizeof *e);
   e->config = c;
   e->params = params;
   good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
   if (good && c.layer.pre_norm) {
-    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
+    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", &c.layer);
     if (lunai_is_luna(&c.layer))
-      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
+      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", &c.layer);
   }
   return lunai_setup_end(&setup, good);
 }
@@ -16088,37 +16078,31 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
-LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits;
-  s->pair = c->pair;
-  s->per_step = c->per_step;
+LUNAI_FN bool lunai_classifier_config(luna_ctx *ctx, lunai_model_config *m) {
+  luna_classifier_config *c = &m->classifier;
+  const bool is_luna = lunai_is_luna(&c->encoder.layer);
+  if (c->vocab == 0) c->vocab = 256;
+  if (c->classes == 0) c->classes = 2;
+  if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
+  if (!is_luna && lunai_pools_memory(c->pooling))
+    return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
+  return lunai_model_features(ctx, &c->features, &c->encoder) &&
+         (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
+         lunai_encoder_defaults(ctx, &c->encoder) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config) {
   luna_classifier_config c;
-  lunai_model_sizes s;
+  lunai_model_config m;
   lunai_setup setup;
   int64_t features;
-  bool good, is_luna;
+  bool good;
   if (!lunai_setup_begin(&setup, "luna_classifier_init", params, NULL, model, sizeof *model))
     return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  is_luna = lunai_is_luna(&c.encoder.layer);
-  if (c.vocab == 0) c.vocab = 256;
-  if (c.classes == 0) c.classes = 2;
-  if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && lunai_pools_memory(c.pooling)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
-    return lunai_setup_end(&setup, false);
-  }
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
-      (c.per_step && !lunai_is_unused(params->ctx, "pair", c.pair, "with per_step")))
-    return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_classifier_sizes(&c, &s);
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
+  memset(&m, 0, sizeof m);
+  if (config) m.classifier = *config;
+  if (!lunai_classifier_config(params->ctx, &m)) return lunai_setup_end(&setup, false);
+  c = m.classifier;
   memset(model, 0, sizeof *model);
   features = c.encoder.dim * (c.pair ? 4 : 1);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
@@ -16127,8 +16111,9 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
                              lunai_projection_init(c.encoder.layer.bert_init, true));
   if (good)
     model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes,
-        c.pre_logits ? c.pre_logits : features, lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && model->projection && lunai_model_describe(params, "classifier", &c.encoder.layer, &s);
+                                    c.pre_logits ? c.pre_logits : features,
+                                    lunai_projection_init(c.encoder.layer.bert_init, true));
+  good = good && model->projection && lunai_model_describe(params, "classifier", &m);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -16205,7 +16190,7 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config) {
   luna_masked_lm_config c;
-  lunai_model_sizes s;
+  lunai_model_config m;
   lunai_setup setup;
   bool good;
   if (!lunai_setup_begin(&setup, "luna_masked_lm_init", params, NULL, model, sizeof *model))
@@ -16213,20 +16198,20 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.vocab == 0) c.vocab = 257;
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder)) return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_encoder_to_sizes(&c.encoder, &s);
-  s.vocab = c.vocab;
+  memset(&m, 0, sizeof m);
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
+      !lunai_encoder_defaults(params->ctx, &c.encoder) || !lunai_model_good(params->ctx, &m, c.vocab, &c.encoder))
+    return lunai_setup_end(&setup, false);
   memset(model, 0, sizeof *model);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim,
                                    lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
+  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", &c.encoder.layer);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   if (good) model->output = !c.features ? model->encoder.embedding :
                             lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
                                         lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
-  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
+  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &m);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -16305,15 +16290,8 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   return count;
 }
 
-/* --- encoder-decoder --- */
-LUNAI_FN void lunai_seq2seq_sizes(const luna_seq2seq_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->target_vocab = c->target_vocab; s->share_embeddings = c->share_embeddings;
-  s->separate_output = c->separate_output;
-  s->decoder_layers = c->decoder_layers; s->max_target_length = c->max_target_length;
-}
-LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
-  lunai_model_sizes s;
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
+  luna_seq2seq_config *c = &m->seq2seq;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
@@ -16326,12 +16304,11 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
     lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
     return false;
   }
-  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder, &c->encoder) ||
+  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
-  lunai_seq2seq_sizes(c, &s);
-  return lunai_model_good(ctx, &s);
+  return lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
 LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
   const int64_t d = c->encoder.dim;
@@ -16351,27 +16328,27 @@ LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
     if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) &&
-      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
+  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", &c->encoder.layer) &&
+      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", &c->encoder.layer))) return false;
   model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab,
                                                    d, init) : model->embedding;
   return model->output != NULL;
 }
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
   luna_seq2seq_config c;
-  lunai_model_sizes s;
+  lunai_model_config m;
   lunai_setup setup;
   bool good;
   if (!lunai_setup_begin(&setup, "luna_seq2seq_init", params, NULL, model, sizeof *model))
     return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
-  lunai_seq2seq_sizes(&c, &s);
+  memset(&m, 0, sizeof m);
+  if (config) m.seq2seq = *config;
+  if (!lunai_seq2seq_defaults(params->ctx, &m)) return lunai_setup_end(&setup, false);
+  c = m.seq2seq;
   memset(model, 0, sizeof *model);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK &&
       lunai_decoder_init(model, params, &c);
-  good = good && lunai_model_describe(params, "seq2seq", &c.encoder.layer, &s);
+  good = good && lunai_model_describe(params, "seq2seq", &m);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -17145,38 +17122,20 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   return lunai_setup_end(&s, good);
 }
 
-LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind,
-                                      const lunai_model_sizes *s, const luna_layer_config *dropouts) {
-  luna_classifier_config classifier;
-  luna_masked_lm_config masked_lm;
-  luna_seq2seq_config seq2seq;
-  luna_encoder_config encoder;
-  lunai_encoder_from_sizes(s, &encoder);
-  encoder.layer.dropout = dropouts->dropout; encoder.layer.attention_dropout = dropouts->attention_dropout;
-  encoder.layer.activation_dropout = dropouts->activation_dropout;
-  memset(&classifier, 0, sizeof classifier);
-  memset(&masked_lm, 0, sizeof masked_lm);
-  memset(&seq2seq, 0, sizeof seq2seq);
-  classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
-  classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
-  classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits;
-  classifier.pair = s->pair != 0;
-  classifier.per_step = s->per_step != 0;
-  seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0;
-  seq2seq.separate_output = s->separate_output != 0;
-  seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
-  if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
-  if (kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &masked_lm);
-  return luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
+LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
+  m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
+  m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
+  if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
+  return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
 LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
   static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
   luna_params *params = s->params;
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
-  lunai_model_sizes sizes;
+  lunai_model_config m;
   lunai_st_text kind;
-  luna_layer_config dropouts;
   const char *wrong;
   int64_t count;
   int k = 0;
@@ -17188,16 +17147,17 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == 3)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &sizes);
-  if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
+  memset(&m, 0, sizeof m);
+  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m);
+  if (!wrong) wrong = lunai_dropouts_read(st, &m.encoder.layer);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
   count = lunai_st_tensors(st);
-  if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
+  if ((!m.encoder.tied_layers && m.encoder.layers > count) || m.seq2seq.decoder_layers > count)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
                              "its tensors are not those of luna.layers layers") == LUNA_OK;
   model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   lunai_fill_begin(params, st);
-  return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
+  return lunai_fill_end(s, st, lunai_model_init(model, params, &m));
 }
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
@@ -17780,7 +17740,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
     LUNAI_SLOT_MATRIX };
 /* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
+   [rows], an RMS norm has no bias; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
 typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
 #define LUNAI_SLOT(type, field, name, rows, columns, when) \
@@ -18125,7 +18085,7 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
         (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
         (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix ? 1 : 2); part++) {
+    for (part = 0; part < (matrix || (norm && z->norm == LUNA_NORM_RMS) ? 1 : 2); part++) {
       luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
       const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] :
           NULL;
@@ -18180,12 +18140,12 @@ LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st)
   if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "",
       "embed_positions", ".weight", 2, z->max_length, z->dim))
     return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
-                                              1) ||
-                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim,
-                                              1))) return "layer_norm is missing or of another shape";
   s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
+  s->norm.bias = z->pre_norm && z->norm != LUNA_NORM_RMS ? &s->norm_bias : NULL;
+  if ((s->norm.weight && !lunai_stream_parameter(s, s->norm.weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
+                                                 1)) ||
+      (s->norm.bias && !lunai_stream_parameter(s, s->norm.bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1)))
+    return "layer_norm is missing or of another shape";
   return NULL;
 }
 
@@ -18412,11 +18372,10 @@ LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, 
   if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
   (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
   if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  if (!norm->weight) return;
-  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
-  s->norm.weight = &s->norm_weight;
-  s->norm.bias = &s->norm_bias;
+  s->norm.weight = norm->weight ? &s->norm_weight : NULL;
+  s->norm.bias = norm->bias ? &s->norm_bias : NULL;
+  if (norm->weight) (void)lunai_stream_parameter(s, s->norm.weight, norm->weight, NULL, "", "", "", 1, 1, 1);
+  if (norm->bias) (void)lunai_stream_parameter(s, s->norm.bias, norm->bias, NULL, "", "", "", 1, 1, 1);
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
@@ -18511,6 +18470,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.norm = c->encoder.layer.norm;
   first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
   first.sizes.max_length = c->max_target_length;
