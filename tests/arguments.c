@@ -742,8 +742,8 @@ static void case_luna_mean(void) { reduction(luna_mean); }
 static void case_luna_max(void) { reduction(luna_max); }
 static void case_luna_cumsum(void) { reduction(luna_cumsum); }
 static void map(luna_tensor *(*op)(luna_tensor *x));
-static void case_luna_sum_all(void) { map(luna_sum_all); }
-static void case_luna_mean_all(void) { map(luna_mean_all); }
+#define UNARY_CASE(name) static void case_luna_##name(void) { map(luna_##name); }
+COMMON_UNARY(UNARY_CASE)
 static void case_luna_transpose(void) {
   luna_tensor *x = any_tensor();
   got_tensor(luna_transpose(x, number((int)pick(3)), number((int)pick(3))), x != NULL);
@@ -1804,7 +1804,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_causal_product_backward_f32) F(luna_causal_product_scratch) F(luna_philox) F(luna_open) F(luna_close) F(luna_begin_step) \
   F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
-  F(luna_cumsum) F(luna_sum_all) F(luna_mean_all) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
+  F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
   F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
@@ -1837,7 +1837,8 @@ typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define BINARY_ROW(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) ROW(luna_##name)
 #define MAP_ROW(NAME, name, value, slope) ROW(luna_##name)
-static row functions[] = {FUNCTIONS(ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
+#define UNARY_ROW(name) ROW(luna_##name)
+static row functions[] = {FUNCTIONS(ROW) COMMON_UNARY(UNARY_ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
 static const row generated[] = {LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
 enum { COUNT = sizeof functions / sizeof functions[0], GENERATED = sizeof generated / sizeof generated[0] };
 
