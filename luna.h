@@ -245,10 +245,10 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
   X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
-  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, which " \
-    "this stream's model reads in place of tokens") \
-  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large for " \
-    "its scale; none was read. Clamp it, or give NaN where a number is missing") \
+  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
+    "which this stream's model reads in place of tokens") \
+  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
+    "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -296,8 +296,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
-    "made after luna_begin_step") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
+    "not made after luna_begin_step") \
   X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
     "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
@@ -369,8 +369,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
     "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
-  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the number " \
-    "of steps") \
+  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
+    "number of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
     "max_rank %d (0 = any)") \
@@ -474,8 +474,8 @@ typedef struct luna_input {
   const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  /* [batch,n,features]; NaN is a missing number, Inf an error, for it would spoil all later steps of a causal model; the
-     padding may hold anything */
+  /* [batch,n,features]; NaN is a missing number, Inf an error: it would spoil all later steps of a causal model.
+     Padding may hold anything. */
   const float *features;
 } luna_input;
 
@@ -672,10 +672,10 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
    luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
-   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
-   luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
-   name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
-   its own and close it. */
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
+   with the first failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the same
+   call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose failure
+   is to have no effect, use a context of its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -1107,8 +1107,8 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 /* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
-   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the config
-   from the file. luna_load_matching compares names and shapes alone. */
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the
+   config from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -14690,8 +14690,8 @@ LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
 }
 /* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
 typedef struct lunai_reader { luna_ctx *ctx; int64_t vocab, features, longest; } lunai_reader;
-/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and features
-   must not be Inf */
+/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and no
+   feature may be Inf */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -14734,7 +14734,8 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
   return true;
 }
 /* of an input layer; false without a sentence where its init failed or was not called */
-LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
+LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op,
+                                     const char *name) {
   lunai_reader r;
   memset(&r, 0, sizeof r);
   r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
@@ -16013,8 +16014,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 }
 
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
-LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table, const luna_input_layer *input,
-                                      const luna_tensor *positions, int64_t first) {
+LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
+                                      const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
   lunai_reader r;
   r.ctx = lunai_ctx_of(params);
   r.vocab = table ? table->shape[0] : 0;
@@ -16023,7 +16024,8 @@ LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tens
   return r;
 }
 LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
-  return lunai_reader_of(m ? m->params : NULL, m ? m->embedding : NULL, m ? &m->input : NULL, m ? m->positions : NULL, 0);
+  if (!m) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  return lunai_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
 }
 /* the context of a model whose init succeeded and whose input fits; else null */
 LUNAI_FN luna_ctx *lunai_model_ctx(lunai_reader r, const luna_input *input, const char *name, const char *what) {
@@ -17406,7 +17408,12 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
 /* into `model`, `size` bytes of the member of luna_model at `at` */
-typedef struct lunai_kind_load { const char *name; luna_model_kind kind; void *model; size_t at, size; } lunai_kind_load;
+typedef struct lunai_kind_load {
+  const char *name;
+  luna_model_kind kind;
+  void *model;
+  size_t at, size;
+} lunai_kind_load;
 LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
   const lunai_kind_load *k = (const lunai_kind_load *)load;
   luna_model any;
@@ -18004,8 +18011,8 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
     LUNAI_SLOT_TOKENS, LUNAI_SLOT_FEATURES, LUNAI_SLOT_OUTPUTS, LUNAI_SLOT_LEARNED, LUNAI_SLOT_PRE_NORM };
 /* The parameters of a stream's layers and of its model: name.weight [rows, columns] and name.bias [rows] beside it; a
-   norm's are both [rows], an RMS norm has no bias; one that is alone has its whole name. rows and columns are offsets in
-   lunai_lm_sizes. */
+   norm's are both [rows], an RMS norm has no bias; one that is alone has its whole name. rows and columns are offsets
+   in lunai_lm_sizes. */
 typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; bool alone; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
 #define LUNAI_SLOT(type, field, name, rows, columns, when, alone) \
