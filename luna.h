@@ -222,7 +222,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did */
+  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did, or a call between ranks */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -254,7 +254,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, or a backend of another version)") \
+    "unknown form, a collective without functions or with a rank outside 0..ranks - 1, or a backend of another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -267,6 +267,13 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
   X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
     "luna_stream_open_bytes") \
+  /* several ranks */ \
+  X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models and " \
+    "calls") \
+  X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
+  X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
+    "attention, or LUNA_PARALLEL_DATA") \
   /* arguments of any call */ \
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
@@ -614,6 +621,39 @@ typedef struct luna_allocator {      /* set both functions or neither; allocate 
    side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
+/* >>parallel: one model on several ranks, each a process with a context of its own. Every rank opens its context with a
+   collective, makes the same model and the same calls in the same order. Two ways to share the work:
+     LUNA_PARALLEL_DATA      a rank has sequences of its own: luna_input.batch and its arrays are its part of the batch,
+                             in rank order; parts may differ in number, or be empty; n is the same on all ranks
+     LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
+                             in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
+                             alike, are those of whole sequences. luna.h finds each rank's first row by itself
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in the
+   whole, a mean loss divides by the labels of all ranks, and luna_item of a loss of luna.h is the whole one on every
+   rank. luna_optimizer_step sums the gradients over ranks; until then .grad and luna_read_grad have this rank's part.
+   Parameters start equal, and stay so: the same seed, names and file. Files say nothing of ranks: rank 0 saves, any
+   number of ranks goes on. Each begin compares the ranks' builds, options, models and steps: LUNA_MISMATCH, with a
+   sentence that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal: between ranks go numbers of the memory's size, a
+   layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however long it is.
+   Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort). What one rank does alone, as sampling or
+   a validation, belongs in a context without a collective (luna_params_share) or in a stream. */
+typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
+typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host memory.
+   False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in another
+   run. Example, from MPI: examples/mpi.h. */
+typedef struct luna_collective {
+  luna_parallelism mode;
+  int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
+  /* buffer: `count` floats or doubles, in place, of all ranks added up */
+  bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
+  /* `bytes` bytes of each rank, in rank order, into all [ranks, bytes], on every rank */
+  bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
+  void *user;
+} luna_collective;
+
 typedef struct luna_options {
   int threads;                       /* 0 = one a core */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
@@ -628,6 +668,7 @@ typedef struct luna_options {
   void *log_user;
   luna_form form;                    /* 0 = by cost */
   const luna_backend *backend;       /* 0 = this CPU */
+  const luna_collective *collective; /* other ranks; copied; 0 = none */
 } luna_options;
 
 /* Null options: all defaults. Returns null when out of memory, the block is too small or an option is invalid;
@@ -718,6 +759,7 @@ typedef struct luna_tensor {
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   struct luna_tensor *reserved;
+  const struct lunai_part *part;     /* of which whole it is this rank's part; null: it is whole */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -770,6 +812,17 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
    All the memory it needs is taken before anything is added: without it no gradient has changed, and the step may be
    made again. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
+#endif
+
+#ifndef LUNA_ONLY_STREAM
+/* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
+   [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout, luna_mask,
+   luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
+   rank's loss is a part of one loss, which is their sum. */
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
 #endif
 
 /* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
@@ -2048,7 +2101,16 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
    under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
    dropout. */
-typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+typedef struct lunai_dropout {
+  uint64_t seed;
+  uint32_t op, step, threshold;
+  float keep;
+  int64_t first, run, skip;          /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0:
+                                        e + first */
+} lunai_dropout;
+LUNAI_INLINE int64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
+  return element + d->first + (d->run ? element / d->run * d->skip : 0);
+}
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
@@ -3802,6 +3864,7 @@ LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n,
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
   uint32_t counter[4], word[4];
   if (d->threshold == 0) return 1.0f;
+  element = lunai_dropout_place(d, element);
   counter[0] = (uint32_t)(element / 8);
   counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
   counter[2] = d->op;
@@ -4327,9 +4390,10 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
 LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
   while (n > 0) {
-    const int64_t skip = first % 8, count = lunai_min(n, 64 - skip);
+    const int64_t at = lunai_dropout_place(d, first), skip = at % 8;
+    const int64_t count = lunai_min(d->run ? lunai_min(n, d->run - first % d->run) : n, 64 - skip);
     const bool whole = count == 64;
-    LUNAI_K(dropout_block)(d, (uint64_t)first / 8, whole ? mask : block);
+    LUNAI_K(dropout_block)(d, (uint64_t)at / 8, whole ? mask : block);
     if (!whole) memcpy(mask, block + skip, (size_t)count * sizeof(float));
     first += count;
     mask += count;
@@ -8711,6 +8775,8 @@ struct luna_ctx {
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
+  luna_collective collective;        /* what options.collective points to, with more than one rank */
+  const luna_params *newest;         /* of its parameter sets */
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
@@ -9312,6 +9378,12 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!first.kernels || first.options.threads < 0 ||
       !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
+  if (first.options.collective) {
+    const luna_collective *c = first.options.collective;
+    if (c->rank < 0 || c->rank >= c->ranks || !c->all_reduce || !c->all_gather ||
+        (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
+    first.collective = *c;
+  }
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
   if (first.options.block && lunai_on_device(&first)) return NULL;
   if (first.options.block) {
@@ -9324,6 +9396,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   ctx = (luna_ctx *)memory;
   *ctx = first;
+  ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
   if (ctx->backend->open && !ctx->options.measure)
     open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
@@ -9353,6 +9426,110 @@ LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
   return status;
 }
 
+/* --- ranks --- */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { (void)ctx; return NULL; }
+#else
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
+#endif
+/* What a rank has of a whole: sequences of a batch, or rows of every sequence */
+typedef struct lunai_part {
+  bool rows;                         /* rows, not sequences */
+  int64_t first, own, whole;         /* of them: those of the ranks before, this one's, all ranks' */
+  int64_t other;                     /* sequences, or the rows of each */
+  int64_t longest;                   /* of the batch's sequences */
+  const int64_t *parts;              /* [ranks] those of each rank */
+} lunai_part;
+#ifdef LUNA_ONLY_STREAM
+#define lunai_rows_cut(t) ((void)(t), false)
+#else
+LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->part && t->part->rows; }
+#endif
+/* the rows of t's whole sequences, [batch,n,...] */
+LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) { return lunai_rows_cut(t) ? t->part->whole : t->shape[1]; }
+
+/* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
+LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
+  if (!good) lunai_fail(ctx, LUNA_ERROR_COLLECTIVE, name, what, (int64_t)ctx->collective.rank,
+                        (int64_t)ctx->collective.ranks);
+  return good;
+}
+LUNAI_FN bool lunai_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
+  const luna_collective *c = lunai_ranks(ctx);
+  int r;
+  if (ctx->status != LUNA_OK) return false;
+  for (r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
+  return !lunai_computes(ctx) || bytes == 0 ||
+         lunai_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
+}
+LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, int64_t count, luna_reduction what) {
+  const luna_collective *c = lunai_ranks(ctx);
+  if (ctx->status != LUNA_OK) return false;
+  return !lunai_computes(ctx) || count == 0 ||
+         lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
+}
+/* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
+LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
+                                 int count, int64_t **all) {
+  const int ranks = lunai_ranks(ctx)->ranks;
+  void *memory;
+  int r, i;
+  if (!lunai_step(ctx, (size_t)(ranks * count) * sizeof(int64_t), false, &memory))
+    return lunai_fail_op_memory(ctx, name, (size_t)(ranks * count) * sizeof(int64_t)) != NULL;
+  *all = (int64_t *)memory;
+  if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
+  for (r = 0; r < ranks; r++)
+    for (i = 0; i < count; i++)
+      if (what[i] && (*all)[r * count + i] != (*all)[i])
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (*all)[r * count + i],
+                          (*all)[i]) != NULL;
+  return true;
+}
+/* the labels that all ranks count */
+LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted) {
+  double all = (double)*counted;
+  if (!lunai_ranks(ctx)) return true;
+  if (!lunai_computes(ctx)) all *= lunai_ranks(ctx)->ranks;
+  if (!lunai_rank_reduce(ctx, name, &all, 1, LUNA_REDUCTION_SUM_F64)) return false;
+  if (!(all >= (double)*counted && all <= (double)INT64_MAX / 2))
+    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
+                      (int64_t)ctx->collective.rank) != NULL;
+  *counted = (int64_t)all;
+  return true;
+}
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* names and shapes of all parameters */
+LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state);
+/* at each begin */
+LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
+  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
+                                      "instruction set", "options.form", "options.seed", "call to begin a step",
+                                      "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
+  const luna_step_state state = lunai_state_of(ctx, ctx->state);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  int64_t mine[LUNAI_LENGTH(what)], *all, r;
+  bool good;
+  mine[0] = ctx->collective.rank;
+  mine[1] = LUNA_VERSION_NUMBER;
+  mine[2] = (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *));
+  mine[3] = ctx->collective.ranks;
+  mine[4] = ctx->collective.mode;
+  mine[5] = ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
+  mine[6] = ctx->options.form;
+  mine[7] = (int64_t)ctx->options.seed;
+  mine[8] = ctx->training;
+  mine[9] = (int64_t)state.step;
+  mine[10] = ctx->failure.status;
+  mine[11] = (int64_t)lunai_models_hash(ctx);
+  good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
+  for (r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
+    if (all[r * LUNAI_LENGTH(what)] != r)
+      good = lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r) != NULL;
+  lunai_step_rewind(ctx, mark);
+  return good;
+}
+#endif
+
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   luna_status status;
   bool repeated;
@@ -9372,6 +9549,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
   status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+#ifndef LUNA_ONLY_STREAM
+  if (status == LUNA_OK && lunai_ranks(ctx)) lunai_ranks_agree(ctx, training ? "luna_begin_step" : "luna_begin_inference");
+#endif
   return status == LUNA_OK ? ctx->status : status;
 }
 #ifndef LUNA_NO_TRAIN
@@ -9715,20 +9895,39 @@ LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
 }
 
-LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
+/* An op's dropout of `count` elements, `width` a row. Of a rank's part, where each element is in the whole. */
+LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count,
+                                        int64_t width) {
   const luna_step_state *state = op->ctx->state;
-  return lunai_dropout_of(op->dropout, state->seed, op->dropout_op, (uint32_t)state->step);
+  lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
+#ifndef LUNA_ONLY_STREAM
+  const lunai_part *part = op->out[0]->part ? op->out[0]->part : op->inputs > 1 && op->in[1] ? op->in[1]->part : NULL;
+  if (part && part->own > 0) d.first = part->rows ? part->first * width : part->first * (count / part->own);
+  if (part && part->rows) {
+    d.run = part->own * width;
+    d.skip = (part->whole - part->own) * width;
+  }
+#else
+  (void)count, (void)width;
+#endif
+  return d;
+}
+LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op, int64_t count, int64_t width) {
+  return lunai_dropout_in(op, op->dropout, op->dropout_op, count, width);
 }
 LUNAI_FN lunai_dropout lunai_op_last_dropout(const luna_op *op) {
-  const luna_step_state *state = op->ctx->state;
-  return lunai_dropout_of(op->last_dropout, state->seed, op->last_dropout_op, (uint32_t)state->step);
+  return lunai_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]), lunai_last(op->out[0]));
+}
+LUNAI_FN lunai_dropout lunai_result_dropout(const luna_op *op) {
+  const luna_tensor *y = op->out[0];
+  return lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
 }
 LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_result_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->in[0]->data + first, op->out[0]->data + first, false);
 }
 LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_result_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
 }
 LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
@@ -10202,7 +10401,7 @@ LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thr
 }
 LUNAI_FN void lunai_ffn_drop(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
-  const lunai_dropout d = lunai_op_dropout(w->op);
+  const lunai_dropout d = lunai_op_dropout(w->op, lunai_rows(w->op->in[0]) * w->hidden, w->hidden);
   int64_t at, n;
   lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
   lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
@@ -10248,7 +10447,7 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_op_dropout(op, lunai_rows(op->in[0]) * f, f);
   int64_t part = lunai_share(LUNAI_FFN_PARTS, thread, threads);
   for (; part < lunai_share(LUNAI_FFN_PARTS, thread + 1, threads); part++) {
     float *sums = w->sums + part * (f + out), *dh;
@@ -10695,7 +10894,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
-  a->dropout = lunai_op_dropout(op);
+  /* of keys that are cut over ranks a row is a key, of queries all its keys */
+  a->dropout = lunai_op_dropout(op, a->batch * a->heads * a->queries * a->keys, op->out[0]->part ? a->keys : 1);
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
@@ -10720,7 +10920,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
   u->lengths = op->lengths;
-  u->dropout = lunai_op_dropout(op);
+  u->dropout = lunai_op_dropout(op, u->batch * u->heads * u->rows * u->slots, u->slots);
   u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
@@ -11580,6 +11780,15 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
   return lunai_abandon(s);
 }
 
+/* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
+LUNAI_FN const struct lunai_part *lunai_part_made(const luna_op *op) {
+  const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
+                       op->kind == LUNA_OP_SPARSE_ATTENTION;
+  int i;
+  for (i = 0; i < op->inputs; i++)
+    if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
+  return NULL;
+}
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
                                        int extra_rank, const int64_t *extra_shape) {
@@ -11625,6 +11834,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
                                                            lunai_shape_count(extra_rank, extra_shape))) == NULL)
     return lunai_op_no_memory(s, result);
+  for (i = 0; i < op->outputs; i++) op->out[i]->part = lunai_part_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
     lunai_piece_give(ctx, &op->kept_piece);
@@ -12392,6 +12602,7 @@ typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } 
 struct luna_params {
   luna_ctx *ctx;
   int64_t number;                    /* of the context's sets */
+  const luna_params *older;          /* the set opened before it */
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
   lunai_meta *replaced;              /* earlier values of pairs, newest first */
@@ -12447,7 +12658,19 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   lunai_remember(ctx, NULL, 0, LUNA_OK);
   ((luna_params *)memory)->ctx = ctx;
   ((luna_params *)memory)->number = ctx->sets++;
-  return (luna_params *)memory;
+  ((luna_params *)memory)->older = ctx->newest;
+  return (luna_params *)(uintptr_t)(ctx->newest = (luna_params *)memory);
+}
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
+  uint64_t hash = 0;
+  const luna_params *set;
+  const lunai_param *p;
+  for (set = ctx->newest; set; set = set->older)
+    for (p = set->first; p; p = p->next) {
+      hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
+      hash += p->tensor.needs_grad;
+    }
+  return hash;
 }
 
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
@@ -12895,6 +13118,7 @@ LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const
   t->offset = x->offset + offset;
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
+  t->part = x->part;
   return t;
 }
 
@@ -13265,6 +13489,146 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   return lunai_finish_rows(&s, w2->shape[0]);
 }
 
+/* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
+/* which part of all ranks' an input is, into the step; *part stays null without a collective */
+LUNAI_FN bool lunai_part_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
+                              const lunai_part **part) {
+  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
+  const luna_collective *c = lunai_ranks(ctx);
+  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
+  int64_t mine[3], *all, *parts, b, r;
+  void *memory;
+  lunai_part *made;
+  if (!c) return true;
+  mine[0] = rows ? batch : n;
+  mine[1] = rows ? n : batch;
+  mine[2] = lengths ? rows ? (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)lunai_max(0, batch) * 4) : 1 :
+            rows ? 0 : n;
+  for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
+    return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
+  if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
+  made = (lunai_part *)memory;
+  memset(made, 0, sizeof *made);
+  made->parts = parts = (int64_t *)(void *)(made + 1);
+  made->rows = rows;
+  made->other = rows ? batch : -1;
+  for (r = 0; r < c->ranks; r++) {
+    const int64_t own = parts[r] = all[3 * r + 1];
+    if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
+      return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r) != NULL;
+    if (r < c->rank) made->first += own;
+    made->whole += own;
+    if (rows || own == 0) continue;
+    if (made->other >= 0 && made->other != all[3 * r])
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+                        made->other) != NULL;
+    made->other = all[3 * r];
+    made->longest = lunai_max(made->longest, all[3 * r + 2]);
+  }
+  made->own = mine[1];
+  if (parts[c->rank] != made->own)
+    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
+                      (int64_t)c->rank) != NULL;
+  *part = made;
+  return true;
+}
+/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
+LUNAI_FN const int32_t *lunai_part_lengths(luna_ctx *ctx, const lunai_part *part, const int32_t *lengths,
+                                           const char *name, bool *failed) {
+  void *memory;
+  int64_t b;
+  if (!lengths || !part || !part->rows || *failed) return lengths;
+  *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
+  if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
+  for (b = 0; b < part->other && !*failed; b++) {
+    *failed = lengths[b] < 0 || lengths[b] > part->whole;
+    if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
+                            part->whole);
+    else ((int32_t *)memory)[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
+  }
+  return *failed ? NULL : (const int32_t *)memory;
+}
+/* What a model's input is a part of, and the input with its lengths as those of its own rows */
+LUNAI_FN bool lunai_part_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
+                               const lunai_part **part) {
+  bool failed = false;
+  *own = *input;
+  *part = NULL;
+  if (!lunai_part_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
+  own->lengths = lunai_part_lengths(ctx, *part, input->lengths, name, &failed);
+  return !failed;
+}
+/* x as a part */
+LUNAI_FN luna_tensor *lunai_part_of(luna_tensor *x, const lunai_part *part) {
+  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
+  if (x && part) x->part = part;
+  return x;
+}
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
+  const lunai_part *part = NULL;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  if (!lunai_has_rank("luna_rank_part", x, 2) ||
+      !lunai_part_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
+  return lunai_part_of(x, part);
+}
+
+typedef struct lunai_rank_op {
+  luna_ctx *ctx;
+  const char *name;
+  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
+  float *result;                     /* [luna_count(out)] */
+} lunai_rank_op;
+LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, bytes);
+  if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  op->received = true;
+  lunai_copy(op->result, out->data, bytes);
+}
+LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  int64_t i;
+  (void)count;
+  if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+}
+/* One of these ops, on the CPU. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, luna_custom *custom,
+                                       int rank, const int64_t *shape, size_t room) {
+  luna_ctx *ctx = in[0]->ctx;
+  const size_t bytes = (size_t)lunai_shape_count(rank, shape) * sizeof(float) + room;
+  luna_tensor *y;
+  void *memory;
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "that computes between ranks");
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
+  op->ctx = ctx;
+  op->result = (float *)memory;
+  y = luna_custom_op(in, count, rank, shape, custom);
+  if (!y || ctx->status != LUNA_OK) return NULL;
+  y->part = NULL;
+  return y;
+}
+LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
+  luna_custom custom;
+  lunai_rank_op op;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  memset(&op, 0, sizeof op);
+  memset(&custom, 0, sizeof custom);
+  op.name = name;
+  op.alone = alone;
+  custom.forward = lunai_rank_sum_forward;
+  custom.backward = lunai_rank_sum_backward;
+  custom.state = &op;
+  custom.state_size = sizeof op;
+  return lunai_rank_op_of(&op, &x, 1, &custom, x->rank, x->shape, 0);
+}
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
+/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
+LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) { return lunai_rank_sum(loss, "the loss", true); }
+
 /* --- rows --- */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
@@ -13281,6 +13645,8 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
   if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
+  lengths = lunai_part_lengths(x->ctx, x->part, lengths, "luna_mask", &failed);
+  if (failed) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
@@ -13412,6 +13778,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     counted += !ignored;
     kept[i] = label;
   }
+  if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
@@ -13426,8 +13793,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
   if (!lunai_has_rank(s.name, logits, 1)) return NULL;
-  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
-      lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
+      lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
 
 LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
@@ -13447,8 +13814,8 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
     lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
     return lunai_abandon(&s);
   }
-  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
-      lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
+      lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -13469,6 +13836,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
   t->given = given = (int32_t *)memory;
   for (i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
+  if (!lunai_rank_count(values->ctx, name, &counted)) return false;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
   return t->x != NULL;
@@ -13479,7 +13847,7 @@ LUNAI_FN luna_tensor *lunai_errors(lunai_targets *t, luna_tensor *values, const 
   return lunai_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, 0, name);
 }
 LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *losses) {
-  return luna_scale(luna_sum(losses, 0), t->share);
+  return lunai_rank_loss(luna_scale(luna_sum(losses, 0), t->share));
 }
 
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
@@ -14863,7 +15231,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
     x = lunai_residual(c, x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, x->shape[1])));
+      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(x))));
       p = luna_expand(p, x->shape[0]);
     }
     if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
@@ -15150,6 +15518,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
+  if (lunai_rows_cut(x)) first += x->part->first;
   if (positions == LUNA_POSITIONS_SINUSOIDAL)
     return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
@@ -15304,9 +15673,14 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
-                                      luna_input_layer_forward(&model->input, input);
+  const lunai_part *part;
+  luna_input own;
+  luna_tensor *x;
   int64_t i;
+  if (!lunai_part_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
+  x = model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
+                         luna_input_layer_forward(&model->input, &own);
+  x = lunai_part_of(x, part);
   x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
   for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
@@ -15504,11 +15878,12 @@ LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
-                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input,
+                                  const luna_input *own, const lunai_part *part) {
   const float factor = lunai_embedding_factor(c);
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
-                           luna_input_layer_forward(features, input);
+  luna_tensor *x = lunai_part_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
+                                         luna_input_layer_forward(features, own), part);
   if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
   x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
   if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
@@ -15516,23 +15891,27 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   x = lunai_result(scope, luna_dropout(x, c->layer.dropout));
   return c->keep_padding ? x : lunai_result(scope, luna_mask(x, input->lengths));
 }
-LUNAI_FN int64_t lunai_longest(const luna_input *input) {
-  int64_t longest = input->lengths ? 1 : input->n, b;
+LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_part *part) {
+  const int64_t n = part && part->rows ? part->whole : input->n;
+  int64_t longest = input->lengths ? 1 : n, b;
+  if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
   for (b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
-  return lunai_min(longest, lunai_max(input->n, 1));
+  return lunai_min(longest, lunai_max(n, 1));
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
   const luna_encoder_config *c;
+  const lunai_part *part;
+  luna_input own;
   luna_tensor *memory;
   luna_scope scope;
   int64_t slots;
   float factor;
-  if (!ctx) return NULL;
+  if (!ctx || !lunai_part_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   c = &e->config;
-  slots = lunai_min(c->memory, lunai_longest(input));
+  slots = lunai_min(c->memory, lunai_longest(input, part));
   factor = lunai_embedding_factor(c);
   memory = p && *p ? *p : e->memory;
   if (e->memory && !(p && *p)) {
@@ -15540,12 +15919,15 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (factor != 1) memory = luna_scale(memory, factor);
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
-    memory = luna_dropout(luna_expand(memory, input->batch), c->layer.dropout);
+    memory = luna_expand(memory, input->batch);
+    if (part && !part->rows) memory = lunai_part_of(memory, part);
+    memory = luna_dropout(memory, c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
+  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input, &own,
+                                          part), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
@@ -15747,7 +16129,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
-  int64_t i, all, count = 0;
+  int64_t i, all, counted, count = 0;
   void *memory;
   if (!x) return NULL;
   all = input->batch * input->n;
@@ -15757,7 +16139,9 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
     if (labels[i] >= vocab)
       return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
   }
-  if (count == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
+  counted = count;
+  if (!lunai_rank_count(ctx, "luna_masked_lm_loss", &counted)) return NULL;
+  if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
   if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
   places = (int32_t *)memory;
@@ -15883,15 +16267,18 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
   luna_tensor *p = NULL, *context, *x;
   luna_encoder_config c;
+  const lunai_part *part;
+  luna_input own;
   luna_scope scope, inner;
   int64_t i;
   bool has_p;
-  if (!ctx) return NULL;
+  if (!ctx || !lunai_part_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target) : NULL;
+  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
+                NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
@@ -15947,6 +16334,7 @@ struct luna_optimizer {
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
   uint64_t skipped_in_row;           /* the state's, as far as the host knows */
+  bool summed;                       /* has summed gradients over ranks */
   luna_optimizer *next;              /* of the context */
 };
 
@@ -16207,6 +16595,65 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts) return LUNA_OK;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
+/* Copies up to `room` floats of the gradients, from place `at` of all on, to the bucket or back; how many there were */
+LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float *bucket, int64_t room, bool back,
+                                      luna_status *status) {
+  luna_ctx *ctx = o->params->ctx;
+  int64_t i, moved = 0;
+  for (i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
+    const luna_tensor *t = o->trained[i].tensor;
+    const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0, n = lunai_min(count - at, room - moved);
+    const size_t bytes = n > 0 ? (size_t)n * sizeof(float) : 0;
+    if (n > 0) {
+      *status = ctx->backend->copy(ctx, back ? t->grad + at : bucket + moved, back ? bucket + moved : t->grad + at,
+                                   bytes, back ? 1 : 2);
+      moved += n;
+    }
+    at = lunai_max(0, at - count);
+  }
+  return moved;
+}
+/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same parameters with a
+   gradient, and at an optimiser's first step the same values. A NaN or Inf in one rank's loss counts for all. */
+#define LUNAI_BUCKET ((int64_t)1 << 18)
+LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
+  static const char *const what[] = { "number of optimiser steps", "set of parameters with a gradient",
+                                      "value of some parameter before the first step", NULL };
+  static const char name[] = "luna_optimizer_step";
+  luna_ctx *ctx = o->params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_step_state state = lunai_state_of(ctx, ctx->state);
+  luna_status status = LUNA_OK;
+  const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
+  int64_t mine[4], *all, at, n;
+  void *bucket;
+  bool good;
+  int i;
+  mine[0] = o->attempts;
+  mine[1] = mine[2] = 0;
+  mine[3] = state.nonfinite != 0;
+  good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
+         lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
+  for (at = 0; at < o->size && good; at++) {
+    const luna_tensor *t = o->trained[at].tensor;
+    if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
+                                     o->trained[at].frozen + 1);
+    if (o->summed || lunai_on_device(ctx) || !t->data) continue;
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
+  }
+  good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
+  for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
+  if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
+  for (at = 0; good && status == LUNA_OK; at += n) {
+    n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
+    if (n == 0) break;
+    good = status == LUNA_OK && lunai_rank_reduce(ctx, name, bucket, n, LUNA_REDUCTION_SUM_F32);
+    if (good) (void)lunai_gradients_move(o, at, (float *)bucket, room, true, &status);
+  }
+  o->summed = true;
+  lunai_step_rewind(ctx, mark);
+  return good ? lunai_backend_result(ctx, name, status) : ctx->status;
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
   luna_rule rule;
@@ -16217,7 +16664,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
-  if (ctx->options.measure) return LUNA_OK;
+  if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
+  if (ctx->options.measure || status != LUNA_OK) return status;
   memset(&rule, 0, sizeof rule);
   rule.kind = o->kind;
   rule.nesterov = o->nesterov;
